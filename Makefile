@@ -1,0 +1,55 @@
+# Every target works in a fresh clone: it makes .venv and installs requirements.lock there first (seconds when nothing changed).
+#
+#   make quickstart    train the small model of examples/quickstart.json
+#   make test          the tests; ARGS="-k topology" passes options to pytest
+#   make lint types layers    formatting and lint, types, import layers
+#   make proof         the whole test matrix (hours)
+#   make coverage-docs docs/coverage.md from the last test runs
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.
+# PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" installs torch without CUDA, much smaller, on Linux.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help environment quickstart test proof lint format types layers coverage-docs clean
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+RESULTS := build/results
+
+help:
+	@sed -n 's/^#   make /make /p' Makefile
+
+environment:
+	@VENV="$(VENV)" PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/environment.sh
+
+quickstart: environment
+	$(VENV)/bin/plait train examples/quickstart.json
+
+test: environment
+	@mkdir -p $(RESULTS)
+	$(RUN) -m pytest --junitxml=$(RESULTS)/test.xml $(ARGS)
+
+proof: environment
+	@mkdir -p $(RESULTS)
+	$(RUN) -m pytest -m "proof or not gpu" --junitxml=$(RESULTS)/proof.xml $(ARGS)
+
+lint: environment
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+
+format: environment
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+types: environment
+	$(RUN) -m mypy
+
+layers: environment
+	$(VENV)/bin/lint-imports
+
+coverage-docs: environment
+	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

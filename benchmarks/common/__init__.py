@@ -1,0 +1,1 @@
+"""What every benchmark shares: facts about the machine, foreign load, statistics, tables, worker processes."""

@@ -1,0 +1,136 @@
+"""Teams of persistent worker processes that wait for their turn.
+
+A team is one contestant: `ranks` spawned processes with a process group's environment, told over pipes what to do. While it waits a
+worker blocks in a read, so that only the team whose turn it is computes. Workers write to a log file, shown when one of them fails.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+Handler = Callable[[Any], Any]
+Start = Callable[[Any], Handler]
+"""Called once in the worker with the team's argument; returns what answers each message."""
+
+
+class TeamError(RuntimeError):
+    """A worker failed, died or did not answer. The message ends with what it said last."""
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(start: Start, argument: Any, environment: Mapping[str, str], log: str, pipe: Connection) -> None:
+    """The life of one worker."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.environ.update(environment)
+    try:
+        handle = start(argument)
+        pipe.send(("ready", None))
+        while (message := pipe.recv()) is not None:
+            pipe.send(("answer", handle(message)))
+    except EOFError:
+        pass
+    except BaseException:  # noqa: BLE001 whatever ends a worker has to reach the parent
+        pipe.send(("failed", traceback.format_exc()))
+
+
+class Team:
+    """The worker processes of one contestant."""
+
+    def __init__(self, name: str, *, ranks: int, start: Start, argument: Any, logs: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.logs = [logs / f"{name}.{rank}.log" for rank in range(ranks)]
+        context = get_context("spawn")
+        port = str(free_port())
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "LOCAL_SIZE": str(ranks),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            process = context.Process(
+                target=_serve, args=(start, argument, {**environment, **place}, str(self.logs[rank]), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, by rank."""
+        return tuple(process.pid for process in self.processes if process.pid is not None)
+
+    def ready(self, *, timeout_seconds: float) -> None:
+        """Wait until every worker has started. Raises TeamError."""
+        self._collect("ready", timeout_seconds)
+
+    def ask(self, message: Any, *, timeout_seconds: float) -> list[Any]:
+        """Send the message to every worker and return their answers by rank. Raises TeamError."""
+        for pipe in self.pipes:
+            pipe.send(message)
+        return self._collect("answer", timeout_seconds)
+
+    def _collect(self, kind: str, timeout_seconds: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_seconds
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.pipes):
+            waiting = {self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in answers}
+            left = deadline - time.monotonic()
+            for pipe in wait(list(waiting), timeout=max(0.0, left)):
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    said, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    raise TeamError(f"{self.name}: rank {rank} died{self._last_words(rank)}") from None
+                if said != kind:
+                    raise TeamError(f"{self.name}: rank {rank} failed\n{value}{self._last_words(rank)}")
+                answers[rank] = value
+            if left <= 0:
+                silent = sorted(set(range(len(self.pipes))) - set(answers))
+                raise TeamError(f"{self.name}: no answer from rank {silent} in {timeout_seconds:.0f} s{self._last_words(silent[0])}")
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _last_words(self, rank: int, *, lines: int = 15) -> str:
+        try:
+            text = self.logs[rank].read_text(errors="replace").splitlines()[-lines:]
+        except OSError:
+            return ""
+        return "\n  its last output:\n    " + "\n    ".join(text) if text else ""
+
+    def stop(self, *, patience_seconds: float = 10) -> None:
+        """End the workers: asked first, then killed."""
+        for pipe in self.pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        deadline = time.monotonic() + patience_seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()

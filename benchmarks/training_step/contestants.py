@@ -1,0 +1,82 @@
+"""The list of contestants, as data: name, title, who to compare with, and the function that builds its step.
+
+A builder runs inside a worker process whose environment names rank and world, and returns `step(batch) -> (loss, grad_norm)`: one whole
+optimizer step on this rank's micro-batch. Nothing heavy is imported before a builder runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from benchmarks.training_step.workload import Workload
+
+Step = Callable[[dict[str, Tensor]], tuple[float, float]]
+Builder = Callable[[Workload], Step]
+
+HERE = "benchmarks.training_step"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the step."""
+
+    name: str
+    title: str
+    builder: str
+    """`module:function` with the signature `(workload, **options) -> Step`, imported in the worker only."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    peer: str | None = None
+    """The raw torch contestant with the same ZeRO meaning."""
+    rival: str | None = None
+    """The DeepSpeed contestant with the same ZeRO meaning."""
+    requires: str | None = None
+    """A package that the contestant needs and the machine may lack."""
+    loss_is_global: bool = False
+    """Whether the loss that a step returns is already the mean over ranks."""
+
+    @property
+    def missing(self) -> str | None:
+        """The required package where it is not installed."""
+        return self.requires if self.requires and find_spec(self.requires) is None else None
+
+    def build(self, workload: Workload) -> Step:
+        """Import the builder and call it."""
+        module, function = self.builder.split(":")
+        built: Step = getattr(import_module(module), function)(workload, **self.options)
+        return built
+
+
+REFERENCE = "ddp"
+CONTROL = "ddp-again"
+
+ALL = (
+    Contestant("ddp", "DDP", f"{HERE}.torch_peers:ddp"),
+    Contestant("ddp-again", "DDP, a second team (control)", f"{HERE}.torch_peers:ddp"),
+    Contestant("zero-redundancy", "DDP + ZeroRedundancyOptimizer", f"{HERE}.torch_peers:zero_redundancy"),
+    Contestant("fsdp-kept", "fully_shard, kept", f"{HERE}.torch_peers:fully_sharded", {"freed": False}),
+    Contestant("fsdp-freed", "fully_shard, freed", f"{HERE}.torch_peers:fully_sharded", {"freed": True}),
+    *(
+        Contestant(f"deepspeed-{stage}", f"DeepSpeed ZeRO {stage}", f"{HERE}.deepspeed_peer:build", {"stage": stage}, requires="deepspeed")
+        for stage in (1, 2, 3)
+    ),
+    *(
+        Contestant(
+            f"plait-{stage}",
+            f"Plait ZeRO {stage}",
+            f"{HERE}.plait_entry:build",
+            {"stage": stage},
+            peer=peer,
+            rival=f"deepspeed-{stage}" if stage else None,
+            requires="plait",
+            loss_is_global=True,
+        )
+        for stage, peer in enumerate(("ddp", "zero-redundancy", "fsdp-kept", "fsdp-freed"))
+    ),
+)
+
+BY_NAME = {contestant.name: contestant for contestant in ALL}

@@ -1,0 +1,151 @@
+"""From records to a JSON document, and from that document to tables. The markdown is generated, never edited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.common.statistics import paired_ratio, spread
+from benchmarks.common.table import markdown
+from benchmarks.training_step.agreement import Agreement
+from benchmarks.training_step.contestants import REFERENCE, Contestant
+from benchmarks.training_step.phases import PHASES
+from benchmarks.training_step.rounds import Pace, Record
+from benchmarks.training_step.workload import Workload
+
+HEADER = ("contestant", "ms/step", "quartiles", "vs DDP", "vs raw torch", "vs DeepSpeed", "cpu ms/rank", "peak MiB/rank", "rounds")
+PHASE_HEADER = ("contestant", *PHASES, "of which waiting", "other threads", "total")
+
+
+def document(
+    *,
+    machine: Mapping[str, Any],
+    workload: Workload,
+    pace: Pace,
+    contestants: Mapping[str, Contestant],
+    records: Mapping[str, Record],
+    agreements: Mapping[str, Agreement],
+    phases: Mapping[str, Mapping[str, float]],
+    skipped: Mapping[str, str],
+) -> dict[str, Any]:
+    """Everything that was measured, ready for `json.dumps`."""
+    entries = {}
+    for name, record in records.items():
+        one = contestants[name]
+        ratios = {
+            key: paired_ratio(record.seconds, records[other].seconds)
+            for key, other in (("ddp", REFERENCE), ("raw_torch", one.peer), ("deepspeed", one.rival))
+            if other in records and not record.failure and not records[other].failure
+        }
+        entries[name] = {
+            "title": one.title,
+            "seconds_per_step": record.seconds,
+            "spread_seconds": spread(record.clean).as_dict() if record.clean else None,
+            "ratios": {key: ratio.as_dict() for key, ratio in ratios.items() if ratio is not None},
+            "processor_seconds_per_step": record.processor_seconds,
+            "tokens_per_second": workload.tokens_per_step / spread(record.clean).median if record.clean else None,
+            "peak_bytes": record.peak_bytes,
+            "foreign_share": record.foreign,
+            "losses": record.losses,
+            "grad_norms": record.norms,
+            "agreement": agreements[name].as_dict() if name in agreements else None,
+            "phases_ms": dict(phases.get(name, {})),
+            "failure": record.failure,
+        }
+    return {
+        "benchmark": "training_step",
+        "machine": dict(machine),
+        "workload": {**asdict(workload), "parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step},
+        "pace": asdict(pace),
+        "contestants": entries,
+        "skipped": dict(skipped),
+    }
+
+
+def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The main table, as text."""
+    return [_row(entry) for entry in found["contestants"].values()]
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    seen = entry["spread_seconds"]
+    if entry["failure"] or seen is None:
+        return (entry["title"], "failed" if entry["failure"] else "disturbed", *[""] * (len(HEADER) - 2))
+    ratios = entry["ratios"]
+    return (
+        entry["title"],
+        f"{1000 * seen['median']:.0f}",
+        f"{1000 * seen['low']:.0f} to {1000 * seen['high']:.0f}",
+        *(_ratio(ratios.get(key)) for key in ("ddp", "raw_torch", "deepspeed")),
+        f"{1000 * spread(entry['processor_seconds_per_step']).median:.0f}",
+        f"{entry['peak_bytes'] / 2**20:.0f}",
+        str(seen["count"]),
+    )
+
+
+def _ratio(ratio: Mapping[str, float] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+
+
+def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Milliseconds a step and phase on rank 0, as text."""
+    table = []
+    for entry in found["contestants"].values():
+        seen = entry["phases_ms"]
+        if not seen:
+            continue
+        waiting = sum(seen[f"{phase} waiting"] for phase in PHASES)
+        cells = [*(seen[phase] for phase in PHASES), waiting, seen["threads"], seen["total"]]
+        table.append((entry["title"], *(f"{value:.0f}" for value in cells)))
+    return table
+
+
+def notes(found: Mapping[str, Any]) -> list[str]:
+    """What a reader of the numbers must know: who was left out, failed, disagreed or was disturbed."""
+    said = [f"{name} was left out: {why}" for name, why in found["skipped"].items()]
+    turns = disturbed = 0
+    for name, entry in found["contestants"].items():
+        if entry["failure"]:
+            said.append(f"{name} failed: {entry['failure'].splitlines()[0]}")
+        agreement = entry["agreement"]
+        if agreement and not agreement["holds"]:
+            said.append(
+                f"{name} DISAGREES with the reference over {agreement['steps']} steps: loss by {agreement['early_loss']:.1e} early and "
+                f"{agreement['late_loss']:.1e} later, gradient norm by {agreement['early_norm']:.1e} relative"
+            )
+        turns += len(entry["foreign_share"])
+        disturbed += sum(share > found["pace"]["foreign_share"] for share in entry["foreign_share"])
+    compared = [entry["agreement"] for entry in found["contestants"].values() if entry["agreement"]]
+    if compared and all(each["holds"] for each in compared):
+        worst = max(each["late_loss"] for each in compared)
+        said.append(
+            f"losses of all {len(compared)} contestants agree: by {max(each['early_loss'] for each in compared):.1e} in the first steps, "
+            f"by {worst:.1e} over up to {max(each['steps'] for each in compared)} steps"
+        )
+    said.append(
+        f"{disturbed} of {turns} turns were disturbed (other programs used more than {found['pace']['foreign_share']:.0%} of the machine) "
+        "and are not in the numbers"
+    )
+    return said
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The markdown page."""
+    machine, work, pace = found["machine"], found["workload"], found["pace"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    return f"""# Training step
+
+Generated by `python -m benchmarks.training_step`; do not edit.
+
+{machine["date"]}, {machine["cpu"]}, {machine["cores"]} cores, {machine["memory_bytes"] / 2**30:.0f} GiB, Python {machine["python"]}, {versions}.
+Llama of {work["parameters"] / 1e6:.1f} M parameters ({work["layers"]} layers, hidden {work["hidden"]}, vocabulary {work["vocabulary"]}), float32, sequence {work["sequence"]},
+micro-batch {work["micro_batch"]}, {work["ranks"]} gloo ranks x {work["threads"]} thread, fused AdamW, clipping at {work["clip"]}; {pace["rounds"]} rounds of {pace["steps"]} timed steps.
+A ratio is the median of ratios taken within a round, below 1 is faster, with a 95 % bootstrap interval over rounds. `cpu` is processor time, all threads.
+
+{markdown(HEADER, rows(found))}
+Milliseconds a step on rank 0, from a separate turn (`waiting`: the main thread neither computes nor copies; `other threads`: processor time of communication threads):
+
+{markdown(PHASE_HEADER, phase_rows(found))}
+{chr(10).join(f"- {note}" for note in notes(found))}
+"""

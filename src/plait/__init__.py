@@ -1,0 +1,55 @@
+"""Plait trains large models over many devices, from one JSON file, with any Hugging Face or plain PyTorch model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait.config.resolve import load as load_config
+    from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
+    from plait.engine.engine import Engine, StepResult
+    from plait.engine.loss import causal_lm_loss, per_sample
+    from plait.errors import ConfigError, PlaitError
+
+__version__ = "0.1.0"
+
+# Looked up on first use, so that `plait --help` and `import plait` do not import torch.
+_HOMES = {
+    "ConfigError": "plait.errors",
+    "Engine": "plait.engine.engine",
+    "PlaitError": "plait.errors",
+    "StepResult": "plait.engine.engine",
+    "accumulate": "plait.engine.build",
+    "causal_lm_loss": "plait.engine.loss",
+    "clip_grad_norm": "plait.engine.build",
+    "initialize": "plait.engine.build",
+    "load_config": "plait.config.resolve",
+    "parallelize": "plait.engine.build",
+    "per_sample": "plait.engine.loss",
+}
+
+__all__ = [
+    "ConfigError",
+    "Engine",
+    "PlaitError",
+    "StepResult",
+    "__version__",
+    "accumulate",
+    "causal_lm_loss",
+    "clip_grad_norm",
+    "initialize",
+    "load_config",
+    "parallelize",
+    "per_sample",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), "load" if name == "load_config" else name)
+
+
+def __dir__() -> list[str]:
+    return __all__

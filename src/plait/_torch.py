@@ -1,0 +1,123 @@
+"""Every private or unstable torch name that Plait needs, in one place; each has a test in tests/unit/test_torch_names.py.
+
+A new torch release is checked by running that test. Nothing here holds state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass that is running now has finished. Only callable from inside a backward pass."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules on which `fully_shard` was called, in `model.modules()` order."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _sharded_parameters(module: FSDPModule) -> Iterator[Any]:
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """(sharded, unsharded) pairs of one fully sharded unit, for parameters that were gathered at least once.
+
+    Autograd accumulates into the unsharded one; torch then reduces into the sharded one.
+    """
+    return [(p.sharded_param, p._unsharded_param) for p in _sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+def unsharded_parameter_bytes(model: nn.Module) -> int:
+    """Bytes of gathered (unsharded) parameters that are allocated now, padding included."""
+    total = 0
+    for module in sharded_modules(model):
+        for parameter in _sharded_parameters(module):
+            total += sum(tensor.untyped_storage().nbytes() for tensor in parameter.all_gather_outputs)
+    return total
+
+
+def unsharded_gradient_bytes(model: nn.Module) -> int:
+    """Bytes of gradients that are kept unsharded now, between micro-batches."""
+    total = 0
+    for module in sharded_modules(model):
+        for parameter in _sharded_parameters(module):
+            for grad in (
+                parameter.unsharded_accumulated_grad,
+                parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None,
+            ):
+                total += grad.untyped_storage().nbytes() if grad is not None else 0
+    return total
+
+
+def reduce_unused_parameters(model: nn.Module) -> None:
+    """Make every unit reduce a zero gradient for parameters that a backward did not reach, so that ranks that used different
+    parameters of a unit issue the same collective. torch >= 2.13; before, such steps must not happen."""
+    for module in sharded_modules(model):
+        setter = getattr(module, "set_reduce_scatter_unused_params", None)
+        if setter is None:
+            raise NotImplementedError(f"torch {torch.__version__} cannot reduce parameters that only some ranks used")
+        setter(True, recurse=False)
+
+
+def local_window(tensor: DTensor) -> tuple[slice, ...]:
+    """Which slice of the global tensor this rank holds.
+
+    `fully_shard` over an already split dimension splits the shard again; torch writes that as `_StridedShard` on an outer mesh dimension, which is applied
+    last. Shards are torch.chunk's, so the result is one rectangle.
+    """
+    starts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    splits = [(isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
+    for _, axis, dim in sorted(splits):
+        chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
+        offset = min(coordinate[axis] * chunk, sizes[dim])
+        starts[dim] += offset
+        sizes[dim] = min(chunk, sizes[dim] - offset)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply plain tensors by one factor, in place, in as few kernels as possible. A tensor factor must not be of a wider dtype."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        torch._foreach_mul_(same, factor.to(dtype) if isinstance(factor, torch.Tensor) else factor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def group_of(args: tuple[Any, ...]) -> int:
+    """Ranks of the group that a collective operator is called with: a process group object, or the name of one as last argument."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(argument).size())
+            except RuntimeError:  # another kind of object, e.g. the reduction
+                continue
+    return int(_resolve_process_group(args[-1]).size())
+
+
+def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A plain tensor as what stands beside `parameter`: itself, or this rank's part of a DTensor with the parameter's placements."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -1,0 +1,1 @@
+"""Saving and loading: torch's distributed checkpoint for training, safetensors for Hugging Face."""

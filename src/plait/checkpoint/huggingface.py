@@ -1,0 +1,89 @@
+"""Weights from a Hugging Face folder of safetensors, each rank reading only the slices it holds.
+
+Names in the files must be the model's parameter names (true for most dense families; a family whose files Transformers converts while loading
+is refused with the names that differ).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from plait._torch import local_window
+from plait.errors import CheckpointError
+from plait.model.facts import tied_names
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name to the file that holds it. Raises CheckpointError where the folder holds no safetensors."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file():
+        table = json.loads(index.read_text())["weight_map"]
+        missing = sorted({name for name in table.values() if not (folder / name).is_file()})
+        if missing:
+            raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing[:4])}; download the folder again")
+        return {tensor: folder / name for tensor, name in table.items()}
+    if single.is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Fill every parameter and persistent buffer of `model` (allocated, sharded or not), converting to its dtype.
+
+    Each rank reads its own slices only. Raises CheckpointError naming what is missing, left over or of another shape.
+    """
+    folder = Path(folder)
+    files = weight_files(folder)
+    wanted = model.state_dict(keep_vars=True)
+    source = _sources(model, wanted, files, folder)
+    by_file: dict[Path, list[str]] = {}
+    for name, stored in source.items():
+        by_file.setdefault(files[stored], []).append(name)
+    with torch.no_grad():
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    _read(file.get_slice(source[name]), wanted[name], name, path)
+
+
+def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
+    """Model name to stored name: the same, or the other name of a tied parameter (safetensors stores one of them)."""
+    ties = {name: group for group in tied_names(model) for name in group}
+    source: dict[str, str] = {}
+    missing = []
+    for name in wanted:
+        stored = next((other for other in (name, *ties.get(name, ())) if other in files), None)
+        if stored is None:
+            missing.append(name)
+        else:
+            source[name] = stored
+    left = sorted(set(files) - set(source.values()) - {other for group in ties.values() for other in group})
+    if missing or left:
+        raise CheckpointError(
+            f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold {len(left)} that it "
+            f"does not have ({', '.join(left[:3]) or 'none'}); check the model type, or load it with Transformers and pass the real model"
+        )
+    return source
+
+
+def _read(stored: object, target: torch.Tensor, name: str, path: Path) -> None:
+    shape = tuple(stored.get_shape())  # type: ignore[attr-defined]
+    if shape != tuple(target.shape):
+        raise CheckpointError(f"{path}: {name} has shape {shape}, the model's is {tuple(target.shape)}; the folder is of another configuration")
+    if not isinstance(target, DTensor):
+        target.copy_(stored[...] if shape else stored[...].reshape(()))  # type: ignore[index]
+        return
+    local = target.to_local()
+    if local.numel() == 0:
+        return
+    local.copy_(stored[local_window(target)])  # type: ignore[index]

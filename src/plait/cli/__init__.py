@@ -1,0 +1,1 @@
+"""The command line: one small file a verb. Nothing else of Plait imports this package."""

@@ -1,0 +1,98 @@
+"""`plait config`: what a configuration file means (`explain`), and what one may contain (`schema`). Prints what `plait.config` says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from plait.config.explain import Explanation, explain
+from plait.config.json_schema import json_schema
+from plait.errors import ConfigError
+
+app = typer.Typer(
+    help="What a configuration file means, and what one may contain.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_COLOURS = {"supported": "green", "renamed": "green", "meaningless": "yellow", "refused": "red", "comment": "dim"}
+
+
+@app.command("explain")
+def explain_command(
+    source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file; or, after `--`, Megatron's flags.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="A value that wins over the file. Repeatable.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: as few as the file's degrees allow.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Every key of FILE with what it means here, and every resolved value with where it came from. Exit code 2 if FILE cannot be run."""
+    if len(source) > 1 and not source[0].startswith("--"):
+        raise typer.BadParameter(f"one FILE is explained at a time and {len(source)} are given: {' '.join(source)}", param_hint="FILE")
+    explanation = explain(source if source[0].startswith("--") else source[0], overrides or (), world_size=world_size)
+    if as_json:
+        typer.echo(json.dumps(_as_json(explanation), indent=2, default=str))
+    elif (console := Console()).is_terminal:
+        _print_tables(explanation, console)
+    else:
+        _print_lines(explanation)
+    if explanation.problems:
+        raise ConfigError(*explanation.problems)
+
+
+@app.command("schema")
+def schema_command() -> None:
+    """The JSON schema of a configuration file, for editors and other programs."""
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def _titles(explanation: Explanation) -> tuple[str, str]:
+    return f"keys of {explanation.name}", f"resolved for {explanation.world_size} processes"
+
+
+def _as_json(explanation: Explanation) -> dict[str, Any]:
+    return {**asdict(explanation), "problems": [{**asdict(problem), "message": str(problem)} for problem in explanation.problems]}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _print_tables(explanation: Explanation, console: Console) -> None:
+    for_keys, for_values = _titles(explanation)
+    table = Table("key", "value", "status", "meaning", title=for_keys, title_justify="left")
+    for row in explanation.keys:
+        table.add_row(row.key, _shown(row.value), f"[{_COLOURS[row.status]}]{row.status}[/]", row.meaning)
+    console.print(table)
+    if explanation.values:
+        table = Table("value", "", "from", title=for_values, title_justify="left")
+        for value in explanation.values:
+            table.add_row(value.name, _shown(value.value), value.source)
+        console.print(table)
+
+
+def _print_lines(explanation: Explanation) -> None:
+    for_keys, for_values = _titles(explanation)
+    typer.echo(for_keys)
+    _print_aligned([(row.key, _shown(row.value), str(row.status), row.meaning) for row in explanation.keys])
+    if explanation.values:
+        typer.echo(f"\n{for_values}")
+        _print_aligned([(value.name, _shown(value.value), value.source) for value in explanation.values])
+
+
+def _print_aligned(rows: list[tuple[str, ...]]) -> None:
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths[1] = min(widths[1], 40)
+    for row in rows:
+        typer.echo("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,0 +1,201 @@
+"""`plait launch script.py ...`: the script on every device of one or several machines, on torchrun's own elastic launcher.
+
+The script needs nothing of Plait, and one that uses Plait also runs under plain `torchrun`. `run` is the same for Plait's other verbs.
+torch is imported when ranks are started here, not to read options or to start other machines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.cli.launching import remote
+from plait.cli.launching.settings import DEFAULT_GRACE_SECONDS, DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, Settings, check, parse_nodes
+from plait.cluster import hostfile as hostfiles
+from plait.cluster.topology import default_processes
+from plait.errors import ConfigError, InputError, Problem
+
+app = typer.Typer(add_completion=False)
+
+_ONE = "One machine"
+_MANY = "Several machines"
+
+
+# What stands after the script is the script's, whatever it looks like.
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script (or module), then what it gets.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", "--nproc-per-node", help="Processes on a machine: by default one a GPU, 2 without GPUs.", rich_help_panel=_ONE
+        ),
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(help="Start all ranks again after a failure, at most so often.", rich_help_panel=_ONE)] = 0,
+    grace: Annotated[
+        float,
+        typer.Option(help="Seconds that the ranks may take to end (to write a checkpoint) after Ctrl-C or SIGTERM.", rich_help_panel=_ONE),
+    ] = DEFAULT_GRACE_SECONDS,
+    nnodes: Annotated[str | None, typer.Option(help="Machines: N, or MIN:MAX for a changing number.", rich_help_panel=_MANY)] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0; with --master-addr.", rich_help_panel=_MANY)] = None,
+    master_addr: Annotated[str | None, typer.Option(help="The machine with rank 0, as the others reach it.", rich_help_panel=_MANY)] = None,
+    master_port: Annotated[int | None, typer.Option(help=f"A free port there; {DEFAULT_PORT} by default.", rich_help_panel=_MANY)] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT where machines meet and number themselves; the same on all.", rich_help_panel=_MANY)
+    ] = None,
+    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job, where several meet at one endpoint.", rich_help_panel=_MANY)] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the other machines.", rich_help_panel=_MANY)
+    ] = DEFAULT_TIMEOUT_SECONDS,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("-H", "--hostfile", help="DeepSpeed's `name slots=N` a line; the machines are started by ssh.", rich_help_panel=_MANY),
+    ] = None,
+    include: Annotated[str, typer.Option("-i", "--include", help="Of the hostfile only these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
+    exclude: Annotated[str, typer.Option("-e", "--exclude", help="Of the hostfile not these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
+    ssh: Annotated[
+        bool, typer.Option("--ssh/--no-ssh", help="With --no-ssh run this on every machine of the hostfile.", rich_help_panel=_MANY)
+    ] = True,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A variable that machines started by ssh get too, beside NCCL_*, GLOO_*, TORCH_*, UCX_* and PYTHONPATH.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    lifeline: Annotated[bool, typer.Option("--lifeline", hidden=True)] = False,
+) -> None:
+    """Run a script on every device of one or several machines.
+
+    Sets the variables that torchrun sets. When a rank fails its traceback is printed first, the others are stopped, and its exit code
+    is returned. Ctrl-C and SIGTERM reach every rank once, which then has --grace seconds to end; a second one stops all at once.
+    """
+    command = _command(script or [], module)
+    minimum, maximum = parse_nodes(nnodes or "1")
+    if hostfile is None:
+        _refuse_without_hostfile({"--include": include, "--exclude": exclude, "--export": export, "--no-ssh": not ssh})
+        settings = Settings(
+            processes=default_processes() if nproc is None else nproc,
+            min_nodes=minimum,
+            max_nodes=maximum,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_id=rdzv_id,
+            max_restarts=max_restarts,
+            grace_seconds=grace,
+            timeout_seconds=timeout,
+        )
+        raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
+    given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id}
+    _refuse_with_hostfile({**given, "--max-restarts": max_restarts or None})
+    hosts = hostfiles.select(hostfiles.read(hostfile), include=include, exclude=exclude)
+    there = remote.Remote(
+        hosts=hosts,
+        command=tuple(command),
+        master_addr=remote.master(hosts, master_addr),
+        master_port=DEFAULT_PORT if master_port is None else master_port,
+        processes=nproc,
+        grace_seconds=grace,
+        timeout_seconds=timeout,
+        exported=remote.exported(os.environ, export or []),
+    )
+    raise typer.Exit(_start_hosts(there, ssh=ssh))
+
+
+def run(
+    command: Sequence[str],
+    *,
+    processes: int | None = None,
+    nodes: int = 1,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    rdzv_endpoint: str | None = None,
+    max_restarts: int = 0,
+    grace_seconds: float = DEFAULT_GRACE_SECONDS,
+) -> int:
+    """Run `command` (`["script.py", ...]` or `["-m", "module", ...]`) on `processes` ranks of this machine; None means one a device.
+
+    Returns 0; the exit code of the rank that failed first (a PlaitError's own); 128 + N when signal N ended the launch and every rank ended
+    well in its grace; 137 when ranks outlived it and were killed. Failures have been told on standard error. Raises ConfigError for
+    settings that cannot work, and InputError for a missing script.
+    """
+    settings = Settings(
+        processes=default_processes() if processes is None else processes,
+        min_nodes=nodes,
+        max_nodes=nodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        rdzv_endpoint=rdzv_endpoint,
+        max_restarts=max_restarts,
+        grace_seconds=grace_seconds,
+    )
+    return _start(_command(command[1:], True) if command and command[0] == "-m" else _command(command, False), settings)
+
+
+def _start(command: Sequence[str], settings: Settings, *, environment: Mapping[str, str] | None = None, follow_stdin: bool = False) -> int:
+    check(settings)
+    from plait.cli.launching import agent
+
+    return agent.launch(command, settings, environment=environment, follow_stdin=follow_stdin)
+
+
+def _start_hosts(there: remote.Remote, *, ssh: bool) -> int:
+    """Over ssh from here, or as one machine of the hostfile."""
+    here = remote.local_index(there.hosts)
+    if ssh and (len(there.hosts) > 1 or here is None):
+        return remote.run(there)
+    if here is None:
+        known = ", ".join(host.name for host in there.hosts[:8])
+        raise ConfigError(
+            Problem("--no-ssh", None, f"this machine is none of the hostfile's: {known}", "run it there, or leave --no-ssh out")
+        )
+    alone = len(there.hosts) == 1
+    settings = Settings(
+        processes=there.processes or len(there.hosts[here].slots),
+        min_nodes=len(there.hosts),
+        max_nodes=len(there.hosts),
+        node_rank=None if alone else here,
+        master_addr=None if alone else there.master_addr,
+        master_port=None if alone else there.master_port,
+        grace_seconds=there.grace_seconds,
+        timeout_seconds=there.timeout_seconds,
+    )
+    return _start(there.command, settings, environment=remote.node_environment(there, here))
+
+
+def _command(arguments: Sequence[str], module: bool) -> list[str]:
+    """What the ranks run. A missing script is refused here, before any process starts."""
+    if not arguments:
+        what = "module" if module else "script"
+        raise InputError(f"no {what} to launch; write `plait launch {'-m module' if module else 'script.py'}` and its arguments after it")
+    if not module and not Path(arguments[0]).is_file():
+        raise InputError(f"{arguments[0]}: no such script; name a Python file, or use -m for a module")
+    return ["-m", *arguments] if module else list(arguments)
+
+
+def _refuse_without_hostfile(given: dict[str, object]) -> None:
+    problems = [
+        Problem(name, None, "chooses among the machines of a hostfile, and there is none", "add --hostfile")
+        for name, value in given.items()
+        if value
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _refuse_with_hostfile(given: dict[str, object]) -> None:
+    rule = "given together with --hostfile, which says the machines and their ranks"
+    problems = [Problem(name, value, rule, "leave one of them out") for name, value in given.items() if value is not None]
+    if problems:
+        raise ConfigError(*problems)

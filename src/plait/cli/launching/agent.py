@@ -1,0 +1,303 @@
+"""Runs the ranks of this machine on torchrun's own elastic agent, and ends them well.
+
+What torchrun does stays its work: rendezvous, numbering, starting, watching, restarting. Overridden are two of the methods that torch
+documents for extending its agent: a failed attempt is reported with its cause first, and after a signal the ranks get it once and then up
+to `grace_seconds` to write a checkpoint. Invariant: when `launch` returns, no rank of it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from plait.cli.launching import lifeline
+from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
+from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
+from plait.cluster.topology import cpu_count
+from plait.errors import PlaitError
+
+WORKER = Path(__file__).with_name("worker.py")
+STOP_SECONDS = 30
+"""What ranks get to end in when others failed."""
+ENDS_WELL = {signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT), signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM)}
+"""Exit codes of a rank that are no failure after the launcher sent it the signal."""
+
+
+class LaunchError(PlaitError):
+    """The machines of a launch did not come together."""
+
+
+def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[str, str] | None = None, follow_stdin: bool = False) -> int:
+    """Run `command` (`script.py args...` or `-m module args...`) on every rank of this machine until all have ended.
+
+    The ranks get this process's environment with torchrun's variables and those of `environment`.
+
+    Returns 0 when every rank did; the exit code of the rank that failed first; 128 + N when signal N (SIGINT, SIGTERM, SIGHUP) ended the
+    launch and the ranks ended in time and without a failure, 137 when they had to be killed. With `follow_stdin` standard input is the line
+    to the launcher of several machines, see `lifeline`. Raises ConfigError for settings that cannot work and LaunchError when the other
+    machines did not appear.
+    """
+    check(settings)
+    with (
+        tempfile.TemporaryDirectory(prefix="plait-launch-") as folder,
+        _quiet_torchrun(),
+        _environment({**_additions(settings), **(environment or {})}),
+        # Until torch's agent has started ranks and handles signals, nothing needs an orderly end, and waiting for the other machines
+        # happens in C++, where a handler in Python would not run.
+        _on_signals(signal.SIG_DFL),
+        Reporter(socket.gethostname()) as reporter,
+    ):
+        agent = None
+        try:
+            handler = _rendezvous(settings)
+            agent = Agent(_spec(command, settings, handler), _Logs(folder, reporter), reporter, settings.grace_seconds)
+            if follow_stdin:
+                lifeline.follow(agent)
+            result = agent.run()
+        except SignalException as interruption:
+            bad = agent.report_after(interruption.sigval) if agent is not None else None
+            return bad if bad is not None else 128 + interruption.sigval
+        except (RendezvousError, DistError) as error:
+            raise _not_met(settings, error) from None
+        handler.shutdown()
+    if result is None or result.state == WorkerState.SUCCEEDED:  # None: the other machines have ended the launch
+        return 0
+    return agent.exit_code
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent for the ranks of this machine."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reporter: Reporter, grace_seconds: float) -> None:
+        super().__init__(spec, logs_specs=logs)
+        self.grace_seconds = grace_seconds
+        self.exit_code = 1
+        self._reporter = reporter
+        self._failed_attempts = 0
+        self._ended: dict[int, int] = {}
+        self._interrupted = False
+        self._overdue = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED and result.failures:
+            self._failed_attempts += 1
+            exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            restarting = self._failed_attempts <= worker_group.spec.max_restarts
+            self.exit_code = process_exit_code(self._reporter.failed(exit_codes, time.time_ns(), restarting=restarting))
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
+        """End the ranks. torch's own way follows and finds none left; before torch 2.13 its patience is 30 seconds, not to be set.
+
+        Without a signal received the ranks are ended because others failed or the machines changed: they cannot go on together, and a long
+        grace would only delay the restart.
+        """
+        if death_sig is not None:
+            self._interrupted = True
+            self._end(death_sig if death_sig in ENDS_WELL else signal.SIGTERM, self.grace_seconds)
+        elif self._interrupted:  # a second signal, before `_end` could take it
+            self._end(signal.SIGKILL, 0)
+        else:
+            self._end(signal.SIGTERM, min(STOP_SECONDS, self.grace_seconds))
+        super()._shutdown(death_sig or signal.SIGTERM, *args, **kwargs)
+
+    def _end(self, sent: signal.Signals, seconds: float) -> None:
+        running = {worker.id: worker.global_rank for worker in self.get_worker_group().workers if _running(worker.id)}
+        with _on_signals(lambda *_: _kill(running, signal.SIGKILL)):
+            if running and self._interrupted and seconds:
+                _say(f"{sent.name}: the ranks have up to {seconds:.0f} s to end; Ctrl-C or another signal stops them at once")
+            _kill(running, sent)
+            deadline = time.monotonic() + seconds
+            while running:
+                for pid in [pid for pid in running if not _running(pid)]:
+                    rank = running.pop(pid)
+                    if (code := _exit_code(pid)) is not None:
+                        self._ended[rank] = code
+                if running and time.monotonic() > deadline:
+                    if sent != signal.SIGKILL:
+                        _say(f"rank {', '.join(map(str, running.values()))} did not end within {seconds:.0f} s and is killed")
+                        self._overdue = True
+                    _kill(running, signal.SIGKILL)
+                    break
+                time.sleep(POLL_SECONDS)
+
+    def report_after(self, received: signal.Signals) -> int | None:
+        """Tell which ranks ended otherwise than by the signal: with an exception while they wrote their checkpoint, for one.
+
+        Returns the exit code of such a failure; None when all ended as a signal makes them, or were stopped by a second one.
+        """
+        ends_well = ENDS_WELL[received if received in ENDS_WELL else signal.SIGTERM]
+        bad = {rank: code for rank, code in self._ended.items() if code not in (*ends_well, -signal.SIGKILL)}
+        if bad:
+            return process_exit_code(self._reporter.failed(bad, time.time_ns()))
+        return 128 + signal.SIGKILL if self._overdue else None
+
+
+class _Logs(DefaultLogsSpecs):
+    """Tells the reporter where the ranks of an attempt will record their exceptions."""
+
+    def __init__(self, folder: str, reporter: Reporter) -> None:
+        super().__init__(log_dir=folder)
+        self._reporter = reporter
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        destination = super().reify(envs)
+        self._reporter.watch({int(envs[local]["RANK"]): path for local, path in destination.error_files.items()})
+        return destination
+
+
+def _rendezvous(settings: Settings) -> RendezvousHandler:
+    elastic = settings.single_node or settings.rdzv_endpoint is not None
+    seconds = max(1, int(settings.timeout_seconds))
+    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
+    if elastic:
+        config = {"join_timeout": seconds, "read_timeout": seconds}
+    return get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d" if elastic else "static",
+            endpoint="localhost:0" if settings.single_node else settings.meeting_point,
+            run_id=settings.rdzv_id or (str(uuid.uuid4()) if settings.single_node else "plait"),
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            # One machine needs no name that others can resolve, and in containers its own often does not resolve.
+            local_addr="127.0.0.1" if settings.single_node else None,
+            **config,
+        )
+    )
+
+
+def _spec(command: Sequence[str], settings: Settings, handler: RendezvousHandler) -> WorkerSpec:
+    by_hand = not settings.single_node and settings.rdzv_endpoint is None
+    return WorkerSpec(
+        role="plait",
+        local_world_size=settings.processes,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-u", str(WORKER), str(os.getpid()), *command),
+        max_restarts=settings.max_restarts,
+        monitor_interval=POLL_SECONDS,
+        master_addr=settings.master_addr if by_hand else None,
+        master_port=(settings.master_port or DEFAULT_PORT) if by_hand else None,
+        local_addr="127.0.0.1" if settings.single_node else None,
+    )
+
+
+def _not_met(settings: Settings, error: Exception) -> LaunchError:
+    count = settings.min_nodes if settings.min_nodes == settings.max_nodes else f"{settings.min_nodes} to {settings.max_nodes}"
+    where = "on this machine" if settings.single_node else f"at {settings.meeting_point}"
+    return LaunchError(
+        f"{count} machine(s) did not meet {where} within {settings.timeout_seconds:.0f} s: {type(error).__name__}: {error}\n"
+        "Check that every machine runs the same command with the same address, that the port is free on the first and open between them."
+    )
+
+
+def _additions(settings: Settings) -> dict[str, str]:
+    """What the ranks find in their environment beside torchrun's variables."""
+    # torchrun overrides nohup's decision to ignore the hang-up of a closed terminal; here it stands.
+    handled = [number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        additions["OMP_NUM_THREADS"] = str(max(1, cpu_count() // settings.processes))
+    if settings.max_restarts or settings.min_nodes != settings.max_nodes:
+        # The agent's own store still holds the dead ranks' addresses after a restart, and new ranks connect to them (torch 2.13).
+        additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return additions
+
+
+@contextmanager
+def _environment(additions: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in additions}
+    os.environ.update(additions)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def _on_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handle the ending signals that are not ignored, and restore what was before. Only the main thread may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, previous in before.items():
+        if previous is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def _quiet_torchrun() -> Iterator[None]:
+    """Silence the agent's log lines on failures and signals: they come before the cause, which the reporter tells."""
+    loggers = [logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("multiprocessing.api", "agent.server.api")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _kill(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal each rank's process group: the rank with what it started."""
+    for pid in list(pids):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+
+
+def _running(pid: int | None) -> bool:
+    if pid is None:
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code of a rank that has ended, left for torch to collect; None when torch did already."""
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _say(text: str) -> None:
+    print(f"plait: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""What a launch is: how many processes on how many machines, where they meet, and what happens when one fails.
+
+Pure: no torch, no environment, no network. `check` refuses settings that torchrun would accept and then wait on, or ignore.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from plait.errors import ConfigError, Problem
+
+DEFAULT_PORT = 29500
+DEFAULT_GRACE_SECONDS = 300
+DEFAULT_TIMEOUT_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A launch on this machine as one of `min_nodes` to `max_nodes`.
+
+    Machines meet either at `rdzv_endpoint` (torchrun's elastic rendezvous, which numbers them itself and allows restarts and a changing
+    number of machines), or at `master_addr:master_port` with every machine given its `node_rank`.
+    """
+
+    processes: int
+    """Processes on this machine."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    max_restarts: int = 0
+    """How often all ranks are started again after one failed."""
+    grace_seconds: float = DEFAULT_GRACE_SECONDS
+    """How long the ranks may take to end after the launcher was interrupted."""
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    """How long to wait for the other machines."""
+
+    @property
+    def single_node(self) -> bool:
+        """Whether no other machine can take part."""
+        return self.max_nodes == 1
+
+    @property
+    def meeting_point(self) -> str:
+        """`host:port` at which the machines meet."""
+        return self.rdzv_endpoint or f"{self.master_addr}:{self.master_port or DEFAULT_PORT}"
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """`4` to (4, 4), `2:4` to (2, 4). Raises ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if match is None:
+        raise ConfigError(Problem("--nnodes", text, "neither a number of machines nor MIN:MAX", "write for example 4 or 2:4"))
+    return int(match[1]), int(match[2] or match[1])
+
+
+def check(settings: Settings) -> Settings:
+    """The same settings. Raises ConfigError with everything that is wrong with them."""
+    problems = [*_numbers(settings), *(_alone(settings) if settings.single_node else _together(settings))]
+    if problems:
+        raise ConfigError(*problems)
+    return settings
+
+
+def _numbers(settings: Settings) -> list[Problem]:
+    problems = []
+    if settings.processes < 1:
+        problems.append(Problem("--nproc", settings.processes, "at least one process runs on a machine", "use 1 or more"))
+    if not 1 <= settings.min_nodes <= settings.max_nodes:
+        shown = f"{settings.min_nodes}:{settings.max_nodes}"
+        problems.append(Problem("--nnodes", shown, "not 1 <= MIN <= MAX machines", "write for example 2:4"))
+    if settings.max_restarts < 0:
+        problems.append(Problem("--max-restarts", settings.max_restarts, "cannot be negative", "use 0 to stop at the first failure"))
+    if settings.grace_seconds < 0:
+        problems.append(Problem("--grace", settings.grace_seconds, "cannot be negative", "use 0 to stop the ranks at once"))
+    if settings.timeout_seconds <= 0:
+        problems.append(Problem("--timeout", settings.timeout_seconds, "not a positive number of seconds", "use for example 900"))
+    if settings.master_port is not None and not 1 <= settings.master_port <= 65535:
+        problems.append(Problem("--master-port", settings.master_port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"))
+    if settings.rdzv_endpoint is not None and not re.fullmatch(r"\S+:\d+", settings.rdzv_endpoint):
+        problems.append(Problem("--rdzv-endpoint", settings.rdzv_endpoint, "not HOST:PORT", f"write for example node1:{DEFAULT_PORT}"))
+    return problems
+
+
+def _alone(settings: Settings) -> list[Problem]:
+    if settings.node_rank in (None, 0):
+        return []
+    rule = "there is one machine, whose rank is 0"
+    return [Problem("--node-rank", settings.node_rank, rule, "set --nnodes to the number of machines")]
+
+
+def _together(settings: Settings) -> list[Problem]:
+    count = f"{settings.min_nodes}:{settings.max_nodes}" if settings.min_nodes != settings.max_nodes else str(settings.max_nodes)
+    if settings.rdzv_endpoint is not None:
+        given = [("--node-rank", settings.node_rank), ("--master-addr", settings.master_addr), ("--master-port", settings.master_port)]
+        return [
+            Problem(
+                name, value, "given together with --rdzv-endpoint, where the machines meet and are numbered by themselves", "leave it out"
+            )
+            for name, value in given
+            if value is not None
+        ]
+    problems = []
+    if settings.min_nodes != settings.max_nodes:
+        problems.append(Problem("--nnodes", count, "a changing number of machines needs a place to meet", "add --rdzv-endpoint HOST:PORT"))
+    elif settings.master_addr is None:
+        remedy = "add --rdzv-endpoint HOST:PORT, the same on every machine, or --master-addr HOST with --node-rank"
+        problems.append(Problem("--nnodes", count, "the machines do not know where to meet", remedy))
+    elif settings.node_rank is None:
+        remedy = f"set it to 0 on {settings.master_addr}, 1 on the next machine, and so on"
+        problems.append(Problem("--node-rank", None, f"not set, and with --master-addr the {count} machines are numbered by hand", remedy))
+    elif not 0 <= settings.node_rank < settings.max_nodes:
+        problems.append(
+            Problem("--node-rank", settings.node_rank, f"not one of the {count} machines", f"use 0 to {settings.max_nodes - 1}")
+        )
+    if settings.max_restarts:
+        rule = "with --master-addr the other machines do not hear of a restart"
+        problems.append(Problem("--max-restarts", settings.max_restarts, rule, "use --rdzv-endpoint HOST:PORT instead, or 0"))
+    return problems

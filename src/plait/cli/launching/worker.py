@@ -1,0 +1,161 @@
+"""What `plait launch` starts on every rank: runs the user's script or module as `__main__` and records how it fails.
+
+Not imported but run by its path, before anything of Plait or torch is imported, so that the script finds the interpreter as `python
+script.py` leaves it. An exception goes to the file the launcher watches, and is printed here only where there is no such file: the
+launcher prints the first failure first. The process never outlives its launcher.
+
+    python worker.py LAUNCHER_PID script.py arguments...
+    python worker.py LAUNCHER_PID -m module arguments...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import io
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType, TracebackType
+
+EXIT_TIMEOUT_SECONDS = 60
+"""A rank that failed but cannot end (a thread or a communicator blocks its exit) is ended after this, with every thread's stack."""
+
+
+class UserError(Exception):
+    """A script or module that cannot be started: told without a traceback."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run it. Exits with the script's own exit code, 1 after an exception, or a PlaitError's code."""
+    _die_with(int(arguments[0]))
+    faulthandler.enable()
+    try:
+        code, module = _load_module(arguments[2:]) if arguments[1] == "-m" else _load_script(arguments[1:])
+        sys.modules["__main__"] = module
+        exec(code, module.__dict__)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
+        sys.exit(_fail(error))
+
+
+def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
+    path = arguments[0]
+    sys.argv = arguments
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; name a Python script") from None
+    module = _main_module(None)
+    module.__file__ = path
+    return compile(source, path, "exec"), module
+
+
+def _load_module(arguments: list[str]) -> tuple[CodeType, ModuleType]:
+    """As `python -m` does it: a package means its `__main__`, and the current folder is where imports begin."""
+    sys.argv = arguments
+    sys.path[0] = os.getcwd()
+    name = arguments[0]
+    spec = _find(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find(f"{name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
+        raise UserError(f"-m {name}: not a module that Python can run from here; check its name and the current folder")
+    module = _main_module(spec)
+    module.__file__ = spec.origin
+    sys.argv[0] = spec.origin or name
+    return code, module
+
+
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
+
+
+def _main_module(spec: ModuleSpec | None) -> ModuleType:
+    module = ModuleType("__main__")
+    module.__spec__ = spec
+    module.__loader__ = spec.loader if spec is not None else None
+    module.__package__ = spec.parent if spec is not None else None
+    module.__dict__["__builtins__"] = __builtins__
+    return module
+
+
+def _fail(error: Exception) -> int:
+    """Record the failure, or print it where nobody reads the record; the exit code."""
+    exit_code, text, told = _describe(error)
+    recorded = _record(error, exit_code, text, told)
+    # Hooks that report elsewhere (an error tracker) keep working; what they print (torch's does) the launcher tells better.
+    with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
+        sys.excepthook(type(error), error, _own_frames_removed(error.__traceback__))
+    if not recorded:
+        print(text, file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _describe(error: Exception) -> tuple[int, str, bool]:
+    """(exit code, what to print, whether that is a sentence for the user and no traceback)."""
+    errors = sys.modules.get("plait.errors")
+    if isinstance(error, UserError):
+        return 2, str(error), True
+    if errors is not None and isinstance(error, errors.PlaitError):
+        return error.exit_code, str(error), True
+    lines = traceback.format_exception(type(error), error, _own_frames_removed(error.__traceback__))
+    return 1, "".join(lines).rstrip(), False
+
+
+def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
+    """Write the failure where the launcher looks, in the format of torch's error files, whole or not at all."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    now = time.time_ns()
+    content = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": text, "timestamp": str(now // 10**9)},
+        },
+        "plait": {"time_ns": now, "exit_code": exit_code, "pid": os.getpid(), "told": told},
+    }
+    try:
+        with open(f"{path}.partial", "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(f"{path}.partial", path)
+    except OSError:
+        return False
+    return True
+
+
+def _die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its launcher dies without ending it (Linux; elsewhere the launcher's signals must do)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG, <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != launcher:
+        sys.exit(f"the launcher (process {launcher}) has ended; not starting")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

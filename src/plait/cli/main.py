@@ -1,0 +1,75 @@
+"""The command `plait`: a table of verbs, each in its own module that is imported only when it is used.
+
+`plait --help` reads the table alone, so it is quick and imports no torch. A PlaitError is the user's to mend: its message goes to standard
+error, without a traceback, and its exit code is returned.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from plait.errors import PlaitError
+
+VERBS = {
+    "train": ("plait.cli.train", "Train a model as one JSON file says."),
+    "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
+    "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
+}
+"""Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""
+
+
+class _Verb(TyperCommand):
+    """A verb that is not loaded yet: enough for a line of help. The real one takes over when its arguments are parsed."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        assert self.name is not None
+        app: typer.Typer = importlib.import_module(VERBS[self.name][0]).app
+        return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+
+
+class _Verbs(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "commands": {name: _Verb(name=name, help=line) for name, (_, line) in VERBS.items()}})
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    name="plait",
+    help="Train and run large models across many devices, from one JSON file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"plait {metadata.version('plait')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _plait(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0, 2 for a wrong command line or configuration, or what the verb returns."""
+    try:
+        typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name="plait")
+    except PlaitError as error:
+        print("\n".join(f"plait: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

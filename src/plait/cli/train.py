@@ -1,0 +1,168 @@
+"""`plait train FILE`: check everything, start the processes, train; the same command goes on after an interruption.
+
+The command that a person types only checks and starts. Each process it starts runs this module again, finds a launcher around it, and
+trains; so does one that torchrun, `plait launch` or srun started.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plait.cluster.launchers import claim
+from plait.errors import InputError, PlaitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from plait.config.schema import Config
+    from plait.train.session import Checked
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over. What is in the run's folder is renamed, not deleted.")] = False,
+    announced: Annotated[bool, typer.Option("--announced", hidden=True)] = False,
+) -> None:
+    """Train the model in FILE on the text in FILE.
+
+    Goes on from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step with a
+    checkpoint. Exit code 0 when all steps are done, 130 or 143 after Ctrl-C or SIGTERM.
+    """
+    overrides = list(set_ or ())
+    if claim(os.environ) is not None:
+        if fresh:
+            raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
+        raise typer.Exit(_work(file, overrides, announced=announced))
+    raise typer.Exit(_start(file, overrides, fresh=fresh))
+
+
+def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
+    """What a person runs: nothing is started before everything was checked."""
+    from plait.cli import launch
+    from plait.config.resolve import load
+    from plait.config.sections import RunSection
+    from plait.train.folder import RunFolder
+
+    config, console = load(file, overrides), _console()
+    processes = _processes(config)
+    if fresh:
+        aside = RunFolder(Path((config.run or RunSection()).folder)).set_aside()
+        if aside is not None:
+            console.print(f"the earlier run is now in {aside}")
+    checked = _check(config, world_size=processes, console=console)
+    if checked.complete:
+        console.print(_completed(checked, file, overrides), soft_wrap=True)
+        return 0
+    _announce(checked, console, processes=processes)
+    if processes == 1:
+        return _train(checked, console, again=_command(file, overrides), patient=True)
+    again = [argument for override in overrides for argument in ("--set", override)]
+    return launch.run(["-m", "plait.cli.train", str(file), *again, "--announced"], processes=processes)
+
+
+def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
+    """What each process of a launcher runs."""
+    from plait.cluster.topology import place
+    from plait.config.resolve import load
+
+    here = place()
+    console = _console(quiet=here.rank != 0)
+    try:
+        checked = _check(load(file, overrides), world_size=here.world_size, console=console)
+    except PlaitError as error:
+        if here.local_rank:  # the first process of this machine reads the same files and says the same
+            raise typer.Exit(error.exit_code) from None
+        raise
+    if checked.complete:
+        console.print(_completed(checked, file, overrides), soft_wrap=True)
+        return 0
+    if not announced:
+        _announce(checked, console, processes=here.world_size)
+    return _train(checked, console, again=_command(file, overrides), patient=False)
+
+
+def _check(config: Config, *, world_size: int, console: Console) -> Checked:
+    from plait.train.session import check
+
+    given = config.data.cache if config.data is not None else None
+    cache = Path(given or os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
+    return check(config, world_size=world_size, cache=cache, say=lambda text: console.print(f"{text} ..."))
+
+
+def _train(checked: Checked, console: Console, *, again: str, patient: bool) -> int:
+    """The loop on this process. patient: nobody else tells the user that the signal was heard."""
+    from plait.observe.metrics import MetricsFile
+    from plait.observe.progress import ProgressLines
+    from plait.train.session import run
+    from plait.train.stop import StopRequest
+
+    def heard() -> None:
+        # Not through the console: a signal handler may run in the middle of its own output.
+        os.write(sys.stderr.fileno(), b"\nplait: stopping after this step; Ctrl-C again stops at once, without a checkpoint\n")
+
+    metrics, progress = MetricsFile(checked.folder.metrics), ProgressLines(console, every=checked.section.log_every)
+    with StopRequest(on_request=heard if patient else None) as stop:
+        try:
+            signal_number = run(checked, stop=stop, listeners=() if console.quiet else (metrics, progress))
+        finally:
+            progress.close()
+            metrics.close()
+    if signal_number:
+        console.print(f"go on with: {again}", soft_wrap=True, highlight=False)
+        return 128 + signal_number
+    console.print(f"{checked.folder.path} holds metrics.jsonl, checkpoints and tokenizer", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _processes(config: Config) -> int:
+    """How many to start: as the file says, else one a GPU; on a CPU as many as the layout names, or two."""
+    from plait.cluster.topology import default_processes, device_count
+    from plait.config.degrees import smallest_world
+
+    wanted = config.run.processes if config.run is not None else "auto"
+    if wanted != "auto":
+        return wanted
+    named = smallest_world(config.parallel)
+    return named if named > 1 and not device_count() else default_processes()
+
+
+def _announce(checked: Checked, console: Console, *, processes: int) -> None:
+    from plait.observe.progress import describe
+
+    for name, text in describe(checked, processes=processes):
+        console.print(f"{name:<8}{text}", soft_wrap=True)
+    for change in checked.changes:
+        console.print(f"changed since the last start: {change}", soft_wrap=True)
+
+
+def _completed(checked: Checked, file: Path, overrides: list[str]) -> str:
+    steps, folder = checked.position.step, checked.folder.path
+    more = _command(file, [*(o for o in overrides if not o.startswith("run.steps=")), f"run.steps={2 * steps}"])
+    return (
+        f"the run in {folder} is complete: {steps:,} of {checked.section.steps:,} steps are done\n"
+        f"  train on:    {more}\n  start over:  {_command(file, overrides)} --fresh"
+    )
+
+
+def _command(file: Path, overrides: list[str]) -> str:
+    return shlex.join(["plait", "train", str(file), *(argument for override in overrides for argument in ("--set", override))])
+
+
+def _console(*, quiet: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    app()

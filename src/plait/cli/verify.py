@@ -1,0 +1,241 @@
+"""`plait verify FILE`: does the layout in FILE compute what one process computes? Shown on the user's model, made small, and small data.
+
+The command checks everything, starts the processes, computes one process's references itself and judges. Under a launcher (several
+machines) each process runs the layout and rank 0 judges. Not here: what is compared, and how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.cluster.launchers import claim
+from plait.errors import InputError, ParityError
+
+if TYPE_CHECKING:
+    from plait.verify.plan import Pass, Plan
+    from plait.verify.report import Report
+    from plait.verify.run import Traces
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_BY_ITSELF = 8
+"""Processes that are started without being told a number, where there are fewer devices and cores."""
+
+
+class Engine(StrEnum):
+    """What runs the layout."""
+
+    plait = "plait"
+    deepspeed = "deepspeed"
+    accelerate = "accelerate"
+
+
+class Dtype(StrEnum):
+    """Which comparisons."""
+
+    float64 = "float64"
+    configured = "configured"
+    both = "both"
+
+
+class Device(StrEnum):
+    """Where the processes run."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run; a DeepSpeed file too.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A folder or file config.json, a hub name, or package.module:function; else FILE's model."),
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="By default what FILE's degrees need, two for every degree it leaves open.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="float64 must be equal, the configured precision as close to it as one process. Default: both (deepspeed: configured)."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="The bar in float64: 1e-10 by default, 1e-7 where the model rounds to float32.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Judge another engine, if it is installed, in float32.")] = Engine.plait,
+    device: Annotated[Device, typer.Option(help="By default GPUs where there are enough, else the CPU.")] = Device.auto,
+    all_: Annotated[bool, typer.Option("--all", help="A line for every tensor, not for every block.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds after which processes that wait for each other are ended.")] = 600,
+) -> None:
+    """Compare the layout in FILE with one process: losses, gradient norms, every gradient, every parameter after some steps.
+
+    The model is made small first, and what was made small is told. Exit code 0 if all is equal, 3 with the first parameter that
+    differs, 2 for what cannot be run.
+    """
+    if tolerance is not None and not tolerance > 0:
+        raise InputError(f"--tolerance {tolerance}: not a positive number; use for example 1e-10")
+    if not timeout > 0:
+        raise InputError(f"--timeout {timeout}: not a positive number of seconds; use for example 600")
+    if device is Device.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+    _import_from_here()
+    launched = claim(os.environ) is not None
+    plan = _plan(file, list(set_ or ()), model=model, processes=processes, steps=steps, dtype=dtype, engine=engine, device=device)
+    _set_environment(plan)
+    if launched:
+        traces = _work(plan, seconds=timeout)
+        if traces is None:
+            return
+    else:
+        if not as_json:
+            _tell(plan)
+        traces = _start(plan, seconds=timeout)
+    _finish(_judged(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
+
+
+def _plan(
+    file: Path,
+    overrides: list[str],
+    *,
+    model: str | None,
+    processes: int | None,
+    steps: int,
+    dtype: Dtype | None,
+    engine: Engine,
+    device: Device,
+) -> Plan:
+    from plait.cluster.topology import cpu_count, device_count
+    from plait.config.resolve import load
+    from plait.verify.plan import prepare
+
+    config, gpus, launched = load(file, overrides), device_count(), claim(os.environ)
+    if launched is not None:
+        processes, gpus = launched.world_size, launched.world_size if gpus else 0
+    chosen = dtype or (Dtype.configured if engine is Engine.deepspeed else Dtype.both)
+    passes: tuple[Pass, ...] = ("float64", "configured") if chosen is Dtype.both else (chosen.value,)
+    return prepare(
+        config,
+        model=model,
+        processes=processes,
+        most_processes=max(gpus, cpu_count(), _BY_ITSELF),
+        steps=steps,
+        passes=passes,
+        engine=engine.value,
+        device=device.value,
+        gpus=gpus,
+        deepspeed=_tree(file, overrides) if config.is_deepspeed else None,
+    )
+
+
+def _tree(file: Path, overrides: list[str]) -> dict[str, Any]:
+    """The file's own keys with the overrides, for the engine that it was written for."""
+    from plait.config.overrides import apply_override
+    from plait.config.source import parse_override, read
+
+    tree = read(file).tree
+    for text in overrides:
+        apply_override(tree, *parse_override(text))
+    return tree
+
+
+def _import_from_here() -> None:
+    """`--model package.module:function` is looked for in the current folder first, as `python -m` does; the processes do it too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _set_environment(plan: Plan) -> None:
+    if plan.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if plan.engine == "deepspeed":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _start(plan: Plan, *, seconds: float) -> Traces:
+    """Start the processes, and read what rank 0 wrote."""
+    from plait.cli import launch
+    from plait.verify.run import PLAN, TRACES
+
+    with tempfile.TemporaryDirectory(prefix="plait-verify-") as name:
+        folder = Path(name)
+        (folder / PLAN).write_bytes(pickle.dumps(plan))
+        code = launch.run(["-m", "plait.verify.run", name, str(seconds)], processes=plan.world_size, grace_seconds=10)
+        if code:  # the launcher has told why
+            raise typer.Exit(code)
+        traces: Traces = pickle.loads((folder / TRACES).read_bytes())
+    return traces
+
+
+def _work(plan: Plan, *, seconds: float) -> Traces | None:
+    """What each process of a launcher runs. None where another one judges."""
+    from plait.cluster.topology import place
+    from plait.verify.run import run_watched
+
+    first = place().rank == 0
+    traces = run_watched(plan, seconds=seconds)
+    return traces if first else None
+
+
+def _judged(plan: Plan, traces: Traces, *, tolerance: float | None) -> Report:
+    """One process's side, and the verdict."""
+    from plait.verify.report import Report, judge_configured, judge_float64
+    from plait.verify.run import references
+
+    sections = []
+    for name, found in traces.items():
+        truth = references(plan, name, found)
+        if truth.single is None:
+            sections.append(judge_float64(plan, truth.exact, found, tolerance=tolerance))
+        else:
+            sections.append(judge_configured(plan, truth.exact, truth.single, found))
+    facts = {
+        "engine": plan.engine,
+        "processes": plan.world_size,
+        "device": plan.device,
+        "layout": plan.resolved.layout.degrees,
+        "zero_stage": plan.resolved.data_parallel.stage,
+        "steps": plan.steps,
+        "notes": [f"{topic}: {line}" for topic, line in plan.lines],
+    }
+    return Report(tuple(sections), plan.blocks, facts)
+
+
+def _tell(plan: Plan) -> None:
+    told = ""
+    for topic, line in plan.lines:
+        typer.echo(f"{topic if topic != told else '':<8}{line}")
+        told = topic
+    typer.echo("")
+
+
+def _finish(report: Report, *, everything: bool, as_json: bool) -> None:
+    from plait.verify.report import failure, lines
+
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        typer.echo("\n".join(lines(report, everything=everything)))
+    if not report.equal:
+        raise ParityError(failure(report))
+    if not as_json:
+        count = sum(len(section.rows) for section in report.sections)
+        typer.echo(f"\nequal: {count:,} numbers and tensors of the layout are those of one process")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""The machines, who sits where, and the meshes over them."""

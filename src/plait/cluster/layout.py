@@ -1,0 +1,97 @@
+"""Who does what: the degrees of the parallel axes and the arithmetic from ranks to coordinates and groups.
+
+Pure: no process group, no torch. Ranks are laid out with `tp` fastest, so that neighbouring ranks (one node) share a tensor-parallel
+group, and `pp` slowest, so that stages cross nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import product
+from math import prod
+
+from plait.errors import ConfigError, Problem
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost (slowest links) first."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degree of every axis. Their product is the world size.
+
+    >>> layout = Layout(pp=2, dp_shard=2, tp=2)
+    >>> layout.coordinates(5)
+    {'pp': 1, 'dp_replicate': 0, 'dp_shard': 0, 'cp': 0, 'tp': 1}
+    >>> layout.groups("tp")
+    ((0, 1), (2, 3), (4, 5), (6, 7))
+    >>> layout.groups("dp_shard")
+    ((0, 2), (1, 3), (4, 6), (5, 7))
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        bad = [
+            Problem(f"parallel.{f.name}", getattr(self, f.name), "the degree of an axis is at least 1", "use 1 to leave the axis out")
+            for f in fields(self)
+            if getattr(self, f.name) < 1
+        ]
+        if bad:
+            raise ConfigError(*bad)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis to degree, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return prod(self.degrees.values())
+
+    @property
+    def dp(self) -> int:
+        """Number of different slices of the batch: dp_replicate x dp_shard."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits on every axis. Raises IndexError outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} of a world of {self.world_size}")
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at the given coordinates; axes not given are 0."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
+        return rank
+
+    def dp_index(self, rank: int) -> int:
+        """Which slice of the batch a rank reads: 0 to dp - 1, the same for all its tp, cp and pp partners."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The rank groups that communicate along `axes` taken together, in the order of their smallest rank."""
+        rest = [axis for axis in AXES if axis not in axes]
+        inner = [axis for axis in AXES if axis in axes]
+        return tuple(
+            tuple(
+                self.rank(**dict(zip(rest, outer, strict=True)), **dict(zip(inner, point, strict=True)))
+                for point in product(*(range(getattr(self, axis)) for axis in inner))
+            )
+            for outer in product(*(range(getattr(self, axis)) for axis in rest))
+        )
+
+    def __str__(self) -> str:
+        used = [f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1]
+        return " x ".join(used) or "one process"

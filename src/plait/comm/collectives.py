@@ -1,0 +1,182 @@
+"""Differentiable collectives for tensor parallelism, also for hand-made layers: each names what it does forward, and its backward is the adjoint.
+
+    function           forward                          backward                          used where
+    enter              identity                         all-reduce                        replicated input of a column-split layer
+    leave              all-reduce (in place)            identity                          partial output of a row-split layer
+    gather             all-gather along dim             own slice                         sharded output that replicated code reads
+    split              own slice along dim              all-gather                        replicated input that is used in slices
+    gather_sum         all-gather along dim             reduce-scatter                    sequence-sharded input of a column-split layer
+    leave_scatter      reduce-scatter along dim         all-gather                        partial output back to sequence shards
+
+`gather` and `split` assume that what follows (came before) is computed alike on every rank; `gather_sum` sums what differs. Shards follow `shard_sizes`:
+torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+# Renamed in torch 2.13.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def shard_sizes(length: int, ranks: int) -> list[int]:
+    """How `length` is dealt out: ceil(length / ranks) to the first ranks, what is left to the next, 0 to the rest."""
+    chunk = -(-length // ranks)
+    return [max(0, min(chunk, length - rank * chunk)) for rank in range(ranks)]
+
+
+def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
+    """(start, size) of this rank's shard."""
+    if group is None:
+        return 0, length
+    sizes = shard_sizes(length, group.size())
+    rank = group.rank()
+    return sum(sizes[:rank]), sizes[rank]
+
+
+def enter(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """`x`, alike on every rank, at the door of a layer whose ranks compute different parts."""
+    return x if group is None else _Enter.apply(x, group)
+
+
+def leave(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """Sum of the ranks' partial `x`. Works in place: nothing else may use `x` afterwards."""
+    return x if group is None else _Leave.apply(x, group)
+
+
+def gather(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
+    """The whole tensor from its shards along `dim`, whose global size is `length`."""
+    return x if group is None else _Gather.apply(x, group, dim % x.ndim, length)
+
+
+def split(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
+    """This rank's slice of a replicated `x`."""
+    return x if group is None else _Split.apply(x, group, dim % x.ndim)
+
+
+def gather_sum(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
+    """The whole tensor from its shards, for ranks that go on to compute different parts."""
+    return x if group is None else _GatherSum.apply(x, group, dim % x.ndim, length)
+
+
+def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Tensor:
+    """This rank's shard of the sum of the ranks' partial `x`."""
+    return x if group is None else _LeaveScatter.apply(x, group, dim % x.ndim)
+
+
+# ---- without gradients ----------------------------------------------------------------------------------------------------------------
+
+
+def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
+    """Concatenate shards of `shard_sizes(length, ranks)` along `dim`."""
+    ranks = group.size()
+    sizes = shard_sizes(length, ranks)
+    front = x.movedim(dim, 0).contiguous()
+    if front.shape[0] < sizes[0]:  # collectives want equal parts
+        front = torch.cat([front, front.new_zeros(sizes[0] - front.shape[0], *front.shape[1:])])
+    whole = front.new_empty(ranks * sizes[0], *front.shape[1:])
+    _all_gather_single(whole, front, group=group)
+    # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
+    return whole[:length].movedim(0, dim)
+
+
+def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
+    """Sum over ranks, of which this rank keeps its shard along `dim`."""
+    ranks, length = group.size(), x.shape[dim]
+    sizes = shard_sizes(length, ranks)
+    front = x.movedim(dim, 0).contiguous()
+    if ranks * sizes[0] > length:
+        front = torch.cat([front, front.new_zeros(ranks * sizes[0] - length, *front.shape[1:])])
+    mine = front.new_empty(sizes[0], *front.shape[1:])
+    _reduce_scatter_single(mine, front, group=group)
+    return mine[: sizes[group.rank()]].movedim(0, dim)
+
+
+def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
+    """This rank's shard of a replicated tensor, contiguous."""
+    start, size = shard_range(x.shape[dim], group)
+    return x.narrow(dim, start, size).contiguous()
+
+
+def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    total = x.contiguous().clone()  # autograd may still hold the gradient elsewhere
+    dist.all_reduce(total, group=group)
+    return total
+
+
+# ---- with gradients -------------------------------------------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _summed(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        total = x if x.is_contiguous() and not x._is_view() else x.contiguous().clone()
+        if total is x:
+            ctx.mark_dirty(x)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather_dim(x, group, dim=dim, length=length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return slice_dim(grad, ctx.group, dim=ctx.dim), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        return slice_dim(x, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int, length: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather_dim(x, group, dim=dim, length=length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return reduce_scatter_dim(grad, ctx.group, dim=ctx.dim), None, None, None
+
+
+class _LeaveScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        return reduce_scatter_dim(x, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None

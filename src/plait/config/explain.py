@@ -1,0 +1,139 @@
+"""What a file means, as rows: each of its keys with its status and meaning, and each resolved value with its source. Pure data.
+
+`plait config explain` prints them. A key that a resolved configuration does not come to read is shown as meaningless, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.config.deepspeed import Status
+from plait.config.degrees import smallest_world
+from plait.config.parts import has_buckets
+from plait.config.resolve import Resolved, finish, look, resolve
+from plait.config.schema import Row
+from plait.config.source import Source
+from plait.errors import ConfigError, Problem
+from plait.units import MIB
+
+
+@dataclass(frozen=True)
+class Value:
+    """One resolved value."""
+
+    name: str
+    """The key that sets it, or, where no single key does, the part that it belongs to."""
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All there is to say about a file."""
+
+    name: str
+    world_size: int | None
+    """None where the file is too wrong to have a layout."""
+    keys: tuple[Row, ...]
+    """One row a key, in the order of the file."""
+    values: tuple[Value, ...]
+    """Empty where there are problems."""
+    problems: tuple[Problem, ...]
+
+
+def explain(source: Source, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Explanation:
+    """Read, check and resolve `source` for `world_size` processes, by default as few as its degrees allow.
+
+    Raises ConfigError only where there are no keys to show (no such file, no JSON).
+    """
+    document, found = look(source, overrides)
+    rows = tuple(found.rows)
+    try:
+        config = finish(document, found)
+        world_size = world_size or smallest_world(config.parallel)
+        resolved = resolve(config, world_size=world_size)
+    except ConfigError as error:
+        return Explanation(document.name, world_size, rows, (), error.problems)
+    return Explanation(document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(resolved), ())
+
+
+# ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
+
+_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_DYNAMIC = _FP16[1:]
+
+_IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
+    (
+        ("zero_optimization.reduce_bucket_size", "parallel.bucket_mib"),
+        lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None),
+        "gradients are reduced block by block; there are buckets only at stage 0 in the model's own dtype",
+    ),
+    (tuple(f"fp16.{name}" for name in _FP16), lambda r: r.precision.loss_scale is None, "fp16 is off"),
+    (
+        tuple(f"fp16.{name}" for name in _DYNAMIC),
+        lambda r: r.precision.loss_scale is not None and r.precision.loss_scale.static > 0,
+        "the loss scale is constant (fp16.loss_scale)",
+    ),
+    (("bf16.check_grad_overflow",), lambda r: r.precision.compute != "bfloat16", "bf16 is off"),
+    (("compile.backend", "compile.mode"), lambda r: not r.compile.enabled, "compile is off"),
+)
+
+
+def _idle(row: Row, resolved: Resolved) -> Row:
+    for paths, is_idle, why in _IDLE:
+        if row.path in paths and row.status in (Status.SUPPORTED, Status.RENAMED) and is_idle(resolved):
+            return replace(row, status=Status.MEANINGLESS, meaning=why)
+    return row
+
+
+# ---- resolved values ----------------------------------------------------------------------------------------------------------------
+
+
+def values_of(resolved: Resolved) -> tuple[Value, ...]:
+    """Every value of a Resolved with its source, under the name that sets it."""
+    named = _named(resolved)
+    return tuple(Value(name, value, resolved.sources[name]) for name, value in named.items())
+
+
+def _named(resolved: Resolved) -> dict[str, Any]:
+    scale, precision, data = resolved.precision.loss_scale, resolved.precision, resolved.data_parallel
+    values: dict[str, Any] = {
+        "train_batch_size": resolved.batch.train_batch_size,
+        "train_micro_batch_size_per_gpu": resolved.batch.micro_batch_size,
+        "gradient_accumulation_steps": resolved.batch.accumulation,
+        **{f"parallel.{axis}": degree for axis, degree in resolved.layout.degrees.items()},
+        "parallel.blocks": list(resolved.blocks) or "found in the model",
+        "parallel.bucket_mib": data.bucket_bytes / MIB,
+        "parallel.unused_parameters": data.unused_parameters,
+        "zero_optimization.stage": data.stage,
+        "precision.compute": precision.compute or "the parameters' own",
+        "precision.reduce": precision.reduce or "the gradients' own",
+        "precision.check_overflow": precision.check_overflow,
+    }
+    if scale is not None:
+        numbers = (scale.static, scale.initial_scale_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis, scale.minimum)
+        values |= {f"fp16.{name}": number for name, number in zip(_FP16, numbers, strict=True)}
+    values["gradient_clipping"] = resolved.gradient_clipping
+    values["optimizer.type"] = resolved.optimizer.type
+    values |= {f"optimizer.params.{name}": value for name, value in resolved.optimizer.params.items()}
+    values["scheduler.type"] = resolved.scheduler.type if resolved.scheduler else "constant"
+    values |= {f"scheduler.params.{name}": value for name, value in (resolved.scheduler.params if resolved.scheduler else {}).items()}
+    values |= {f"compile.{name}": getattr(resolved.compile, name) for name in ("enabled", "backend", "mode")}
+    for section in ("model", "data", "run"):
+        values |= _flat(getattr(resolved, section), section, resolved)
+    return values
+
+
+def _flat(section: Any, path: str, resolved: Resolved) -> dict[str, Any]:
+    if section is None:
+        return {}
+    found: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        inner, value = f"{path}.{name}", getattr(section, name)
+        if inner in resolved.sources:
+            found[inner] = value
+        else:
+            found |= _flat(value, inner, resolved)
+    return found

@@ -1,0 +1,133 @@
+"""Megatron-LM's command line as a configuration: `["--tensor-model-parallel-size", "4", "--bf16", "--lr", "1e-4"]`.
+
+Flags become the tree of keys that they set (`megatron_flags` says which); from there on it is a configuration like any other. A flag is
+reported under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from plait.config.deepspeed import Status
+from plait.config.keys import nearest
+from plait.config.megatron_flags import FLAGS, Flag
+from plait.config.schema import Row
+from plait.config.source import Document, scalar
+from plait.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from plait.config.examine import Examined
+
+
+@dataclass(frozen=True)
+class Flags(Document):
+    """A command line, as the tree that it sets."""
+
+    rows: tuple[Row, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    written: dict[str, str] = field(default_factory=dict)
+    """Path in the tree -> the flag."""
+
+    def describe(self, found: Examined) -> None:
+        """Make `found` tell the flags instead of the keys that they became."""
+        found.deepspeed = False
+        found.rows[:] = [*self.rows, *(row for row in found.rows if row.key not in self.written)]
+        found.problems[:0] = self.problems
+        for path, origin in found.origins.items():
+            flag = self.written.get(path)
+            if flag is not None and origin == "file":
+                found.written[path], found.origins[path] = flag, f"flag: {flag}"
+            else:
+                found.origins[path] = origin.replace("file", "flags")
+
+
+def read_flags(tokens: Sequence[str]) -> Flags:
+    """The tree that a list of flags sets. Raises ConfigError where the list is no list of flags; other problems are collected."""
+    rows: list[Row] = []
+    problems: list[Problem] = []
+    said: dict[str, tuple[str, Any]] = {}
+    for shown, values in _split(tokens):
+        flag = FLAGS.get(shown[2:].replace("-", "_"))
+        if flag is None:
+            problems.append(Problem(shown, None, "is no flag that Plait knows", _remedy(shown)))
+            continue
+        try:
+            value = _value(flag, values)
+        except ValueError as error:
+            rule, _, remedy = str(error).partition("; ")
+            problems.append(Problem(shown, " ".join(values) or None, rule, remedy))
+            continue
+        if flag.status is Status.REFUSED and value not in flag.off:
+            problems.append(Problem(shown, value if values else None, flag.why, flag.remedy))
+        elif flag.status is Status.SUPPORTED:
+            before = said.setdefault(flag.target, (shown, value))
+            if before[1] != value:
+                rule = f"{before[0]} says {before[1]!r}; both set {flag.target} and disagree"
+                problems.append(Problem(shown, value, rule, "keep one of them"))
+        rows.append(_row(shown, flag, value))
+    return _finish(said, rows, problems)
+
+
+def _finish(said: dict[str, tuple[str, Any]], rows: list[Row], problems: list[Problem]) -> Flags:
+    first, second = said.pop("optimizer.params.beta1", None), said.pop("optimizer.params.beta2", None)
+    if first or second:
+        given = first or second
+        assert given is not None
+        said["optimizer.params.betas"] = (given[0], [first[1] if first else 0.9, second[1] if second else 0.999])
+    tree: dict[str, Any] = {}
+    for target, (_, value) in said.items():
+        *parents, last = target.split(".")
+        place = tree
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return Flags("the command line", tree, tuple(rows), tuple(problems), {target: shown for target, (shown, _) in said.items()})
+
+
+def _row(shown: str, flag: Flag, value: Any) -> Row:
+    if flag.status is Status.SUPPORTED:
+        return Row(shown, value, Status.RENAMED, f"{flag.target} (Megatron's flag)", flag.target)
+    if flag.status is Status.REFUSED and value in flag.off:
+        return Row(shown, value, Status.MEANINGLESS, f"this value asks for nothing; another would be refused: {flag.why}")
+    return Row(shown, value, flag.status, flag.why)
+
+
+def _split(tokens: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """[("--lr", ["1e-4"]), ("--bf16", [])]. A value may follow its flag or be joined to it with `=`."""
+    found: list[tuple[str, list[str]]] = []
+    for token in tokens:
+        if not isinstance(token, str):
+            raise ConfigError(Problem("the command line", token, "flags and their values are texts", "quote it"))
+        if token.startswith("--") and len(token) > 2:
+            name, equals, value = token.partition("=")
+            found.append((name, [value] if equals else []))
+        elif found:
+            found[-1][1].append(token)
+        else:
+            raise ConfigError(
+                Problem("the command line", token, "begins with a value and not with a flag", "begin with a flag such as --bf16")
+            )
+    return found
+
+
+def _value(flag: Flag, values: list[str]) -> Any:
+    if flag.takes == "switch":
+        if values:
+            raise ValueError("takes no value; leave the value out")
+        parsed: Any = True
+    elif flag.takes == "values":
+        parsed = values
+    elif len(values) != 1:
+        raise ValueError(f"takes one value and {len(values)} are given; write one after it")
+    else:
+        parsed = scalar(values[0])
+    return flag.convert(parsed) if flag.convert else parsed
+
+
+def _remedy(shown: str) -> str:
+    near = nearest(shown[2:], FLAGS)
+    if near:
+        return f"did you mean {' or '.join('--' + name.replace('_', '-') for name in near)}?"
+    return "leave it out, or set the key of the file that it stands for (`plait config schema` lists them)"

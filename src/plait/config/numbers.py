@@ -1,0 +1,28 @@
+"""Numbers as files write them: `1e-4` in quotes (or from YAML, which reads it as text) is a number, true and false are not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "true and false are not numbers; write a number")
+    return value
+
+
+NotNegative = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, allow_inf_nan=False)]
+"""0 or more, finite."""
+Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)]
+"""0 or more, below 1: a momentum."""
+Finite = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
+"""Any number but inf and nan."""
+Whole = Annotated[int, BeforeValidator(_not_bool)]
+"""A whole number; 1e3 is one, 1.5 is not."""
+Count = Annotated[Whole, Field(ge=0)]
+"""0, 1, 2, ..."""
+Steps = Annotated[Whole, Field(ge=1)]
+"""1, 2, ..."""

@@ -1,0 +1,157 @@
+"""From a file to what runs: `load` reads and checks it, `resolve` ends every "auto" and fills in what was left out.
+
+Pure: no process group, no environment, no look at the machine; the number of processes is an argument. What is resolved says of every
+value where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.cluster.layout import Layout
+from plait.config import megatron, parts
+from plait.config.batch import Batch, solve_batch
+from plait.config.degrees import smallest_world, solve_layout
+from plait.config.examine import Examined, examine
+from plait.config.keys import fields
+from plait.config.optimization import OptimizerSpec, SchedulerSpec
+from plait.config.schema import Config
+from plait.config.sections import DataSection, ModelSection, RunSection
+from plait.config.source import Document, Source, parse_override, read
+from plait.config.validation import validate
+from plait.errors import ConfigError, Problem
+from plait.parallel.compile import Compile
+from plait.parallel.data import DataParallel
+from plait.parallel.precision import Precision
+from plait.policy import Policy
+
+__all__ = ["Batch", "Config", "Resolved", "Source", "load", "resolve", "smallest_world", "solve_batch", "solve_layout"]
+
+
+class Resolved(Policy):
+    """A configuration with nothing left open: no "auto", and None only where a field says what it means."""
+
+    layout: Layout
+    """Who does what."""
+    batch: Batch
+    """How many samples, where."""
+    data_parallel: DataParallel
+    """ZeRO stage, and how gradients are reduced."""
+    precision: Precision
+    """The dtypes of computation and reduction; None is the parameters' own."""
+    compile: Compile
+    """torch.compile."""
+    blocks: tuple[str, ...] = ()
+    """Names or patterns of the repeated blocks; empty: found in the model."""
+    gradient_clipping: float
+    """The largest norm of all gradients together; 0 does not clip."""
+    optimizer: OptimizerSpec
+    """The optimizer."""
+    scheduler: SchedulerSpec | None
+    """The schedule of the learning rate; None is constant."""
+    seed: int
+    """Initial weights, the order of the data and dropout follow from it."""
+    model: ModelSection | None
+    """The model to build; None where the caller brings it."""
+    data: DataSection | None
+    """The text to read; None where the caller brings the batches."""
+    run: RunSection
+    """How long the run is, and what it writes."""
+    sources: Mapping[str, str]
+    """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By the name in the file, else by the path in
+    this class."""
+
+
+def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
+    """A checked configuration; it may still say "auto".
+
+    `source` is a path to JSON (comments allowed) or YAML, a mapping, DeepSpeed's base64, or a list of Megatron flags.
+    `overrides` are `a.b=c` texts that win over the file, whatever name the file uses for the setting. Raises ConfigError with every
+    problem.
+    """
+    if isinstance(source, Config):
+        if overrides:
+            raise ConfigError(
+                Problem("overrides", ", ".join(overrides), "apply to a file or a mapping, not to a Config", "load them together")
+            )
+        return source
+    return finish(*look(source, overrides))
+
+
+def look(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Examined]:
+    """The first half of `load`: every key looked up and problems collected, not raised.
+
+    Raises ConfigError only where there are no keys to look at (no such file, no JSON) and for a malformed override.
+    """
+    if isinstance(source, str | Path | Mapping):
+        document = read(source)
+    else:
+        document = megatron.read_flags(source)
+    found = examine(document, [parse_override(text) for text in overrides])
+    if isinstance(document, megatron.Flags):
+        document.describe(found)
+    return document, found
+
+
+def finish(document: Document, found: Examined) -> Config:
+    """The second half of `load`: the Config. Raises ConfigError with every problem of keys and of values."""
+    problems = list(found.problems)
+    try:
+        config = validate(found.tree, written=found.written)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return config.with_provenance(found.provenance(document.name))
+
+
+def resolve(
+    config: Config,
+    *,
+    world_size: int,
+    hidden_size: int | None = None,
+    total_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Everything that `config` leaves open, for `world_size` processes.
+
+    `hidden_size` decides an "auto" bucket, `total_steps` an "auto" length of the schedule (else `run.steps`), `micro_batch_size` is taken
+    where the file gives no batch size. `auto` says what "auto" means by path ({"optimizer.params.lr": 1e-4, "bf16.enabled": True}), as
+    Transformers' TrainingArguments do. Raises ConfigError with every problem.
+    """
+    found = parts.Findings(config, dict(auto or {}))
+    layout = found.attempt(lambda: parts.layout(found, world_size=world_size))
+    batch = found.attempt(lambda: parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
+    precision = found.attempt(lambda: parts.precision(found))
+    data_parallel = found.attempt(lambda: parts.data_parallel(found, precision, hidden_size=hidden_size)) if precision else None
+    optimizer = parts.optimizer(found)
+    scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
+    compiled = parts.compiled(found)
+    clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
+    found.sources["parallel.blocks"] = config.origin("parallel.blocks")
+    for path in fields():
+        if path.split(".")[0] in ("model", "data", "run"):
+            found.sources[path] = config.origin(path)
+    if found.problems:
+        raise ConfigError(*found.problems)
+    assert layout is not None and batch is not None and precision is not None and data_parallel is not None
+    run = config.run or RunSection()
+    return Resolved(
+        layout=layout,
+        batch=batch,
+        data_parallel=data_parallel,
+        precision=precision,
+        compile=compiled,
+        blocks=config.parallel.blocks,
+        gradient_clipping=clipping,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        seed=run.seed,
+        model=config.model,
+        data=config.data,
+        run=run,
+        sources=found.sources,
+    )

@@ -1,0 +1,241 @@
+"""The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run` and `parallel`.
+
+A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys that DeepSpeed knows and that have no meaning here
+are not fields: they are in the table `deepspeed`. Defaults are those of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
+
+from plait.config.deepspeed import Status
+from plait.config.optimization import OptimizerSpec, SchedulerSpec
+from plait.config.sections import DataSection, ModelSection, RunSection
+from plait.policy import Policy
+from plait.units import SHORT_NAMES
+
+PLAIT_SECTIONS = ("model", "data", "run", "parallel")
+"""A file without any of these is a DeepSpeed file."""
+
+
+def _number(value: Any) -> Any:
+    """Files write whole numbers as `5e8` and quote numbers; a truth value is not a number."""
+    if False:
+        raise ValueError("must be a number, not true or false; write the number")
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _dtype(value: Any) -> Any:
+    lower = value.lower() if isinstance(value, str) else value
+    return {long: short for short, long in SHORT_NAMES.items()}.get(lower, lower)
+
+
+def _is_auto(value: Any) -> str:
+    return "auto" if value == "auto" else "value"
+
+
+Auto = Annotated[Literal["auto"], Tag("auto")]
+Number = BeforeValidator(_number)
+
+Count = Annotated[int, Field(ge=1), Number]
+CountOrAuto = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_is_auto)]
+PowerOrAuto = Annotated[Annotated[int, Field(ge=0, le=126), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
+SizeOrAuto = Annotated[Annotated[float, Field(ge=0, allow_inf_nan=False), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
+PositiveOrAuto = Annotated[Annotated[float, Field(gt=0, allow_inf_nan=False), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
+FlagOrAuto = Annotated[Annotated[bool, Tag("value")] | Auto, Discriminator(_is_auto)]
+
+
+def _degree(value: Any) -> Any:
+    return "auto" if value == -1 and not isinstance(value, bool) else value
+
+
+FreeDegree = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_is_auto), BeforeValidator(_degree)]
+
+DtypeName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
+
+
+class Fp16Section(Policy):
+    """Computation in float16 with a loss scale. The parameters that the optimizer updates stay in their own dtype."""
+
+    enabled: FlagOrAuto = False
+    """Compute in float16. "auto": off, unless the caller (a Transformers TrainingArguments) says otherwise."""
+    loss_scale: SizeOrAuto = 0.0
+    """A constant loss scale; 0 adapts it to the gradients."""
+    initial_scale_power: PowerOrAuto = 16
+    """The first scale is 2 to this power."""
+    loss_scale_window: CountOrAuto = 1000
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: CountOrAuto = 2
+    """The overflow that first halves the scale: 1 halves at the first, 2 forgives one."""
+    consecutive_hysteresis: FlagOrAuto = False
+    """Forgive again after every step without overflow, so that only overflows in a row count."""
+    min_loss_scale: PositiveOrAuto = 1.0
+    """The scale is not halved below this. An overflow there ends the run."""
+
+
+class Bf16Section(Policy):
+    """Computation in bfloat16. The parameters that the optimizer updates stay in their own dtype."""
+
+    enabled: FlagOrAuto = False
+    """Compute in bfloat16. "auto": off, unless the caller (a Transformers TrainingArguments) says otherwise."""
+    check_grad_overflow: FlagOrAuto = True
+    """Skip an optimizer step whose gradients are not finite."""
+
+
+class ZeroSection(Policy):
+    """What data-parallel processes share out instead of each holding all of it."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], Number] = 0
+    """What is shared out: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too, gathered for use and freed."""
+    reduce_bucket_size: CountOrAuto | None = None
+    """Elements in a reduction of gradients at stage 0 in the model's own dtype, the one case with buckets. "auto": the square of the hidden
+    size. Left out: parallel.bucket_mib."""
+
+
+class CompileSection(Policy):
+    """torch.compile, a block of the model at a time."""
+
+    enabled: FlagOrAuto = False
+    """Compile. The first step takes longer."""
+    backend: str = "inductor"
+    """A backend that torch.compile knows."""
+    mode: str | None = None
+    """A mode of torch.compile, for example "max-autotune"."""
+
+
+class ParallelSection(Policy):
+    """How many processes each kind of parallelism takes. The product of the degrees is the number of processes."""
+
+    pp: Count = 1
+    """Pipeline stages."""
+    dp_replicate: FreeDegree | None = None
+    """Copies of the sharded model. Left out, -1 or "auto": the processes that remain; at stage 0 all of data parallelism."""
+    dp_shard: FreeDegree | None = None
+    """Processes over which ZeRO shards, stages 1 to 3. Left out, -1 or "auto": the processes that remain."""
+    cp: Count = 1
+    """Processes that share one sequence."""
+    tp: Count = 1
+    """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
+    blocks: tuple[str, ...] = ()
+    """Names or patterns (`model.layers.*`) of the repeated blocks that are sharded and compiled one by one. Left out: the longest list
+    of equal modules in the model."""
+    bucket_mib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] = 25.0
+    """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
+    unused_parameters: FlagOrAuto = True
+    """Let a step leave parameters unused, also different ones on different processes."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key of a file: what was written and what it means."""
+
+    key: str
+    """As written."""
+    value: Any
+    status: Status
+    meaning: str
+    path: str = ""
+    """The key under the name that the schema or the table has for it."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a configuration came from."""
+
+    name: str = "the configuration"
+    """The file, or what was given instead of one."""
+    deepspeed: bool | None = None
+    """A DeepSpeed file: no section of Plait's in it. None: not read from anything."""
+    rows: tuple[Row, ...] = ()
+    """Every key, in the order of the file."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Path of a field that was given -> "file", "override", "file: tensor_parallel.tp_size"."""
+
+    def warning(self) -> str | None:
+        """One sentence about the keys that have no meaning here, for whoever runs the file; None where there are none."""
+        names = [row.key for row in self.rows if row.status is Status.MEANINGLESS]
+        if not names:
+            return None
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return f"{self.name}: no meaning here have {shown}; `plait config explain` says why"
+
+
+class Config(Policy):
+    """Everything that one file can say."""
+
+    train_batch_size: CountOrAuto | None = None
+    """Samples in an optimizer step, over all processes: micro batch x accumulation x data-parallel processes. Give any two of the three."""
+    train_micro_batch_size_per_gpu: CountOrAuto | None = None
+    """Samples in one forward and backward pass of one data-parallel process."""
+    gradient_accumulation_steps: CountOrAuto | None = None
+    """Forward and backward passes in an optimizer step."""
+    gradient_clipping: SizeOrAuto = 1.0
+    """The largest norm of all gradients together; 0 does not clip. "auto": 1.0."""
+    communication_data_type: DtypeName | None = None
+    """The dtype of the reduction of gradients. Left out: float32, or in a DeepSpeed file the dtype of the computation."""
+    data_parallel_size: Count | None = None
+    """A check: the data-parallel processes that result (dp_replicate x dp_shard) must be this many."""
+    num_layers: Count | None = None
+    """A check, by Megatron's name: the layers of the model, of which every pipeline stage needs one."""
+    zero_optimization: ZeroSection = ZeroSection()
+    """ZeRO."""
+    fp16: Fp16Section = Fp16Section()
+    """float16."""
+    bf16: Bf16Section = Bf16Section()
+    """bfloat16."""
+    optimizer: OptimizerSpec | None = None
+    """The optimizer. Left out: AdamW with its defaults."""
+    scheduler: SchedulerSpec | None = None
+    """The schedule of the learning rate. Left out: constant."""
+    compile: CompileSection = CompileSection()
+    """torch.compile."""
+    parallel: ParallelSection = ParallelSection()
+    """The layout."""
+    model: ModelSection | None = None
+    """The model that `plait train` builds."""
+    data: DataSection | None = None
+    """The text that `plait train` reads."""
+    run: RunSection | None = None
+    """How long `plait train` runs, and what it writes."""
+
+    _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the values came from, and what the file's keys mean."""
+        return self._provenance
+
+    def with_provenance(self, provenance: Provenance) -> Self:
+        """The same, knowing where it came from."""
+        copy = self.model_copy()
+        copy._provenance = provenance
+        return copy
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed's defaults hold where Plait's differ: no section of Plait's was given."""
+        if self._provenance.deepspeed is not None:
+            return self._provenance.deepspeed
+        return not self.model_fields_set & set(PLAIT_SECTIONS)
+
+    def origin(self, path: str) -> str:
+        """Where the value of a field came from, by its dotted path: "file", "override", "default", ..."""
+        if self._provenance.deepspeed is not None:
+            parts = path.split(".")
+            known = (self._provenance.origins.get(".".join(parts[:length])) for length in range(len(parts), 0, -1))
+            return next((origin for origin in known if origin), "default")
+        here: Any = self
+        for name in path.split("."):
+            given = here.model_fields_set if isinstance(here, Policy) else here if isinstance(here, dict) else ()
+            if name not in given:
+                return "default"
+            here = here[name] if isinstance(here, dict) else getattr(here, name)
+        return "given"

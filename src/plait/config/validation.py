@@ -1,0 +1,95 @@
+"""A tree under the schema's names to a Config, with pydantic's errors told as Problems: the name as written, the value, rule and remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from plait.config import keys
+from plait.config.names import instead
+from plait.config.schema import Config
+from plait.errors import ConfigError, Problem
+
+
+def validate(tree: Mapping[str, Any], *, written: Mapping[str, str]) -> Config:
+    """The Config of `tree`. `written` gives the name in the file of a schema path. Raises ConfigError with every problem."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(*problems_of(error.errors(include_url=False), written=written)) from None
+
+
+def problems_of(errors: Sequence[ErrorDetails], *, written: Mapping[str, str]) -> list[Problem]:
+    """One problem a field; what the alternatives of one field say is put together."""
+    by_field: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        by_field.setdefault(_field(error["loc"]), []).append(error)
+    return [problem for field, found in by_field.items() for problem in _problems(written.get(field, field), found)]
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """The schema path of an error, without the names of alternatives and the positions in lists that pydantic adds."""
+    best = str(location[0]) if location else "the configuration"
+    known = keys.known()
+    path = ""
+    for part in location:
+        path = f"{path}.{part}" if path else str(part)
+        if path in known:
+            best = path
+    return best
+
+
+def _problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
+    value = errors[0]["input"]
+    if errors[0]["type"] == "missing":
+        return [Problem(field, None, "has to be given", "add it")]
+    if errors[0]["type"] == "value_error":
+        text = errors[0]["msg"].removeprefix("Value error, ")
+        shown = None if isinstance(value, dict) else value
+        return [Problem(field, shown, *_split(part)) for part in text.split(" Also: ")]
+    told = [_tell(error) for error in errors]
+    return [Problem(field, value, "must be " + " or ".join(dict.fromkeys(rule for rule, _ in told)), told[0][1])]
+
+
+def _split(text: str) -> tuple[str, str]:
+    """`rule; remedy`, the form in which the sections write their own checks."""
+    rule, semicolon, remedy = text.rpartition("; ")
+    return (rule, remedy) if semicolon else (text, "correct it")
+
+
+def _tell(error: ErrorDetails) -> tuple[str, str]:
+    """(what it must be, what to do)."""
+    context: Mapping[str, Any] = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than_equal":
+            return f"at least {context['ge']}", f"use {context['ge']} or more"
+        case "greater_than":
+            return f"greater than {context['gt']}", f"use more than {context['gt']}"
+        case "less_than_equal":
+            return f"at most {context['le']}", f"use {context['le']} or less"
+        case "less_than":
+            return f"less than {context['lt']}", f"use less than {context['lt']}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "a whole number", "write a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "a number", "write a number"
+        case "bool_parsing" | "bool_type":
+            return "true or false", "write true or false"
+        case "string_type":
+            return "text", "write text in quotes"
+        case "tuple_type" | "list_type":
+            return "a list", "write a list in brackets"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            return "an object", "write {...}"
+        case "literal_error":
+            return str(context["expected"]), _nearest_literal(error["input"], str(context["expected"]))
+        case _:
+            return error["msg"][:1].lower() + error["msg"][1:], "correct it"
+
+
+def _nearest_literal(value: object, expected: str) -> str:
+    names = [name.strip(" '") for name in expected.replace(" or ", ",").split(",")]
+    return instead(value, names) if isinstance(value, str) else "use one of them"

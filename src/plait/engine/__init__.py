@@ -1,0 +1,1 @@
+"""The training engine: one optimizer step over any layout."""

@@ -1,0 +1,222 @@
+"""From a model and a configuration to an engine, or only to a sharded model for people with their own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel as TorchDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from plait._torch import local_tensor, multiply_all, reduce_unused_parameters
+from plait.checkpoint.huggingface import load_weights
+from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.topology import place
+from plait.config.resolve import Resolved, load, resolve
+from plait.config.schema import Config
+from plait.engine.batch import Forward, default_forward
+from plait.engine.engine import Engine
+from plait.engine.loss import Loss, Weighted
+from plait.engine.optimizer import build_optimizer
+from plait.engine.schedules import build_scheduler
+from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
+from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.model.blocks import find_blocks
+from plait.parallel import materialise
+from plait.parallel.data import before_backward, reduce_by_sum
+from plait.parallel.loss_scale import LossScaler
+from plait.parallel.order import apply_all
+from plait.parallel.technique import Parts
+from plait.parallel.unused import UnusedTracker
+
+ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def initialize(
+    model: nn.Module,
+    config: ConfigLike,
+    *,
+    loss_fn: Loss | Callable[[Any, Any], tuple[torch.Tensor, Any]] | None = None,
+    weight_fn: Callable[[Any], Any] | None = None,
+    forward: Forward = default_forward,
+    optimizer: OptimizerLike | None = None,
+    lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+    weights: str | Path | None = None,
+    total_steps: int | None = None,
+) -> Engine:
+    """Shard `model` in place as `config` says and return the engine that trains it.
+
+    `config`: a path, a mapping or a loaded Config; a DeepSpeed file is valid as it is. `loss_fn(output, batch)` returns (sum, weight); with `weight_fn(batch)`
+    it may be a plain function. A model on `meta` is initialised by its own classes, the same bits on every layout, or filled from `weights` (a folder of
+    safetensors); a real model's weights are taken from rank 0. `optimizer` is an optimizer over the model's parameters without state, or a function of
+    a parameter list; by default the config's. An existing process group is adopted. Raises ConfigError, ModelError or InputError before any harm.
+    """
+    _refuse_wrapped(model)
+    loss = _as_loss(loss_fn, weight_fn)
+    resolved = _resolve(model, config, total_steps=total_steps)
+    named = {id(p): name for name, p in model.named_parameters()}
+    mesh, parts = _parallelize(model, resolved, weights=weights)
+    reduce_by_sum(parts)
+    unused = None
+    dp_group = mesh.group("dp_replicate", "dp_shard")
+    if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
+        unused = UnusedTracker(model, dp_group)
+    made = _optimizer(optimizer, resolved, model, named)
+    scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
+    if scheduler is None and resolved.scheduler is not None:
+        scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
+    precision = resolved.precision
+    stepper = Stepper(
+        parameters=[p for p in model.parameters() if p.requires_grad],
+        mesh=mesh,
+        optimizer=made,
+        scheduler=scheduler,
+        clipping=resolved.gradient_clipping,
+        scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
+        check_overflow=precision.check_overflow,
+    )
+    torch.manual_seed(resolved.seed + 1_000_003 * (mesh.dp_index + 1))  # dropout differs over data-parallel ranks
+    return Engine(parts=parts, mesh=mesh, resolved=resolved, stepper=stepper, unused=unused, loss_fn=loss, forward=forward)
+
+
+def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
+    """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel ranks,
+    as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with `plait.clip_grad_norm`."""
+    _refuse_wrapped(model)
+    resolved = _resolve(model, config)
+    if resolved.precision.loss_scale is not None:
+        raise ModelError("fp16 needs its loss scaled; plait.parallelize has no step to do it in: use bf16, or plait.initialize")
+    mesh, parts = _parallelize(model, resolved, weights=weights)
+    if parts.reducer is not None:
+        parts.reducer.mean = True
+    if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and mesh.layout.dp > 1:
+        reduce_unused_parameters(model)
+    _remember(model, parts, mesh)
+    return model
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Backwards inside belong to a step that goes on: gradients pile up and, where the ZeRO stage allows, nothing is communicated.
+
+    Forward and backward of every micro-batch but the last go inside; the last one goes outside.
+    """
+    parts, _ = _recall(model)
+    before_backward(parts, last=False)
+    try:
+        yield
+    finally:
+        before_backward(parts, last=True)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`; returns the norm before, float64. Right on every layout, where
+    `torch.nn.utils.clip_grad_norm_` counts shards or replicas wrongly or fails. Collective."""
+    _, mesh = _recall(model)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = global_norm(grads, mesh)
+    multiply_all([local_tensor(grad) for grad in grads], clip_factor(norm, max_norm))
+    return norm
+
+
+# ---- pieces -------------------------------------------------------------------------------------------------------------------------
+
+_ATTRIBUTE = "_plait"
+
+
+def _remember(model: nn.Module, parts: Parts, mesh: Mesh) -> None:
+    # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no global table, names stay as they are.
+    object.__setattr__(model, _ATTRIBUTE, (parts, mesh))
+
+
+def _recall(model: nn.Module) -> tuple[Parts, Mesh]:
+    if not hasattr(model, _ATTRIBUTE):
+        raise InputError(f"this {type(model).__name__} was not sharded by plait.parallelize; call it first, and pass the same object")
+    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel | TorchDataParallel):
+        raise ModelError(
+            f"the model is already wrapped in {type(model).__name__}, which would reduce every gradient twice; pass the inner model "
+            "(`model.module`) and delete the wrapping line: Plait does its work"
+        )
+    if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
+        raise ModelError("part of the model is already sharded or wrapped (fully_shard or DistributedDataParallel); pass the plain model")
+    if hasattr(model, _ATTRIBUTE):
+        raise ModelError("the model was already sharded by Plait; initialize or parallelize it once")
+
+
+def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | None:
+    if loss_fn is None or isinstance(loss_fn, Loss):
+        return loss_fn
+    if weight_fn is None:
+        raise InputError(
+            "loss_fn is a plain function: train_batch divides by the global weight before the first backward, so it must know the weight from the batch; "
+            "pass weight_fn=lambda batch: ..., or use plait.causal_lm_loss or plait.per_sample(...)"
+        )
+    return Weighted(loss_fn, weight_fn)
+
+
+def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = None) -> Resolved:
+    if isinstance(config, Resolved):
+        return config
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    return resolve(load(config), world_size=place().world_size, hidden_size=hidden, total_steps=total_steps)
+
+
+def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | None) -> tuple[Mesh, Parts]:
+    _refuse_axes_without_technique(resolved)
+    blocks = find_blocks(model, resolved.blocks or None)
+    on_meta = materialise.is_meta(model)
+    if weights is not None and not on_meta:
+        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+    mesh = build_mesh(resolved.layout)
+    template = materialise.template_of(model) if on_meta else None
+    if not on_meta:
+        model.to(mesh.device)
+        materialise.broadcast(model)
+    parts = Parts(model=model, blocks=blocks)
+    parts = apply_all((resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
+    if template is not None:
+        materialise.allocate(model, mesh.device)
+        if weights is None:
+            materialise.initialise(model, template, blocks, seed=resolved.seed)
+        else:
+            load_weights(model, weights)
+            materialise.fill_buffers(model, template)
+    if parts.reducer is not None:
+        parts.reducer.attach()
+    return mesh, parts
+
+
+def _refuse_axes_without_technique(resolved: Resolved) -> None:
+    problems = [
+        Problem(f"parallel.{axis}", degree, "this version runs data parallelism and ZeRO only", "use 1; the processes become data parallel")
+        for axis, degree in resolved.layout.degrees.items()
+        if axis in ("pp", "cp", "tp") and degree > 1
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:
+    if given is None:
+        return build_optimizer(resolved.optimizer, list(model.named_parameters()))
+    if not isinstance(given, torch.optim.Optimizer):
+        return given([p for p in model.parameters() if p.requires_grad])
+    if given.state:
+        raise InputError("the optimizer already holds state of the unsharded parameters; pass it before its first step, or pass a function of the parameters")
+    now = dict(model.named_parameters())
+    for group in given.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in named]
+        if unknown:
+            raise InputError(f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is not the model's; build it over model.parameters()")
+        group["params"] = [now[named[id(p)]] for p in group["params"]]
+    return given

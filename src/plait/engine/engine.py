@@ -1,0 +1,310 @@
+"""The engine: whole optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`, `backward`, `step`).
+
+Both divide before they reduce and reduce by sum. `train_batch` divides by the global weight of the step (its result does not depend on how
+samples are cut over ranks and micro-batches); the three calls take DeepSpeed's mean of means, unless `backward` is told weights.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.cluster.mesh import Mesh
+from plait.config.resolve import Resolved
+from plait.engine.batch import Forward, micro_batches, to_device
+from plait.engine.loss import CausalLMLoss, Loss
+from plait.engine.step import Outcome, Stepper
+from plait.engine.state import load_engine, save_engine
+from plait.errors import InputError, PlaitError
+from plait.parallel.data import before_backward, free_gathered
+from plait.parallel.technique import Parts
+from plait.parallel.unused import UnusedTracker
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Tensors are 0-dimensional and on the device: read them only when needed."""
+
+    loss: torch.Tensor
+    """Global weighted mean."""
+    weight: torch.Tensor
+    """Its denominator."""
+    grad_norm: torch.Tensor
+    """Global, unscaled, before clipping."""
+    skipped: bool
+    """Gradients were not finite; nothing changed but the loss scale."""
+    learning_rate: float
+    """The rate of this step."""
+    loss_scale: float
+    """The scale of this step; 1 without float16."""
+
+    def __float__(self) -> float:
+        return float(self.loss)
+
+
+class Engine:
+    """Made by `plait.initialize`. The model is sharded in place and stays the user's own object."""
+
+    def __init__(
+        self,
+        *,
+        parts: Parts,
+        mesh: Mesh,
+        resolved: Resolved,
+        stepper: Stepper,
+        unused: UnusedTracker | None,
+        loss_fn: Loss | None,
+        forward: Forward,
+    ) -> None:
+        self.parts = parts
+        self.mesh = mesh
+        self.config = resolved
+        self.stepper = stepper
+        self.loss_fn = loss_fn
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self._unused = unused
+        self._forward = forward
+        self._dp_group = mesh.group("dp_replicate", "dp_shard")
+        self._micro_step = 0
+        self._boundary: bool | None = None
+        self._weights: list[Any] = []
+        self._outcome: Outcome | None = None
+
+    # ---- whole steps -------------------------------------------------------------------------------------------------------------
+
+    def train_batch(self, batch: Any) -> StepResult:
+        """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x accumulation samples (see
+        `engine.batch.micro_batches`).
+
+        The loss of every target counts the same, whichever rank and micro-batch it is in. Raises InputError for a wrong amount of data and
+        PlaitError where the engine has no loss.
+        """
+        loss_fn = self._loss()
+        count = self.config.batch.accumulation
+        pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self.config.batch.micro_batch_size)]
+        weight = self._global_weight([loss_fn.weight(piece) for piece in pieces])
+        # A step without a single target has gradient 0, not 0 / 0.
+        factor = self.stepper.loss_scale / torch.clamp(weight, min=torch.finfo(weight.dtype).tiny)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for index, piece in enumerate(pieces):
+            before_backward(self.parts, last=index == count - 1)
+            total, seen = self._run(loss_fn, piece)
+            totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
+            (total * factor.to(total.dtype)).backward()
+        if self._dp_group is not None:
+            dist.all_reduce(totals, group=self._dp_group)
+        scale, rate = self.stepper.loss_scale, self.get_lr()[0]
+        outcome = self._update()
+        return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale)
+
+    @torch.no_grad()
+    def eval_batch(self, batch: Any) -> tuple[float, float]:
+        """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing changed. Collective."""
+        loss_fn = self._loss()
+        piece = to_device(batch, self.device)
+        with self.evaluating():
+            total, seen = self._run(loss_fn, piece)
+        totals = torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
+        if self._dp_group is not None:
+            dist.all_reduce(totals, group=self._dp_group)
+        return float(totals[0]), float(totals[1])
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, without gradients; gathered parameters are given back at the end."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield self.model
+        finally:
+            self.model.train(training)
+            free_gathered(self.model)
+
+    def _run(self, loss_fn: Loss, piece: Any) -> tuple[torch.Tensor, Any]:
+        """Forward and loss; logits stay split over the vocabulary where the loss can use them so."""
+        region = self.parts.tensor_region
+        if region is None:
+            return loss_fn(self._forward(self.model, piece), piece)
+        region.gather_logits = not (self.parts.loss_parallel and isinstance(loss_fn, CausalLMLoss))
+        try:
+            return loss_fn(self._forward(self.model, piece), piece)
+        finally:
+            region.gather_logits = True
+
+    def _loss(self) -> Loss:
+        if self.loss_fn is None:
+            raise PlaitError(
+                "this engine has no loss: pass loss_fn= to plait.initialize (plait.causal_lm_loss for a language model, plait.per_sample(...) for a mean "
+                "over samples), or use engine(...), engine.backward(loss), engine.step()"
+            )
+        return self.loss_fn
+
+    def _global_weight(self, weights: list[Any]) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for weight in weights:
+            total = total + weight
+        if self._dp_group is not None:
+            dist.all_reduce(total, group=self._dp_group)
+        return total
+
+    def _update(self, *, divisor: float = 1.0) -> Outcome:
+        if self.parts.reducer is not None:
+            self.parts.reducer.finish()  # a rank whose loss reached no parameter still has to take part
+        if self._unused is not None:
+            self._unused.restore_none()
+        outcome = self._outcome = self.stepper(divisor=divisor)
+        if self.parts.reducer is not None:
+            self.parts.reducer.start_step()
+        self.global_steps += 1
+        self.skipped_steps += outcome.skipped
+        return outcome
+
+    # ---- DeepSpeed's three calls ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one micro-batch."""
+        if torch.is_grad_enabled():
+            before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, weight: Any = None) -> torch.Tensor:
+        """Backward of one micro-batch. `loss` is its mean.
+
+        Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's); with it (the number of targets that the mean
+        was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
+        """
+        if bool(self._weights) != (weight is not None) and self._micro_step % self.config.batch.accumulation != 0:
+            raise InputError("backward(weight=...) must be given for every micro-batch of a step, on every rank, or for none")
+        before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
+        factor = self.stepper.loss_scale
+        if weight is None:
+            factor = factor / (self.config.batch.accumulation * self.dp_size)
+            (loss * factor).backward()
+        else:
+            self._weights.append(weight)
+            (loss * (torch.as_tensor(weight, dtype=loss.dtype, device=loss.device) * factor)).backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        """End a micro-batch; at the end of a step, update. The learning rate moves only when the update was not skipped."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self._micro_step += 1
+        self._boundary = None
+        if boundary:
+            divisor = float(self._global_weight(self._weights)) if self._weights else 1.0
+            self._weights = []
+            self._update(divisor=divisor or 1.0)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self._micro_step + 1) % self.config.batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide for the current micro-batch whether it is the last; forgotten after `step`."""
+        self._boundary = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step updated the parameters."""
+        return self._outcome is not None and not self._outcome.skipped
+
+    def get_global_grad_norm(self) -> float:
+        """Norm of the last step's gradients over all ranks, unscaled, before clipping; not finite for a skipped step."""
+        return float(self._outcome.grad_norm) if self._outcome is not None else 0.0
+
+    def get_lr(self) -> list[float]:
+        """Current learning rate of every parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def zero_grad(self) -> None:
+        """Gradients are cleared by `step`; here for loops that call it anyway."""
+
+    # ---- state ----------------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective. `client_state` must be JSON and equal on every
+        rank."""
+        return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
+
+    def load_checkpoint(self, folder: str | Path, *, tag: str | None = None) -> tuple[Path, dict[str, Any]] | None:
+        """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective."""
+        return load_engine(self, Path(folder), tag=tag)
+
+    def close(self) -> None:
+        """End the process group, if `initialize` made it."""
+        self.mesh.close()
+
+    # ---- facts ----------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, sharded in place."""
+        return self.parts.model
+
+    module = model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over this rank's shards."""
+        return self.stepper.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The learning rate schedule, or None."""
+        return self.stepper.scheduler
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.mesh.layout.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which slice of the batch this rank reads."""
+        return self.mesh.dp_index
+
+    @property
+    def dp_size(self) -> int:
+        """Number of different slices of the batch."""
+        return self.mesh.layout.dp
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, all ranks."""
+        return self.config.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on one rank."""
+        return self.config.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.batch.accumulation
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set training mode."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set evaluation mode."""
+        return self.train(False)

@@ -1,0 +1,115 @@
+"""The order of a step after the last backward: finish the reduction, find the global norm, decide, unscale and clip at once, update.
+
+Gradients are sharded over some axes and replicated over the rest; every one is counted once. The verdict "not finite" is the norm's, so every
+rank reaches the same one. A skipped step changes no state but the loss scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from plait._torch import local_tensor, multiply_all
+from plait.cluster.mesh import Mesh
+from plait.parallel.loss_scale import LossScaler
+
+
+class Scheduler(Protocol):
+    """What a learning rate schedule must do; torch's and Plait's all do."""
+
+    def step(self) -> Any: ...  # noqa: D102
+    def get_last_lr(self) -> list[Any]: ...  # noqa: D102
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What happened in a step. `grad_norm` is global, unscaled, before clipping; 0-dimensional, on the device."""
+
+    grad_norm: torch.Tensor
+    skipped: bool
+
+
+@dataclass
+class Stepper:
+    """Turns reduced gradients into an update."""
+
+    parameters: list[nn.Parameter]
+    mesh: Mesh
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler | None
+    clipping: float
+    """Largest global norm; 0 leaves gradients as they are."""
+    scaler: LossScaler | None
+    check_overflow: bool
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called with unscaled, clipped gradients in place, just before the optimizer (for inspection)."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before backward."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def __call__(self, *, divisor: float = 1.0) -> Outcome:
+        """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards."""
+        inverse = 1.0 / (self.loss_scale * divisor)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = global_norm(grads, self.mesh) * inverse
+        skipped = (self.check_overflow or self.scaler is not None) and not math.isfinite(norm.item())
+        if not skipped:
+            self._rescale(grads, norm, inverse)
+            for hook in self.before_update:
+                hook()
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+        if self.scaler is not None:
+            self.scaler.update(skipped)
+        return Outcome(norm, skipped)
+
+    def _rescale(self, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float) -> None:
+        factor: torch.Tensor | float = inverse
+        if self.clipping > 0:
+            factor = clip_factor(norm, self.clipping) * inverse
+            # Reading a scalar is free on a CPU and saves a pass over all gradients; on a GPU it would stall the queue.
+            factor = factor.item() if factor.device.type == "cpu" else factor
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            multiply_all([local_tensor(grad) for grad in grads], factor)
+
+
+def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
+    """min(1, largest / (norm + 1e-6)), torch's and DeepSpeed's rule."""
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)
+
+
+def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """Euclidean norm over every element of every gradient, each counted once whatever the layout; float64, 0-dimensional."""
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    # Sorted, so that ranks which hold different sets of parameters issue their collectives in one order.
+    for axes, members in sorted(by_axes.items()):
+        square = torch.nn.utils.get_total_norm(members).double() ** 2
+        group = mesh.group(*axes)
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        total = total + square
+    return total.sqrt()
+
+
+def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes over which a tensor is split; none for a replicated or plain one."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())

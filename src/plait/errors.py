@@ -1,0 +1,68 @@
+"""Every error a user can meet, in one form: the field and its value, the rule with its numbers, the remedy.
+
+The command prints the message of a PlaitError without a traceback and exits with its `exit_code`. Anything else that escapes is a
+defect of Plait and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One broken rule. Printed as `field = value: rule; remedy`."""
+
+    field: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = self.field if self.value is None else f"{self.field} = {_show(self.value)}"
+        return f"{shown}: {self.rule}; {self.remedy}"
+
+
+def _show(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+class PlaitError(Exception):
+    """A mistake or a condition outside Plait, told in a sentence that a user can act on."""
+
+    exit_code = 1
+
+
+class ConfigError(PlaitError):
+    """A configuration that cannot be run. Carries every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+class InputError(PlaitError):
+    """A file, a folder, a data set or an argument that cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(PlaitError):
+    """A model that the requested configuration cannot be applied to."""
+
+    exit_code = 2
+
+
+class ParityError(PlaitError):
+    """A layout computed something else than one process does."""
+
+    exit_code = 3
+
+
+class CheckpointError(PlaitError):
+    """A checkpoint that is missing, incomplete or of another model."""
+
+    exit_code = 4

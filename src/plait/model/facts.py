@@ -1,0 +1,81 @@
+"""What the planner and the ledger need to know of a model, as frozen data: shapes and owners, no tensors.
+
+Taken from a module (on any device, `meta` included) before anything is applied to it. Tied parameters are listed once, under their first
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from plait.model.plans import TensorPlan
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One parameter. `unit` is the index of its block, or -1 for the rest of the model (embedding, head, final norm)."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    unit: int
+    also: tuple[str, ...] = ()
+    """The other names of a tied parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """All parameters of a model, tied ones once, and the names of its blocks."""
+
+    parameters: tuple[ParameterFacts, ...]
+    blocks: tuple[str, ...]
+    tensor_plan: TensorPlan | None = None
+    """How tensor parallelism would split the model; None where it is not asked."""
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters, tied ones once."""
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trainable(self) -> tuple[ParameterFacts, ...]:
+        """The parameters that get gradients."""
+        return tuple(p for p in self.parameters if p.trainable)
+
+
+def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorPlan | None = None) -> ModelFacts:
+    """Read the facts of `model`, whose repeated blocks are named `blocks`."""
+    owner = {name: index for index, name in enumerate(blocks)}
+    names: dict[int, list[str]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = parameter
+    listed = []
+    for key, (first, *also) in names.items():
+        parameter = found[key]
+        unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
+        listed.append(
+            ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also))
+        )
+    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan)
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names that share one parameter, first name first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)

@@ -1,0 +1,165 @@
+"""How many attention heads a module computes, and whether a degree can deal them out.
+
+A rank of the tp axis computes whole heads. Queries must divide; keys and values divide, or, where there are fewer of them than ranks and
+they divide the ranks, stay whole with each rank computing the one that its queries use. Nothing here looks at weights' values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from plait.errors import ConfigError, Problem
+from plait.model.rules import Style
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_q_heads", "n_local_heads")
+"""Attributes under which modules keep their number of (query) heads."""
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_local_kv_heads")
+"""The same for keys and values."""
+GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv")
+"""The same for queries per key."""
+WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "dim_head", "hidden_size_per_attention_head")
+"""The same for a head's width."""
+
+QUERY_NAMES = frozenset({"q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "linear_q", "q_linear"})
+KEY_VALUE_NAMES = frozenset(
+    {"k_proj", "v_proj", "key", "value", "k", "v", "wk", "wv", "to_k", "to_v", "k_lin", "v_lin"}
+    | {"key_proj", "value_proj", "linear_k", "linear_v", "k_linear", "v_linear"}
+)
+FUSED_NAMES = frozenset({"query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv", "wqkv", "in_proj", "to_qkv", "qkv_linear"})
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A module that owns split projections of heads. `heads` and `kv_heads` are None where the model does not tell."""
+
+    name: str
+    heads: int | None
+    kv_heads: int | None
+    heads_field: str
+    kv_field: str
+    columns: tuple[str, ...]
+    """Full names of its column-split layers."""
+    keys_values: tuple[str, ...]
+    """Those of them that compute keys or values alone."""
+    fused: tuple[str, ...]
+    """Those that compute queries, keys and values together, head after head."""
+
+
+def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Attention, ...]:
+    """Modules whose own children are column-split attention projections, outputs left split."""
+    children: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if style in ("colwise", "kv_replicated"):
+            children.setdefault(name.rpartition(".")[0], []).append(name)
+    found = []
+    for parent, columns in children.items():
+        module = model.get_submodule(parent)
+        leaves = {name: name.rpartition(".")[2] for name in columns}
+        named = [leaf for leaf in leaves.values() if leaf in QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES]
+        if not named and "attention" not in type(module).__name__.lower():
+            continue
+        heads, heads_field = _count(module, model, HEADS)
+        kv_heads, kv_field = _count(module, model, KV_HEADS)
+        keys_values = tuple(name for name, leaf in leaves.items() if leaf in KEY_VALUE_NAMES)
+        width = _width(module, model)
+        if keys_values and width:
+            kv_heads = _by_width(model, keys_values, width, kv_heads)
+        if kv_heads is None:
+            kv_heads, kv_field = heads, heads_field
+        fused = tuple(name for name, leaf in leaves.items() if leaf in FUSED_NAMES)
+        found.append(Attention(parent, heads, kv_heads, heads_field, kv_field, tuple(columns), keys_values, fused))
+    return tuple(found)
+
+
+def head_width(model: nn.Module, attention: Attention) -> int | None:
+    """Width of one head of `attention`, where the model tells."""
+    return _width(model.get_submodule(attention.name), model)
+
+
+def count_attributes(module: nn.Module) -> tuple[str, ...]:
+    """The integers of a module that count heads, by their usual names."""
+    return tuple(name for name in (*HEADS, *KV_HEADS, *GROUPS) if _integer(module, name) is not None)
+
+
+def local_count(attention: Attention, attribute: str, tp: int) -> int | None:
+    """What `attribute` of `attention`'s module must be on a rank; None when the number of heads is unknown."""
+    if attention.heads is None or attention.kv_heads is None:
+        return None
+    heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
+    if attribute in GROUPS:
+        return heads // kv_heads
+    return kv_heads if attribute in KV_HEADS else heads
+
+
+def replicates_keys(attention: Attention, tp: int) -> bool:
+    """Whether `tp` ranks share this module's key and value heads, which are fewer."""
+    return attention.kv_heads is not None and attention.kv_heads < tp and bool(attention.keys_values)
+
+
+def check_heads(attentions: tuple[Attention, ...], tp: int) -> None:
+    """Raise ConfigError, with every rule broken and the degrees that would do, unless `tp` ranks can each take whole heads."""
+    problems = {}
+    for attention in attentions:
+        broken = _broken(attention, tp)
+        if broken:
+            problems.setdefault(broken, Problem("parallel.tp", tp, broken, f"use {possible_degrees(attentions)}"))
+    if problems:
+        raise ConfigError(*problems.values())
+
+
+def possible_degrees(attentions: tuple[Attention, ...]) -> str:
+    """`1, 2, 3 or 6`: the degrees that every attention module allows."""
+    most = min((attention.heads or 1) for attention in attentions)
+    degrees = [tp for tp in range(1, most + 1) if not any(_broken(attention, tp) for attention in attentions)]
+    *rest, last = [str(degree) for degree in degrees]
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def _broken(attention: Attention, tp: int) -> str | None:
+    heads, kv_heads = attention.heads, attention.kv_heads
+    if heads is None or kv_heads is None:
+        return None
+    if heads % tp:
+        return f"{attention.heads_field} is {heads} and {heads} % {tp} = {heads % tp}, but every rank computes whole heads"
+    if kv_heads % tp == 0:
+        return None
+    if attention.fused:
+        return (
+            f"{attention.kv_field} is {kv_heads} and {kv_heads} % {tp} = {kv_heads % tp}, but {attention.fused[0].rpartition('.')[2]} computes them "
+            f"together with the queries"
+        )
+    if tp % kv_heads:
+        return f"{attention.kv_field} is {kv_heads}, and neither {kv_heads} % {tp} nor {tp} % {kv_heads} is 0"
+    return None
+
+
+def _count(module: nn.Module, model: nn.Module, names: tuple[str, ...]) -> tuple[int | None, str]:
+    """The first of `names` on the module, its configuration or the model's; with the name to show."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for owner in (module, getattr(module, "config", None), text):
+        for name in names:
+            value = _integer(owner, name)
+            if value is not None:
+                return value, name
+    return None, names[0]
+
+
+def _width(module: nn.Module, model: nn.Module) -> int | None:
+    return _count(module, model, WIDTHS)[0]
+
+
+def _by_width(model: nn.Module, keys_values: tuple[str, ...], width: int, counted: int | None) -> int | None:
+    """Key heads by the size of the projection: layers of one model may differ from its configuration."""
+    features = int(getattr(model.get_submodule(keys_values[0]), "out_features", 0))
+    if features and features % width == 0:
+        return features // width
+    return counted
+
+
+def _integer(owner: object, name: str) -> int | None:
+    value = getattr(owner, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

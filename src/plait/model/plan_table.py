@@ -1,0 +1,136 @@
+"""Tensor parallel plans for model families that Transformers has none for, or whose plan does not hold for some configurations.
+
+Data, checked against the modeling code of Transformers 5.23. A family's attention is split between heads where its code reshapes by head counts
+that a rank can have its own values of; where queries, keys and values are fused one after another, or position biases are made for all heads
+outside, the layer is split but its output gathered, which is right for any layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from plait.model.rules import Counts, Rule, RuleSet, Style
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Patterns relative to the base model, for configurations whose attributes equal `when`."""
+
+    rules: Mapping[str, Style]
+    counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    when: Mapping[str, object] = field(default_factory=dict)
+    whole_sequence: str | None = None
+
+
+def _split(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
+    """Column- and row-split layers that stay split in between."""
+    return {**{f"{prefix}.{name}": "colwise" for name in columns}, f"{prefix}.{row}": "rowwise"}
+
+
+def _gathered(prefix: str, columns: tuple[str, ...], row: str) -> dict[str, Style]:
+    """The same with everything between them computed on every rank."""
+    return {**{f"{prefix}.{name}": "colwise_gather_output" for name in columns}, f"{prefix}.{row}": "rowwise_split_input"}
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GPT2_MLP = _split("h.*.mlp", ("c_fc",), "c_proj")
+_4H_MLP = _split("h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h")
+_LLAMA_MLP = _split("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")
+
+FAMILIES: dict[str, tuple[Variant, ...]] = {
+    "GPT2Model": (Variant({**_gathered("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}),),
+    "GPTBigCodeModel": (
+        # One key head: [queries | key | value]. Otherwise each head's query, key and value lie together.
+        Variant({**_gathered("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}, when={"multi_query": True}),
+        Variant({**_split("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}, counts={"h.*.attn": ("num_heads", "kv_heads")}),
+    ),
+    "GPTNeoModel": (
+        Variant(
+            {**_split("h.*.attn.attention", _QKV, "out_proj"), **_GPT2_MLP},
+            counts={"h.*.attn.attention": ("num_heads",)},
+        ),
+    ),
+    "GPTJModel": (
+        Variant(
+            {**_split("h.*.attn", _QKV, "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")},
+            counts={"h.*.attn": ("num_attention_heads",)},
+        ),
+    ),
+    "CodeGenModel": (
+        # Queries, values and keys are fused in 4 groups, made for the 4 cores it was trained on.
+        Variant({**_gathered("h.*.attn", ("qkv_proj",), "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")}),
+    ),
+    "OPTModel": (
+        Variant(
+            {**_split("decoder.layers.*.self_attn", _QKV, "out_proj"), **_split("decoder.layers.*", ("fc1",), "fc2")},
+            counts={"decoder.layers.*.self_attn": ("num_heads",)},
+            whole_sequence="OPT's blocks flatten batch and sequence into one dimension before the MLP",
+        ),
+    ),
+    "BloomModel": (
+        # Its position biases (alibi) are made for all heads, outside the blocks.
+        Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}),
+    ),
+    "FalconModel": (
+        Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}, when={"alibi": True}),
+        Variant(
+            {**_split("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP},
+            counts={"h.*.self_attention": ("num_heads", "num_kv_heads")},
+            when={"new_decoder_architecture": True},
+        ),
+        Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}, when={"multi_query": True}),
+        Variant(
+            {**_split("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP},
+            counts={"h.*.self_attention": ("num_heads", "num_kv_heads")},
+        ),
+    ),
+    "StableLmModel": (
+        # One norm with weights of its own for every head.
+        Variant({**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}, when={"qk_layernorm": True}),
+        Variant(
+            {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP},
+            counts={"layers.*.self_attn": ("num_heads", "num_key_value_heads", "num_key_value_groups")},
+        ),
+    ),
+    "PersimmonModel": (
+        Variant(
+            {**_split("layers.*.self_attn", ("query_key_value",), "dense"), **_split("layers.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h")},
+            counts={"layers.*.self_attn": ("num_heads",)},
+        ),
+    ),
+    "MptModel": (
+        # [queries | keys | values], and position biases made for all heads.
+        Variant({**_gathered("blocks.*.attn", ("Wqkv",), "out_proj"), **_split("blocks.*.ffn", ("up_proj",), "down_proj")}),
+    ),
+}
+"""Class of the base model to its variants; the first whose `when` holds is used."""
+
+
+def table_rules(model: nn.Module) -> RuleSet | None:
+    """Rules for every base model of the table inside `model` (a wrapper may hold several), or None."""
+    rules: list[Rule] = []
+    counts: list[Counts] = []
+    families: list[str] = []
+    whole_sequence = None
+    for name, family, variant in _found(model):
+        prefix = f"{name}." if name else ""
+        rules += [Rule(prefix + pattern, style) for pattern, style in variant.rules.items()]
+        counts += [Counts(prefix + pattern, attributes) for pattern, attributes in variant.counts.items()]
+        families.append(family)
+        whole_sequence = whole_sequence or variant.whole_sequence
+    if not rules:
+        return None
+    return RuleSet(tuple(rules), f"plait's plan of {', '.join(dict.fromkeys(families))}", tuple(counts), whole_sequence=whole_sequence)
+
+
+def _found(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:
+    for name, module in model.named_modules():
+        variants = FAMILIES.get(type(module).__name__, ())
+        config = getattr(module, "config", None)
+        for variant in variants:
+            if config is not None and all(getattr(config, key, None) == value for key, value in variant.when.items()):
+                yield name, str(getattr(config, "model_type", type(module).__name__)), variant
+                break

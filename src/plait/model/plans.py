@@ -1,0 +1,322 @@
+"""The tensor parallel plan of one model for one degree: every module with a style, every parameter with the dimension that is split.
+
+Made and checked from shapes alone, before any process group exists; `parallel.tensor` applies it. Splits follow torch.chunk's rule, so widths
+and vocabularies need not divide; heads must. Invariant: `dims` names every parameter of the model, and tied parameters have one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from torch import nn
+
+from plait.errors import ConfigError, ModelError, Problem
+from plait.model.facts import tied_names
+from plait.model.heads import (
+    GROUPS,
+    Attention,
+    check_heads,
+    count_attributes,
+    find_attentions,
+    head_width,
+    local_count,
+    replicates_keys,
+)
+from plait.model.layers import check_style, in_features, is_embedding, is_linear, is_norm, out_features, split_dims
+from plait.model.rules import COLUMN_STYLES, ROW_STYLES, RuleSet, Style, assign, matches, rules_for
+from plait.model.sequence import sequence_facts
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A module, by its full name, and its style."""
+
+    name: str
+    style: Style
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """See the module's docstring. Names are full names (FQNs)."""
+
+    tp: int
+    modules: tuple[Sharded, ...]
+    """Every module with a style, in model order. A style for a container is given to the descendants that own parameters."""
+    dims: Mapping[str, int | None]
+    """Every parameter (tied ones under all their names) to the dimension that is split over tp; None is whole on every rank."""
+    attributes: tuple[tuple[str, str, int], ...]
+    """(module, attribute, value): integers that count heads and must become this rank's."""
+    kv_heads: Mapping[str, int]
+    """Every `kv_replicated` module to its number of heads."""
+    norms: tuple[str, ...]
+    """Modules with whole parameters that see sequence shards under sequence parallelism: norms that are children of blocks, and the final norm. Their
+    gradients are then summed over tp, as are the biases of row-split layers inside blocks."""
+    regions: tuple[str, ...]
+    """Children of blocks (attention, MLP) at whose door, under sequence parallelism, the first input is gathered along the sequence: they derive shapes
+    and positions from it. Row-split layers inside give sequence shards back. A column-split layer that is itself a child of a block is its own door."""
+    final_norm: str | None
+    head: str | None
+    embedding: str | None
+    sequence_parallel: Literal[True] | str
+    """True where the blocks can work on sequence shards, else the reason why not."""
+    source: str
+
+    @property
+    def styles(self) -> dict[str, Style]:
+        """Module to style."""
+        return {entry.name: entry.style for entry in self.modules}
+
+
+def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = None, blocks: Sequence[str]) -> TensorPlan:
+    """Plan `model` (any device, `meta` included) for `tp` ranks.
+
+    `user` is `{pattern: style}`, used alone when given; `blocks` are the names of the repeated blocks. Raises ModelError for rules that do not
+    fit the model, ConfigError for a degree that does not fit its sizes.
+    """
+    rule_set = rules_for(model, user=user, blocks=blocks)
+    styles = assign(model, rule_set)
+    head, embedding = _ends(model, styles, rule_set)
+    for name, style in styles.items():
+        check_style(model, name, style, rule_set.source)
+    styles = _spread(model, styles)
+    attentions = find_attentions(model, styles)
+    check_heads(attentions, tp)
+    styles, kv_heads = _share_keys(styles, attentions, tp)
+    _sum_head_norms(model, styles, attentions, rule_set)
+    styles = {name: styles[name] for name, _ in model.named_modules() if name in styles}
+    dims = _dims(model, styles)
+    _check_tied(model, dims, rule_set.source)
+    _check_widths(model, styles, attentions, tp)
+    if all(dim is None for dim in dims.values()):
+        raise ModelError(f"{rule_set.source}: no parameter of {type(model).__name__} is split, so parallel.tp = {tp} would only repeat work; use 1")
+    order = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
+    return TensorPlan(
+        tp=tp,
+        modules=tuple(Sharded(name, style) for name, style in styles.items()),
+        dims=dims,
+        attributes=_attributes(model, attentions, rule_set, tp),
+        kv_heads=kv_heads,
+        norms=order.norms,
+        regions=order.regions,
+        final_norm=order.final_norm,
+        head=head,
+        embedding=embedding,
+        sequence_parallel=order.possible,
+        source=rule_set.source,
+    )
+
+
+def _ends(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:
+    """Names of the split head and embedding. Completes `styles` in place, unless the rules are complete.
+
+    Both are split along the vocabulary: tied ones must be, and the loss can then work on split logits.
+    """
+    embedding, head = _end(model, "get_input_embeddings"), _end(model, "get_output_embeddings")
+    if rule_set.complete:
+        embeddings = [name for name, style in styles.items() if style == "embedding_rowwise"]
+        heads = [name for name, style in styles.items() if style == "vocab_head"]
+        if head in styles and styles[head] == "colwise_gather_output":
+            styles[head] = "vocab_head"
+            heads.append(head)
+        return (heads[0] if heads else None), (embeddings[0] if embeddings else None)
+    whole = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and not is_embedding(module)}
+    for name in whole & set(styles):
+        del styles[name]
+    wanted: dict[str, Style] = {}
+    if embedding is not None and embedding not in whole:
+        wanted[embedding] = "embedding_rowwise"
+    if head is not None and is_linear(model.get_submodule(head)):
+        wanted[head] = "vocab_head"
+    for name, style in styles.items():
+        if style in ("embedding_rowwise", "vocab_head"):
+            wanted.setdefault(name, style)
+    for group in _tied_modules(model):
+        if any(name in whole or not _splits_rows(model.get_submodule(name)) for name in group):
+            for name in group:  # a weight that one of its owners needs whole is whole for all
+                wanted.pop(name, None)
+                styles.pop(name, None)
+        elif any(name in wanted for name in group):
+            for name in group:
+                wanted[name] = "embedding_rowwise" if is_embedding(model.get_submodule(name)) else "vocab_head"
+    styles.update(wanted)
+    return (head if styles.get(head or "") == "vocab_head" else None), (embedding if (embedding or "") in styles else None)
+
+
+def _end(model: nn.Module, getter: str) -> str | None:
+    """Name of the module that Transformers' `getter` returns; for other models the one that has, or reads, the vocabulary."""
+    if not hasattr(model, getter):
+        return None
+    try:
+        module = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None  # models of parts (vision, audio) have no such end
+    return next((name for name, other in model.named_modules() if other is module and name), None)
+
+
+def _tied_modules(model: nn.Module) -> list[list[str]]:
+    """Groups of modules that share a weight."""
+    groups = []
+    for names in tied_names(model):
+        owners = [name.rpartition(".")[0] for name in names if name.endswith(".weight")]
+        if len(owners) > 1:
+            groups.append(owners)
+    return groups
+
+
+def _splits_rows(module: nn.Module) -> bool:
+    return is_embedding(module) or (is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0)
+
+
+def _spread(model: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
+    """A container's style goes to the descendants that own parameters."""
+    spread: dict[str, Style] = {}
+    for name, style in styles.items():
+        if style != "replicated_with_grad_allreduce":
+            spread[name] = style
+            continue
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if next(module.parameters(recurse=False), None) is not None:
+                spread[inner] = style
+    return spread
+
+
+def _share_keys(styles: dict[str, Style], attentions: Sequence[Attention], tp: int) -> tuple[dict[str, Style], dict[str, int]]:
+    """Key and value projections with fewer heads than ranks become `kv_replicated`."""
+    kv_heads: dict[str, int] = {}
+    changed = dict(styles)
+    for attention in attentions:
+        shared = replicates_keys(attention, tp)
+        for name in attention.keys_values:
+            if shared and attention.kv_heads is not None:
+                changed[name] = "kv_replicated"
+                kv_heads[name] = attention.kv_heads
+            elif styles[name] == "kv_replicated":
+                rule = f"{name} is 'kv_replicated', but its {attention.kv_heads} heads are not fewer than the ranks"
+                raise ConfigError(Problem("parallel.tp", tp, rule, "use the style 'colwise'"))
+    for name, style in styles.items():
+        if style == "kv_replicated" and name not in kv_heads:
+            raise ModelError(f"{name} is 'kv_replicated', but its number of heads is not known; keep it on its module as num_key_value_heads")
+    return changed, kv_heads
+
+
+def _sum_head_norms(model: nn.Module, styles: dict[str, Style], attentions: Sequence[Attention], rule_set: RuleSet) -> None:
+    """Norms over one head's width, shared by the heads, get partial gradients on every rank. Completes `styles` in place."""
+    for attention in attentions:
+        width = head_width(model, attention)
+        for leaf, module in model.get_submodule(attention.name).named_children():
+            name = f"{attention.name}.{leaf}"
+            own = [parameter for _, parameter in module.named_parameters(recurse=False)]
+            if name in styles or not own or not is_norm(module):
+                continue
+            if width is not None and all(tuple(parameter.shape) == (width,) for parameter in own):
+                styles[name] = "replicated_with_grad_allreduce"
+            elif attention.heads is not None and any(parameter.shape[0] == attention.heads and parameter.ndim > 1 for parameter in own):
+                raise ModelError(
+                    f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a rank computes only some of them; use "
+                    f"'colwise_gather_output' and 'rowwise_split_input' for the layers of {attention.name}"
+                )
+
+
+def _dims(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
+    dims: dict[str, int | None] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        style = styles.get(owner)
+        dims[name] = None if style is None else split_dims(model.get_submodule(owner), style)[leaf]
+    return dims
+
+
+def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> None:
+    """One parameter, one split. A second name on a module that only holds the parameter follows the first (in place)."""
+    for names in tied_names(model):
+        answers = {dims[name] for name in names}
+        if len(answers) == 1:
+            continue
+        if answers == {None, 0} and all(model.get_parameter(name).ndim == 1 for name in names):
+            dims.update(dict.fromkeys(names, 0))  # a head's bias that its parent registers too
+            continue
+        shown = ", ".join(f"{name} along {'no dimension' if dims[name] is None else f'dimension {dims[name]}'}" for name in names)
+        raise ModelError(
+            f"{source}: one tied parameter would be split {shown}; give all its modules 'embedding_rowwise' or 'vocab_head', or none of them a style"
+        )
+
+
+def _check_widths(model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention], tp: int) -> None:
+    """No rank may be left without a part, and the layers of an attention split between heads."""
+    problems = []
+    for name, style in styles.items():
+        if style in ("kv_replicated", "replicated_with_grad_allreduce"):
+            continue
+        module = model.get_submodule(name)
+        if style == "embedding_rowwise":
+            size, what = int(module.get_parameter("weight").shape[0]), "rows"
+        else:
+            size, what = (out_features(module), "outputs") if style in COLUMN_STYLES else (in_features(module), "inputs")
+        in_attention = any(name.startswith(f"{attention.name}.") for attention in attentions) and style in ("colwise", "rowwise")
+        if local_size(size, tp, tp - 1) == 0:
+            filled = -(-size // -(-size // tp))
+            problems.append(Problem("parallel.tp", tp, f"{name} has {size} {what}, so only {filled} ranks would get any", f"use at most {filled}"))
+        elif in_attention and size % tp:
+            rule = f"{name} has {size} {what} and {size} % {tp} = {size % tp}, so a head would be cut"
+            problems.append(Problem("parallel.tp", tp, rule, "use a divisor of the number of heads"))
+    if problems:
+        raise ConfigError(*problems[:4])
+
+
+def _attributes(model: nn.Module, attentions: Sequence[Attention], rule_set: RuleSet, tp: int) -> tuple[tuple[str, str, int], ...]:
+    changed = []
+    for attention in attentions:
+        module = model.get_submodule(attention.name)
+        if rule_set.known_counts:
+            names: tuple[str, ...] = count_attributes(module)
+        else:
+            names = tuple(name for counts in rule_set.counts if matches(attention.name, counts.pattern) for name in counts.attributes)
+            if replicates_keys(attention, tp):
+                names += tuple(name for name in count_attributes(module) if name in GROUPS and name not in names)
+        for name in names:
+            value = local_count(attention, name, tp)
+            if value is not None and value != getattr(module, name):
+                changed.append((attention.name, name, value))
+    return tuple(changed)
+
+
+def local_size(length: int, tp: int, rank: int) -> int:
+    """What rank `rank` of `tp` gets of `length`: torch.chunk's rule, ceil(length / tp) to the first ranks."""
+    chunk = -(-length // tp)
+    return max(0, min(chunk, length - rank * chunk))
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One parameter of a plan, for printing."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    style: str
+    """The style of its module, or "replicated"."""
+    local_shape: tuple[int, ...]
+    """On rank 0, which has the largest part."""
+    note: str
+    """What a reader should know: an uneven split, a tied name."""
+
+
+def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
+    """Every parameter of `model` under `plan`, in model order."""
+    styles, first = plan.styles, {name: group[0] for group in tied_names(model) for name in group[1:]}
+    rows = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dim, shape = plan.dims[name], tuple(parameter.shape)
+        local = tuple(local_size(size, plan.tp, 0) if axis == dim else size for axis, size in enumerate(shape))
+        notes = []
+        if dim is not None and shape[dim] % plan.tp:
+            last = local_size(shape[dim], plan.tp, plan.tp - 1)
+            excess = prod(local) * plan.tp / prod(shape) - 1
+            notes.append(f"uneven: {local[dim]} to {last} of {shape[dim]}, {100 * excess:.1f} % above an equal share")
+        if name in first:
+            notes.append(f"tied to {first[name]}")
+        rows.append(PlanRow(name, shape, styles.get(name.rpartition(".")[0], "replicated"), local, "; ".join(notes)))
+    return rows
+__all__ = ["COLUMN_STYLES", "ROW_STYLES"]

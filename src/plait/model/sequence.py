@@ -1,0 +1,124 @@
+"""Whether the blocks of a model can work on sequence shards, and what their parts then do.
+
+Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence; attention and MLP gather them at their door and give shards
+back through their row-split layers; norms work on shards. Anything else that has parameters, or that mixes tokens between those doors, would
+compute something else, so it is a reason to refuse. Decided from the structure alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from plait.model.layers import is_norm
+from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
+
+_EMBEDDING_NORM_WORDS = ("embed", "emb_", "_pre", "pre_norm")
+
+
+@dataclass(frozen=True)
+class SequenceFacts:
+    """`possible` is True or the reason why not. The names are found as far as they exist, whatever `possible` says."""
+
+    norms: tuple[str, ...]
+    regions: tuple[str, ...]
+    final_norm: str | None
+    possible: Literal[True] | str
+
+
+def sequence_facts(model: nn.Module, styles: Mapping[str, Style], blocks: Sequence[str], whole_sequence: str | None) -> SequenceFacts:
+    """Facts for blocks named `blocks` whose modules have `styles`; `whole_sequence` is a reason known of the family."""
+    norms: list[str] = []
+    regions: list[str] = []
+    reasons = [whole_sequence] if whole_sequence else []
+    reasons += _model_reasons(model, blocks)
+    for block in blocks:
+        _look_at_block(model, block, styles, norms, regions, reasons)
+    final = _final_norm(model, blocks)
+    if final is not None:
+        norms.append(final)
+    return SequenceFacts(tuple(norms), tuple(regions), final, reasons[0] if reasons else True)
+
+
+def _model_reasons(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    if not blocks:
+        return ["the model has no list of repeated blocks between which the sequence could stay sharded"]
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        return ["cross-attention reads a second sequence, which the blocks would have to gather as well"]
+    if len({block.rpartition(".")[0] for block in blocks}) > 1:
+        return [f"the blocks are in several lists ({', '.join(sorted({block.rpartition('.')[0] for block in blocks}))})"]
+    return []
+
+
+def _look_at_block(
+    model: nn.Module, block: str, styles: Mapping[str, Style], norms: list[str], regions: list[str], reasons: list[str]
+) -> None:
+    """Sort the children of one block; adds to the three lists."""
+    module = model.get_submodule(block)
+    reasons += [f"{block} has a parameter of its own, {name}" for name, _ in module.named_parameters(recurse=False)]
+    own = [style for name, style in styles.items() if name.rpartition(".")[0] == block]
+    if ("rowwise" in own or "rowwise_split_input" in own) and not any(style in COLUMN_STYLES for style in own):
+        reasons.append(f"{block} has a row-split layer without a column-split one before it")
+    for leaf, child in module.named_children():
+        name = f"{block}.{leaf}"
+        if next(child.parameters(), None) is None:
+            continue
+        if name in styles:
+            continue
+        inside = {inner: style for inner, style in styles.items() if inner.startswith(f"{name}.")}
+        if inside:
+            regions.append(name)
+            reasons += _region_reasons(model, name, inside)
+        elif is_norm(child):
+            norms += [inner for inner, part in child.named_modules(prefix=name) if next(part.parameters(recurse=False), None) is not None]
+        else:
+            reasons.append(f"{name} ({type(child).__name__}) is neither a norm nor split over tp")
+    dropout = _dropout(module, block)
+    if dropout:
+        reasons.append(f"{dropout}; ranks would drop the same places of different tokens")
+
+
+def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) -> list[str]:
+    """Why the parts of an attention or MLP cannot stand between a gather at its door and a scatter at its end."""
+    if not any(style in COLUMN_STYLES for style in inside.values()):
+        return [f"{region} has no column-split layer that reads its input"]
+    if not any(style in ROW_STYLES for style in inside.values()):
+        return [f"{region} has no row-split layer at its end"]
+    gathered = all(style not in ("colwise", "kv_replicated") for style in inside.values())
+    reasons = []
+    for name, module in model.get_submodule(region).named_modules(prefix=region):
+        owned = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        if not owned or name in inside:
+            continue
+        if gathered and is_norm(module) and name.rpartition(".")[2].startswith(("q_", "k_", "query_", "key_")):
+            continue  # between a gathered output and a row-split layer: whole sequences, alike on every rank
+        what = f"the parameter {owned[0]}" if name == region else f"{name[len(region) + 1 :]} ({type(module).__name__})"
+        reasons.append(f"{region} holds {what}, which is whole on every rank and may see other tokens than its neighbours")
+    return reasons
+
+
+def _dropout(module: nn.Module, block: str) -> str | None:
+    """The first dropout of a block that is not zero, as `name = p`."""
+    for name, part in module.named_modules(prefix=block):
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            return f"{name} drops with p = {part.p}"
+        for attribute, value in vars(part).items():
+            if "drop" in attribute and isinstance(value, float) and value > 0:
+                return f"{name}.{attribute} = {value}"
+    return None
+
+
+def _final_norm(model: nn.Module, blocks: Sequence[str]) -> str | None:
+    """The one norm beside the list of blocks, if it is one."""
+    if not blocks:
+        return None
+    owner = blocks[0].rpartition(".")[0].rpartition(".")[0]
+    found = []
+    for leaf, child in model.get_submodule(owner).named_children():
+        if is_norm(child) and next(child.parameters(), None) is not None and not any(word in leaf.lower() for word in _EMBEDDING_NORM_WORDS):
+            found.append(f"{owner}.{leaf}" if owner else leaf)
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,146 @@
+"""The run for a person: a live line on a terminal, plain lines in a pipe or a log file. The same words in both.
+
+Give it to one rank only. It reads no clock of its own: rates and the time that is left come from the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from plait.train.session import Checked
+
+_WINDOW_SECONDS = 20.0
+
+
+class Window:
+    """Rates over the last steps: at least one, and as many as fit in twenty seconds. The first, in which caches and buffers come into
+    being, counts only as long as it is the only one."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque()
+        self._seen = 0
+
+    def add(self, event: StepDone) -> None:
+        """Take in a step."""
+        self._seen += 1
+        if self._seen == 2:
+            self._steps.clear()
+        self._steps.append((event.tokens, event.seconds))
+        while len(self._steps) > 1 and self._seconds() > _WINDOW_SECONDS:
+            self._steps.popleft()
+
+    def _seconds(self) -> float:
+        return sum(seconds for _, seconds in self._steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return sum(tokens for tokens, _ in self._steps) / max(self._seconds(), 1e-9)
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean, without validations and checkpoints."""
+        return self._seconds() / max(len(self._steps), 1)
+
+
+class ProgressLines:
+    """A listener that shows a run on `console`: live where that is a terminal.
+
+    Every `every` steps, and at the last one, a line stays; between them a terminal shows each step in place.
+    """
+
+    def __init__(self, console: Console, *, every: int) -> None:
+        self._console = console
+        self._every = every
+        self._last_step = 0
+        self._window = Window()
+        self._live: Progress | None = None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._begin(event)
+            case StepDone():
+                self._step(event)
+            case Validated():
+                perplexity = math.exp(event.loss) if event.loss < 700 else math.inf
+                self._line(f"validation loss {event.loss:.4f}, perplexity {perplexity:,.1f}, {event.weight:,.0f} targets", event.step)
+            case CheckpointSaved():
+                self._line(f"checkpoint {event.folder}, {format_seconds(event.seconds)}", event.step)
+            case Sampled():
+                self._line("the model writes:", event.step)
+                for line in event.text.rstrip().splitlines():
+                    self._console.print(Text(f"    {line}"), soft_wrap=True)
+            case RunEnded():
+                self._line(f"{event.reason} after {format_seconds(event.seconds)}", event.step)
+                self.close()
+
+    def close(self) -> None:
+        """Take the live line away. A RunEnded does it too; this is for a run that failed."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _begin(self, event: RunStarted) -> None:
+        self._last_step = event.last_step
+        if self._console.is_terminal:
+            # One row however narrow the terminal is: what does not fit is cut off at the end.
+            words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            self._live = Progress(BarColumn(bar_width=12), MofNCompleteColumn(), words, console=self._console, transient=True)
+            self._live.add_task("the first step is the slowest", total=event.last_step, completed=event.first_step)
+            self._live.start()
+
+    def _step(self, event: StepDone) -> None:
+        self._window.add(event)
+        left = format_seconds((self._last_step - event.step) * self._window.seconds_per_step)
+        parts = [
+            f"loss {event.loss:.4f}",
+            f"{self._window.tokens_per_second:,.0f} tokens/s",
+            f"{left} left",
+            format_bytes(event.memory_bytes),
+            f"lr {event.learning_rate:.2e}",
+            f"norm {event.grad_norm:.2f}",
+        ]
+        if event.skipped:
+            parts.insert(1, f"skipped, overflow at scale {event.loss_scale:g}")
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], completed=event.step, description="  ".join(parts))
+        if event.skipped or event.step % self._every == 0 or event.step == self._last_step:
+            self._line("  ".join(parts), event.step)
+
+    def _line(self, text: str, step: int) -> None:
+        width = len(f"{self._last_step:,}")
+        self._console.print(Text(f"step {step:>{width},}  {text}"), soft_wrap=True)
+
+
+def describe(checked: Checked, *, processes: int) -> list[tuple[str, str]]:
+    """A run in a few lines, before it begins: (name, words)."""
+    resolved, data, section = checked.resolved, checked.data, checked.section
+    batch, length = resolved.batch, data.train.length
+    kind = checked.built.kind
+    origin = f"weights of {checked.built.weights}" if checked.built.weights else f"new weights from seed {resolved.seed}"
+    held = f"{len(data.validation):,} for validation ({data.validation_note})" if len(data.validation) else "none for validation"
+    where_it_runs = f"{processes} processes, {resolved.layout}" if processes > 1 else "one process"
+    where = f"from step {checked.position.step:,}" if checked.position.step else "from the beginning"
+    return [
+        ("model", f"{kind}, {format_count(checked.parameters)} parameters, {origin}"),
+        ("text", f"{data.description}: {format_count(len(data.train.tokens))} tokens, {len(data.train):,} sequences of {length}; {held}"),
+        ("layout", f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}"),
+        (
+            "batch",
+            f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x accumulation {batch.accumulation} x "
+            f"dp {resolved.layout.dp}; {batch.train_batch_size * length:,} tokens a step",
+        ),
+        ("run", f"{section.steps:,} steps, {where}, in {checked.folder.path}"),
+    ]

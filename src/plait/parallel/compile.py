@@ -1,0 +1,32 @@
+"""torch.compile, block by block and in place: one small graph that all equal blocks share, and parameter names stay as they are."""
+
+from __future__ import annotations
+
+from plait.cluster.mesh import Mesh
+from plait.model.facts import ModelFacts
+from plait.parallel.ledger import Ledger
+from plait.parallel.technique import Parts, Technique
+
+
+class Compile(Technique):
+    """Compile every block, or the whole model where it has none."""
+
+    enabled: bool = False
+    """Off by default: on a CPU the first step takes tens of seconds."""
+    backend: str = "inductor"
+    """A backend name that torch.compile knows."""
+    mode: str | None = None
+    """torch.compile's mode, e.g. `max-autotune`."""
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Compile in place; the forward of a block becomes its compiled form."""
+        if not self.enabled:
+            return parts
+        targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]
+        for module in targets:
+            module.compile(backend=self.backend, mode=self.mode)
+        return parts.with_(applied=(*parts.applied, "compile"))
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Compilation holds no state and sends nothing."""
+        return ledger

@@ -1,0 +1,56 @@
+"""Cross entropy over logits that are split along the vocabulary: the full logits are never built.
+
+Three numbers a token cross the wire: the largest logit, then the sum of exponentials together with the target's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from plait.comm.collectives import shard_range
+
+
+def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
+    """Sum over tokens of the cross entropy; 0-dimensional, alike on every rank of the tp axis.
+
+    `logits` [..., vocab] split along the last dimension over a one-dimensional mesh; `targets` [...] int64, `ignored` ones count for nothing. Computed in
+    float32, in float64 for float64 logits.
+    """
+    local = logits.to_local()
+    group = logits.device_mesh.get_group()
+    start, _ = shard_range(logits.shape[-1], group)
+    wide = local if local.dtype == torch.float64 else local.float()
+    return _CrossEntropy.apply(wide.flatten(0, -2), targets.flatten(), start, ignored, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, start: int, ignored: int, group: ProcessGroup) -> torch.Tensor:
+        tokens, width = logits.shape
+        top = logits.amax(-1) if width else logits.new_full((tokens,), float("-inf"))
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        exponentials = torch.exp(logits - top[:, None])
+        index = targets - start
+        own = (index >= 0) & (index < width)
+        index = index.masked_fill(~own, 0)
+        sums = logits.new_zeros(2, tokens)
+        sums[0] = exponentials.sum(-1)
+        if width:
+            sums[1] = (logits.gather(1, index[:, None])[:, 0] - top).masked_fill(~own, 0)
+        dist.all_reduce(sums, group=group)
+        counted = targets != ignored
+        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), index, own & counted, counted)
+        return torch.where(counted, sums[0].log() - sums[1], 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        probabilities, index, own, counted = ctx.saved_tensors
+        local = probabilities * counted[:, None]
+        if local.shape[1]:
+            local.scatter_add_(1, index[:, None], -own.to(local.dtype)[:, None])
+        return local * grad, None, None, None, None

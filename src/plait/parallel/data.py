@@ -1,0 +1,184 @@
+"""Data parallelism and ZeRO stages 0 to 3 over `dp_replicate` x `dp_shard` ranks.
+
+A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: micro-batches of a step, n: ranks; times (n-1)/n):
+
+    stage  sharded                            traffic per step           between micro-batches a rank holds
+    0      nothing                            2 P   (one all-reduce)     parameters, whole gradients
+    1      optimizer states                   2 P                        gathered parameters, whole gradients
+    2      and gradients                      (k + 1) P                  gathered parameters, gradient shards
+    3      and parameters, freed after use    3 k P, less the root's kP  shards only
+
+Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the
+optimizer's (master) parameters sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside
+the `dp_shard` group and the reduced shards are all-reduced across, once per step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Literal
+
+import numpy as np
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from plait._torch import sharded_modules
+from plait.cluster.mesh import Mesh
+from plait.errors import ModelError
+from plait.model.facts import ModelFacts
+from plait.parallel.ledger import Array, Ledger
+from plait.parallel.reducer import Reducer
+from plait.parallel.technique import Parts, Technique
+from plait.units import MIB
+
+Stage = Literal[0, 1, 2, 3]
+
+
+class DataParallel(Technique):
+    """ZeRO stage, and how gradients are reduced."""
+
+    stage: Stage = 0
+    """0 replicated; 1 optimizer states sharded; 2 gradients too; 3 parameters too."""
+    bucket_bytes: int = 25 * MIB
+    """Stage 0: gradients are reduced in buckets of about this size. Sharded stages reduce block by block."""
+    unused_parameters: bool = True
+    """Let a step leave parameters unused, also different ones on different ranks. Costs one small all-reduce a step."""
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Shard in place, or attach the gradient reducer."""
+        parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
+        if mesh.layout.dp_shard == 1 and parts.compute_dtype is None:  # nothing to shard, nothing to cast
+            group = mesh.group("dp_replicate")
+            if group is None:
+                return parts
+            reducer = Reducer(
+                parts.model,
+                group,
+                bucket_bytes=self.bucket_bytes,
+                reduce_dtype=parts.reduce_dtype,
+                track_unused=self.unused_parameters,
+            )
+            return parts.with_(reducer=reducer)
+        _shard(parts, mesh, free_after_forward=self.stage == 3)
+        return parts
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Bytes and traffic of the table above, exact to the padding."""
+        return _account(self, ledger, facts)
+
+
+def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool) -> None:
+    _refuse_unshardable(parts)
+    axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
+    policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
+    for name in parts.blocks:
+        fully_shard(parts.model.get_submodule(name), mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=free_after_forward)
+    # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
+    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=False)
+
+
+def _refuse_unshardable(parts: Parts) -> None:
+    owner: dict[int, tuple[str, str]] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        if parameter.ndim == 0:
+            raise ModelError(f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0")
+        block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
+        first_name, first_block = owner.setdefault(id(parameter), (name, block))
+        if block != first_block:
+            raise ModelError(
+                f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
+                "name a common parent in parallel.blocks, or use ZeRO stage 0"
+            )
+
+
+# ---- the gradient's way, step by step ------------------------------------------------------------------------------------------------
+
+
+def reduce_by_sum(parts: Parts) -> None:
+    """Make reductions sums: the engine has divided every loss by the global weight already. torch's default is the mean over ranks."""
+    if parts.reducer is not None:
+        parts.reducer.mean = False
+    for module in sharded_modules(parts.model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
+
+
+def before_backward(parts: Parts, *, last: bool) -> None:
+    """Say whether the coming micro-batch is the last of its step, before its forward. Gives every stage its meaning."""
+    if parts.reducer is not None:
+        parts.reducer.synchronise = last
+    if isinstance(parts.model, FSDPModule):
+        parts.model.set_requires_gradient_sync(last or parts.stage >= 2)
+        parts.model.set_requires_all_reduce(last)
+        parts.model.set_reshard_after_backward(last or parts.stage == 3)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Give back gathered parameters, e.g. after an evaluation, so that the shards are what the model holds."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+# ---- the same, in numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledger:
+    stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
+    n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
+    # One column a distinct shape, split and so on: models repeat a few shapes many times.
+    total = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole"), 0)
+    total = {key: np.zeros_like(n) for key in total}
+    sharded = (n > 1) | (ledger.compute_bytes is not None)
+    for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
+        rows, row_numel = _local_rows(shape, tensor_dim, ledger)
+        chunk = -(-rows // n)  # torch.chunk: the first ranks get ceil(rows / n), the last ones less or nothing
+        held = np.where(sharded, np.minimum(chunk, np.maximum(rows - ledger.shard_rank * chunk, 0)), rows)
+        padded = np.where(sharded, chunk, rows)  # shards are stored padded to the first rank's
+        full = np.where(sharded, padded * n, rows)
+        compute = itemsize if ledger.compute_bytes is None else ledger.compute_bytes
+        reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
+        total["parameters"] += count * padded * row_numel * itemsize
+        total["gathered"] += count * full * row_numel * compute
+        total["wire_gather_block" if in_block else "wire_gather_root"] += count * full * row_numel * compute
+        if trainable:
+            total["gradients"] += count * padded * row_numel * itemsize
+            total["optimizer"] += count * (held * row_numel * itemsize * ledger.optimizer_tensors + ledger.optimizer_scalar_bytes)
+            total["wire_reduce"] += count * full * row_numel * reduce
+            total["whole"] += count * rows * row_numel * reduce
+    accumulates = k > 1
+    between = {
+        "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
+        "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),
+    }
+    for kind in ("parameters", "gradients", "optimizer"):
+        ledger = ledger.add_memory(kind, total[kind])
+    for kind, count in between.items():
+        ledger = ledger.add_memory(kind, count)
+    gathers = np.where(stage == 3, 2 * k, 1) * total["wire_gather_block"] + np.where(stage == 3, k, 1) * total["wire_gather_root"]
+    reduces = np.where(stage >= 2, k, 1) * total["wire_reduce"]
+    ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n, 0))
+    ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
+    across = np.where(sharded, total["wire_reduce"] // n, total["wire_reduce"])
+    return ledger.add_traffic("all_reduce", 2 * across * (replicas - 1) // replicas)
+
+
+def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
+    return Counter((p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name)) for p in facts.parameters)
+
+
+def _local_rows(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> tuple[Array, Array]:
+    """(rows, elements of a row) of a parameter after the tp axis took its part, for every candidate."""
+    rows = np.full_like(ledger.tp, shape[0] if shape else 1)
+    row_numel = np.full_like(ledger.tp, prod(shape[1:]))
+    if tensor_dim is None:
+        return rows, row_numel
+    length = shape[tensor_dim]
+    chunk = -(-length // ledger.tp)
+    part = np.minimum(chunk, np.maximum(length - ledger.tp_rank * chunk, 0))
+    return (part, row_numel) if tensor_dim == 0 else (rows, row_numel // length * part)
+
+
+def memory_total(ledger: Ledger) -> Array:
+    """Bytes of model states at the optimizer step: parameters, gradients and optimizer states."""
+    return np.sum([ledger.memory[kind] for kind in ("parameters", "gradients", "optimizer")], axis=0, dtype=np.int64)

@@ -1,0 +1,98 @@
+"""The account of a layout in bytes: what every technique writes into and the planner reads from.
+
+All figures are NumPy arrays with one entry a candidate layout, so that a whole search space is priced in one call. Figures are per rank and
+exact: what a process measures is what is written here (`verify` compares them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
+
+MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer")
+"""`parameters`, `gradients` and `optimizer` are what a rank holds just before the optimizer step; `gathered_parameters` and
+`unsharded_gradients` are what it holds in addition between two micro-batches of a step."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "control")
+"""`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Candidates and what they cost so far."""
+
+    dp_replicate: Array
+    dp_shard: Array
+    accumulation: Array
+    """Micro-batches per optimizer step."""
+    shard_rank: Array
+    """Which rank of the dp_shard axis is priced; 0 holds the most."""
+    tp: Array
+    tp_rank: Array
+    """Which rank of the tp axis is priced; 0 holds the most."""
+    tokens: Array
+    """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
+    tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
+    """Parameter name to the dimension that tensor parallelism splits; parameters not named are whole."""
+    optimizer_tensors: int = 2
+    """Parameter-shaped states of the optimizer, in the parameter's dtype (AdamW: 2)."""
+    optimizer_scalar_bytes: int = 4
+    """Bytes of scalar state per parameter (AdamW: one float32 step)."""
+    compute_bytes: Array | None = None
+    """Bytes per element of the compute dtype; None where parameters keep their own."""
+    reduce_bytes: Array | None = None
+    """Bytes per element of the reduction dtype; None where gradients keep their own."""
+    memory: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
+    """Kind to bytes per rank."""
+    traffic: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
+    """Collective to bytes that one rank sends per optimizer step, by the ring formulas: all-reduce 2 (n-1)/n, the others (n-1)/n of the full
+    tensor."""
+
+    @classmethod
+    def start(
+        cls,
+        *,
+        dp_replicate: Any = 1,
+        dp_shard: Any = 1,
+        accumulation: Any = 1,
+        shard_rank: Any = 0,
+        tp: Any = 1,
+        tp_rank: Any = 0,
+        tokens: Any = 0,
+        **fields: Any,
+    ) -> Ledger:
+        """A ledger for scalars or arrays of candidates, broadcast against each other."""
+        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, tokens)
+        return cls(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given)), **fields)
+
+    def add_memory(self, kind: str, count: Any) -> Ledger:
+        """More bytes of a kind (see MEMORY_KINDS)."""
+        if kind not in MEMORY_KINDS:
+            raise KeyError(kind)
+        return replace(self, memory=_added(self.memory, kind, count))
+
+    def add_traffic(self, collective: str, count: Any) -> Ledger:
+        """More bytes sent by a collective (see COLLECTIVES)."""
+        if collective not in COLLECTIVES:
+            raise KeyError(collective)
+        return replace(self, traffic=_added(self.traffic, collective, count))
+
+    def with_(self, **changes: Any) -> Ledger:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    @property
+    def total_traffic(self) -> Array:
+        """Bytes sent per optimizer step, all collectives."""
+        return np.sum(list(self.traffic.values()), axis=0, dtype=np.int64) if self.traffic else np.zeros_like(self.dp_shard)
+
+
+def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Array]:
+    return MappingProxyType({**table, key: table.get(key, 0) + np.asarray(count)})

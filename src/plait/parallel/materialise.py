@@ -1,0 +1,188 @@
+"""Real weights for a model that was built on `meta` and sharded there: the same bits on every layout, and never a whole model in one process.
+
+Each unit (a block, or an outer module without blocks) is built whole on the CPU, initialised by its own class, copied slice by slice into the
+sharded model, and freed. Every module draws from a generator seeded by its name, so the order of units and the layout do not matter. Memory is
+poisoned first (NaN): what the model's own initialisation does not fill is found and named, never trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from plait._torch import local_window
+from plait.errors import ModelError
+from plait.model.facts import tied_names
+
+Initialise = Callable[[nn.Module], None]
+"""Fills the parameters and buffers that a module owns itself, in place (what Transformers' `_init_weights` and torch's `reset_parameters` do)."""
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether the model has no data yet. Half a model on `meta` is refused."""
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta and len(on_meta) < len(list(model.parameters())):
+        raise ModelError(
+            f"{on_meta[0]} is on meta and other parameters are not; build the whole model under torch.device('meta') or none of it"
+        )
+    return bool(on_meta)
+
+
+def template_of(model: nn.Module) -> nn.Module:
+    """A copy of a `meta` model as it was before anything is applied to it; costs no memory."""
+    return copy.deepcopy(model)
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give a sharded `meta` model its storage, uninitialised. Each rank allocates its shards only; tied parameters stay tied."""
+    ties = tied_names(model)
+    model.to_empty(device=device)
+    for first, *others in ties:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = parameter
+
+
+def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int) -> None:
+    """Fill `model` (sharded or not) with the weights that `template`'s classes draw for `seed`. Bitwise the same on every layout.
+
+    Raises ModelError where a parameter or buffer has no initialisation that can be run again.
+    """
+    targets = _targets(model)
+    filled: set[int] = set()
+    rules = _rules(template)
+    for prefix, unit, recurse in _units(template, blocks):
+        _allocate_poisoned(unit, recurse=recurse)
+        members = list(unit.named_modules(prefix=prefix)) if recurse else [(prefix, unit)]
+        for name, module in reversed(members):  # children before parents: a parent may override (GPT-2's residual projections)
+            _run(rules.get(name), module, name, seed)
+        for name, value in _own_tensors(unit, prefix, recurse=recurse):
+            if _is_poisoned(value):
+                raise ModelError(
+                    f"{name} was not initialised: {type(unit).__name__} computes it only in its constructor, which has run on meta; give the class "
+                    "a `reset_parameters` that fills it, load weights from a folder, or build the model with real weights"
+                )
+            target = targets[name]
+            if id(target) not in filled:  # a tied parameter takes the value of its first name
+                filled.add(id(target))
+                _copy_slice(target, value)
+        unit.to_empty(device="meta", recurse=recurse)
+
+
+def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Make every rank's weights and buffers rank 0's, before anything is sharded. In place, over the default group unless told."""
+    if dist.get_world_size(group) == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, group_src=0, group=group)
+
+
+def fill_buffers(model: nn.Module, template: nn.Module) -> None:
+    """Rebuild the non-persistent buffers (rotary frequencies, masks) of a model whose weights come from a file."""
+    persistent = set(template.state_dict(keep_vars=True))
+    rules = _rules(template)
+    targets = _targets(model)
+    for name, module in template.named_modules():
+        wanted = [leaf for leaf, _ in module.named_buffers(recurse=False) if _join(name, leaf) not in persistent]
+        if not wanted:
+            continue
+        _allocate_poisoned(module, recurse=False)
+        _run(rules.get(name), module, name, 0)
+        for leaf in wanted:
+            value = module.get_buffer(leaf)
+            if _is_poisoned(value):
+                raise ModelError(f"{_join(name, leaf)} is a buffer that no file holds and {type(module).__name__} cannot rebuild; make it persistent")
+            targets[_join(name, leaf)].copy_(value)
+        module.to_empty(device="meta", recurse=False)
+
+
+def _join(prefix: str, leaf: str) -> str:
+    return f"{prefix}.{leaf}" if prefix else leaf
+
+
+def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(name, module, whole subtree?) such that every tensor of the model is in exactly one: blocks, outer modules without a block inside, and the
+    own tensors of the modules around them."""
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+        holds_block = any(block.startswith(f"{name}.") if name else True for block in blocks)
+        if name in blocks or (name and not holds_block):
+            yield name, module, True
+            return
+        for child_name, child in module.named_children():
+            yield from walk(_join(name, child_name), child)
+        yield name, module, False
+
+    yield from walk("", template)
+
+
+def _rules(template: nn.Module) -> dict[str, Initialise]:
+    """Module name to its initialisation: the nearest enclosing Transformers model's `_init_weights`, or the module's own `reset_parameters`."""
+    rules: dict[str, Initialise] = {}
+
+    def walk(name: str, module: nn.Module, inherited: Initialise | None) -> None:
+        if hasattr(module, "_init_weights") and hasattr(module, "config"):
+            inherited = module._init_weights  # type: ignore[assignment]
+        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if inherited is not None:
+            rules[name] = inherited
+        elif own is not None:
+            rules[name] = lambda _module, reset=own: reset()
+        for child_name, child in module.named_children():
+            walk(_join(name, child_name), child, inherited)
+
+    walk("", template, None)
+    return rules
+
+
+def _run(rule: Initialise | None, module: nn.Module, name: str, seed: int) -> None:
+    if rule is None:
+        return
+    digest = blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        rule(module)
+
+
+def _allocate_poisoned(module: nn.Module, *, recurse: bool) -> None:
+    module.to_empty(device="cpu", recurse=recurse)
+    with torch.no_grad():
+        for _, tensor in _own_tensors(module, "", recurse=recurse):
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point():
+        return bool(torch.isnan(tensor).any())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def _own_tensors(module: nn.Module, prefix: str, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(prefix=prefix, recurse=recurse, remove_duplicate=False)
+    yield from module.named_buffers(prefix=prefix, recurse=recurse, remove_duplicate=False)
+
+
+def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(_own_tensors(model, "", recurse=True))
+
+
+def _copy_slice(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a full CPU tensor, or this rank's slice of it, into `target`."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            target.to_local().copy_(value[local_window(target)])
+        else:
+            target.copy_(value)

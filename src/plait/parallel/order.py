@@ -1,0 +1,42 @@
+"""The one ordered list of techniques, and the two walks over it: with modules by the engine, with numbers by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from plait.cluster.mesh import Mesh
+from plait.errors import ModelError
+from plait.model.facts import ModelFacts
+from plait.parallel.compile import Compile
+from plait.parallel.data import DataParallel
+from plait.parallel.ledger import Ledger
+from plait.parallel.precision import Precision
+from plait.parallel.technique import Parts, Technique
+
+ORDER: tuple[type[Technique], ...] = (Compile, Precision, DataParallel)
+"""What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
+
+
+def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
+    """Sort by ORDER. Raises KeyError for a technique that is not in it."""
+    position = {kind: index for index, kind in enumerate(ORDER)}
+    return tuple(sorted(techniques, key=lambda technique: position[type(technique)]))
+
+
+def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
+    """Apply every technique to the model, in order; parameter names are checked to be unchanged."""
+    names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
+    for technique in in_order(techniques):
+        parts = technique.apply(parts, mesh)
+        now = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
+        if now != names:
+            changed = sorted(set(now) ^ set(names))[:4]
+            raise ModelError(f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a technique must keep them")
+    return parts
+
+
+def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
+    """Price every technique, in order."""
+    for technique in in_order(techniques):
+        ledger = technique.account(ledger, facts)
+    return ledger

@@ -1,0 +1,168 @@
+"""Data parallelism's gradient reduction for replicated parameters (ZeRO stage 0): buckets, all-reduced while backward still runs.
+
+The same idea as DistributedDataParallel's reducer, which cannot be used here because it wraps or hijacks the root module's forward, breaks under
+pipeline schedules and averages. This one listens to gradients only, so it works for any part of a model, in any schedule. Invariant: gradients
+live in the buckets (one copy), and all ranks launch the buckets in one fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait._torch import after_backward, like_parameter, local_tensor
+
+
+@dataclass
+class _Bucket:
+    """Gradients that are reduced together. `flat` [numel] holds them, one after the other."""
+
+    parameters: list[nn.Parameter]
+    flat: torch.Tensor
+    missing: int = 0
+    wire: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+
+@dataclass(frozen=True)
+class _Slot:
+    bucket: _Bucket
+    view: torch.Tensor
+    grad: torch.Tensor
+    """What the parameter's `grad` is set to: the view, or for a parameter split over tp a DTensor around it."""
+    index: int
+
+
+@dataclass
+class Reducer:
+    """All-reduces the gradients of `model` over `group` at the end of every synchronised backward, once attached.
+
+    `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are summed. `reduce_dtype` is the dtype on the
+    wire. With `track_unused`, a parameter that no rank used keeps `grad = None`; one small all-reduce a step finds out.
+    """
+
+    model: nn.Module
+    group: dist.ProcessGroup
+    bucket_bytes: int
+    mean: bool = False
+    reduce_dtype: torch.dtype | None = None
+    track_unused: bool = True
+    synchronise: bool = True
+    buckets: list[_Bucket] = field(default_factory=list, init=False)
+    _slots: dict[nn.Parameter, _Slot] = field(default_factory=dict, init=False)
+    _used: list[bool] = field(default_factory=list, init=False)
+    _next: int = field(default=0, init=False)
+    _queued: bool = field(default=False, init=False)
+    _done: bool = field(default=False, init=False)
+
+    def attach(self) -> None:
+        """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
+        for members in _partition(list(self.model.parameters()), self.bucket_bytes):
+            self._add_bucket(members)
+        self.start_step()
+        for parameter in self._slots:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _add_bucket(self, members: list[nn.Parameter]) -> None:
+        locals_ = [local_tensor(p.detach()) for p in members]
+        flat = torch.zeros(sum(t.numel() for t in locals_), dtype=members[0].dtype, device=members[0].device)
+        views = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in locals_]), locals_, strict=True)]
+        bucket = _Bucket(members, flat)
+        self.buckets.append(bucket)
+        for parameter, view in zip(members, views, strict=True):
+            self._slots[parameter] = _Slot(bucket, view, like_parameter(view, parameter), len(self._slots))
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._done:  # the first gradient after a finished reduction begins a new step
+            self.start_step()
+        slot = self._slots[parameter]
+        if parameter.grad is not slot.grad:
+            assert parameter.grad is not None
+            slot.view.copy_(local_tensor(parameter.grad))
+            parameter.grad = slot.grad
+        self._used[slot.index] = True
+        if not self.synchronise:
+            return
+        if not self._queued:
+            self._queued = True
+            after_backward(self.finish)
+        slot.bucket.missing -= 1
+        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+            self._launch(self.buckets[self._next])
+
+    def _launch(self, bucket: _Bucket) -> None:
+        self._next += 1
+        wire = bucket.flat
+        if self.reduce_dtype is not None and self.reduce_dtype != wire.dtype:
+            wire = bucket.wire = wire.to(self.reduce_dtype)
+        bucket.work = dist.all_reduce(wire, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Reduce what is left and wait; gradients are then the sum (or mean) over the group. Safe to call twice for one backward."""
+        if self._done:
+            return
+        self._done = True
+        for bucket in self.buckets[self._next :]:
+            for parameter in bucket.parameters:
+                slot = self._slots[parameter]
+                if parameter.grad is not slot.grad:  # not reached by any backward of this step on this rank
+                    slot.view.zero_()
+            self._launch(bucket)
+        used = self._used_anywhere()
+        for bucket in self.buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            if bucket.wire is not None:
+                bucket.flat.copy_(bucket.wire)
+                bucket.wire = None
+            if self.mean:
+                bucket.flat.div_(self.group.size())
+            for parameter in bucket.parameters:
+                slot = self._slots[parameter]
+                parameter.grad = slot.grad if used[slot.index] else None
+
+    def _used_anywhere(self) -> list[bool]:
+        if not self.track_unused:
+            return [True] * len(self._used)
+        flags = torch.tensor(self._used, dtype=torch.uint8, device=self.buckets[0].flat.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        # Only a rank that missed a parameter has to look (a device synchronisation): where it used all, all are used.
+        return self._used if all(self._used) else [bool(flag) for flag in flags.tolist()]
+
+    def start_step(self) -> None:
+        """Forget the previous step. Needed before a step in which this rank may get no gradient at all; else the first one does it."""
+        self._next = 0
+        self._queued = self._done = False
+        self._used = [False] * len(self._slots)
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+            bucket.work = None
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Backwards inside only accumulate."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+
+def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Trainable parameters in about the order in which their gradients appear (last registered first), cut at `bucket_bytes`, one dtype a
+    bucket."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        nbytes = local_tensor(parameter.detach()).numel() * parameter.element_size()
+        if not buckets or size + nbytes > bucket_bytes or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += nbytes
+    return buckets

@@ -1,0 +1,235 @@
+"""How one module computes with its share of the weights: a function for every style, put in place of the module's own forward.
+
+Weights are DTensors over the tp axis (so that sharding, checkpoints and clipping know the global tensor), but computation is on plain local
+tensors with the collectives of `comm.collectives`: fewer dispatches than DTensor arithmetic, and every collective is visible here.
+
+Siblings that read the same input (q, k, v; gate, up) share one Entrance, so the input is gathered, and its gradient reduced, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from plait._torch import local_tensor
+from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
+
+SEQUENCE = 1
+"""The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
+
+
+@dataclass
+class Region:
+    """What all modules of a model share: the tp group, and the length of the sequence where hidden states are sharded along it."""
+
+    group: ProcessGroup
+    mesh: DeviceMesh
+    sequence_parallel: bool = False
+    length: int = 0
+    """Global length of the sequence-sharded dimension in the current forward."""
+    gather_logits: bool = True
+    """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves them sharded for the loss."""
+
+
+@dataclass
+class Entrance:
+    """The door that siblings share. `uses` of them read the same tensor, one after the other."""
+
+    region: Region
+    sequence: bool = False
+    """The input is sharded along the sequence."""
+    opened: bool = False
+    """A container's door (see `open_door`) has prepared the input already."""
+    uses: int = 1
+    _seen: torch.Tensor | None = field(default=None, repr=False)
+    _entered: torch.Tensor | None = field(default=None, repr=False)
+    _left: int = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as column-split layers need it: whole, its gradient summed over the ranks."""
+        if self.opened:
+            return x
+        if self._seen is x and self._left:
+            entered = self._entered
+            self._left -= 1
+        else:
+            entered = self._enter(x)
+            self._seen, self._entered, self._left = x, entered, self.uses - 1
+        if not self._left:
+            self._seen = self._entered = None  # the last sibling has read it: do not keep activations alive
+        assert entered is not None
+        return entered
+
+    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence:
+            return gather_sum(x, self.region.group, dim=SEQUENCE, length=self.region.length)
+        return enter(x, self.region.group)
+
+
+Forward = Callable[..., torch.Tensor]
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Transformers' Conv1D is a Linear whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D"
+
+
+def weight_dims(module: nn.Module, style: str) -> dict[str, int | None]:
+    """Which dimension of each own parameter a style splits over tp; None keeps it whole."""
+    transposed = _is_transposed(module)
+    if style in ("colwise", "colwise_gather_output", "vocab_head"):
+        return {"weight": 1 if transposed else 0, "bias": 0}
+    if style in ("rowwise", "rowwise_split_input"):
+        return {"weight": 0 if transposed else 1, "bias": None}
+    if style == "embedding_rowwise":
+        return {"weight": 0}
+    return {name: None for name, _ in module.named_parameters(recurse=False)}
+
+
+def _matmul(module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x, weight.t() if _is_transposed(module) else weight, bias)
+
+
+def colwise(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
+    """Own columns of the output."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return _matmul(module, entrance(x), local_tensor(module.weight), _bias(module))
+
+    return forward
+
+
+def colwise_gather_output(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
+    """Own columns, then all of them on every rank."""
+    features = _out_features(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = _matmul(module, entrance(x), local_tensor(module.weight), _bias(module))
+        return gather(y, region.group, dim=-1, length=features)
+
+    return forward
+
+
+def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: bool) -> Forward:
+    """Own rows of the weight on own features of the input; the partial outputs are summed, then the bias is added once."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if split_input:
+            x = split(x, region.group, dim=-1)
+        y = _matmul(module, x, local_tensor(module.weight), None)
+        y = leave_scatter(y, region.group, dim=SEQUENCE) if sequence else leave(y, region.group)
+        bias = getattr(module, "bias", None)
+        if bias is None:
+            return y
+        # On sequence shards every rank sees its own tokens only, so the bias's gradient is summed over them.
+        return y + (enter(local_tensor(bias), region.group) if sequence else local_tensor(bias))
+
+    return forward
+
+
+def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
+    """Own rows of the vocabulary; tokens of other ranks give zeros, and the sum over ranks is the embedding."""
+    start, size = shard_range(module.num_embeddings, region.group)
+    padding = module.padding_idx
+    local_padding = padding - start if padding is not None and start <= padding < start + size else None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        weight = local_tensor(module.weight)
+        if not size:  # more ranks than rows
+            hidden = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
+        else:
+            own = (ids >= start) & (ids < start + size)
+            hidden = F.embedding((ids - start).masked_fill(~own, 0), weight, local_padding)
+            hidden = hidden * own.unsqueeze(-1)
+        return leave(hidden, region.group)
+
+    return forward
+
+
+def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
+    """Own columns of the logits: gathered, or left as a DTensor sharded over the vocabulary for a loss that knows what to do with it."""
+    features = _out_features(module)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = _matmul(module, entrance(x), local_tensor(module.weight), _bias(module))
+        if region.gather_logits:
+            return gather(y, region.group, dim=-1, length=features)
+        shape = torch.Size((*y.shape[:-1], features))
+        stride = tuple(torch.empty(shape, device="meta").stride())
+        return DTensor.from_local(y, region.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride)
+
+    return forward
+
+
+def open_door(module: nn.Module, region: Region) -> None:
+    """Gather the sequence-sharded first input of a container (attention, MLP), which derives shapes and positions from it."""
+
+    def door(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return on_hidden(lambda hidden: gather_sum(hidden, region.group, dim=SEQUENCE, length=region.length), args, kwargs)
+
+    module.register_forward_pre_hook(door, with_kwargs=True, prepend=True)
+
+
+def on_hidden(
+    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change the hidden states among a forward's arguments: the first positional one, or `hidden_states`."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def summed_gradient(module: nn.Module, region: Region) -> Forward:
+    """A replicated module whose ranks see different tokens or heads: its own forward, with parameter gradients summed over tp."""
+    original = module.forward
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {name: module._parameters.pop(name) for name in names}
+        try:
+            for name, parameter in own.items():
+                # In __dict__, so that `self.weight` finds the tensor instead of the parameter during this call.
+                module.__dict__[name] = enter(parameter, region.group) if parameter is not None else None
+            return original(*args, **kwargs)
+        finally:
+            for name, parameter in own.items():
+                del module.__dict__[name]
+                module._parameters[name] = parameter
+
+    return forward
+
+
+def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int) -> Forward:
+    """A key or value projection with fewer heads than ranks: the weight stays whole, each rank computes the one head that its queries use."""
+    ranks, rank = region.group.size(), region.group.rank()
+    head = rank * heads // ranks
+    rows = _out_features(module) // heads
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        dim = 1 if _is_transposed(module) else 0
+        weight = enter(local_tensor(module.weight), region.group).narrow(dim, head * rows, rows)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias = enter(local_tensor(bias), region.group).narrow(0, head * rows, rows)
+        return _matmul(module, entrance(x), weight, bias)
+
+    return forward
+
+
+def _bias(module: nn.Module) -> torch.Tensor | None:
+    bias = getattr(module, "bias", None)
+    return None if bias is None else local_tensor(bias)
+
+
+def _out_features(module: nn.Module) -> int:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return int(weight.shape[1 if _is_transposed(module) else 0])

@@ -1,0 +1,68 @@
+"""The contract of a technique, and what passes through the ordered list of them.
+
+The engine walks the list with modules (`apply` on Parts), the planner walks the same list with numbers (`account` on a Ledger). A
+technique never changes parameter names. Settings that belong to one call of torch (precision and sharding both go to `fully_shard`)
+travel in Parts until the technique that makes the call consumes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from plait.cluster.mesh import Mesh
+from plait.model.facts import ModelFacts
+from plait.parallel.ledger import Ledger
+from plait.policy import Policy
+
+if TYPE_CHECKING:
+    from plait.parallel.reducer import Reducer
+    from plait.parallel.styles import Region
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model on its way from one process to a layout."""
+
+    model: nn.Module
+    """Changed in place; the object a user holds stays the one that trains."""
+    blocks: tuple[str, ...]
+    """Names (FQNs) of the repeated blocks: the units of sharding, recompute and compilation."""
+    compute_dtype: torch.dtype | None = None
+    """What parameters are cast to for forward and backward; None keeps their own dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
+    tensor_region: Region | None = None
+    """What the modules that are split over tp share; None without tensor parallelism."""
+    loss_parallel: bool = False
+    """Whether a loss that can may take logits that are split over the vocabulary."""
+    reducer: Reducer | None = None
+    """The stage 0 gradient reducer, where one is needed."""
+    stage: int = 0
+    """ZeRO stage that was applied."""
+    applied: tuple[str, ...] = field(default=())
+    """Names of the techniques applied so far, in order."""
+
+    def with_(self, **changes: Any) -> Parts:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+class Technique(Policy):
+    """One way to use many devices. Subclasses add fields, `apply` and `account`."""
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Do it to the model, in place. Parameter names stay as they are."""
+        raise NotImplementedError
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Do it to the numbers. Fields may be arrays of candidates (see `sweep`)."""
+        raise NotImplementedError
+
+    @classmethod
+    def sweep(cls, **arrays: Any) -> Self:
+        """A technique whose fields are arrays, one entry a candidate layout; only for `account`."""
+        return cls.model_construct(**arrays)

@@ -1,0 +1,150 @@
+"""Tensor parallelism over the tp axis: layers split by columns and rows, vocabulary-parallel embedding and head, and sequence parallelism.
+
+Which module gets which style is data (`model.plans`); what a style does is in `styles`; here they meet. Parameters keep their names and global
+shapes: split ones become DTensors over tp, replicated ones stay plain and have equal values and gradients on every rank of the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from plait.cluster.mesh import Mesh
+from plait.comm.collectives import gather, shard_range, split
+from plait.errors import ModelError
+from plait.model.facts import ModelFacts, tied_names
+from plait.model.plans import Sharded, TensorPlan, make_plan
+from plait.parallel import styles
+from plait.parallel.ledger import Ledger
+from plait.parallel.styles import SEQUENCE, Entrance, Region
+from plait.parallel.technique import Parts, Technique
+from plait.parallel.tensor_traffic import tensor_traffic
+
+
+class TensorParallel(Technique):
+    """How layers are split over the tp axis; its degree is the layout's."""
+
+    sequence_parallel: bool = False
+    """Shard norms and the residual stream along the sequence: reduce-scatter and all-gather in place of all-reduce."""
+    loss_parallel: bool = True
+    """Leave the logits split over the vocabulary for a loss that can use them so; full logits are then never built in training."""
+    plan: Mapping[str, str] | None = None
+    """Module pattern to style; None takes the model family's own plan."""
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Split in place."""
+        if mesh.layout.tp == 1:
+            return parts
+        plan = make_plan(parts.model, tp=mesh.layout.tp, user=self.plan, blocks=parts.blocks)
+        if self.sequence_parallel and plan.sequence_parallel is not True:
+            raise ModelError(f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false")
+        group = mesh.group("tp")
+        assert group is not None
+        region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel)
+        _split_parameters(parts.model, plan, region.mesh)
+        _set_forwards(parts.model, plan, region)
+        if self.sequence_parallel:
+            _shard_sequence(parts.model, plan, region, parts.blocks)
+        return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel, applied=(*parts.applied, f"tensor({plan.source})"))
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Split dimensions for the technique that shards what remains, and the traffic of activations over the tp axis."""
+        if facts.tensor_plan is None:
+            return ledger
+        ledger = ledger.with_(tensor_dims=facts.tensor_plan.dims)
+        for collective, count in tensor_traffic(facts, facts.tensor_plan, ledger, self).items():
+            ledger = ledger.add_traffic(collective, count)
+        return ledger
+
+
+def _split_parameters(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Replace every split parameter by a DTensor that holds this rank's shard. Tied parameters stay one."""
+    group = mesh.get_group()
+    for first, *others in (*tied_names(model), *((name,) for name in _untied(model))):
+        dim = plan.dims[first]
+        if dim is None:
+            continue
+        parameter = model.get_parameter(first)
+        start, size = shard_range(parameter.shape[dim], group)
+        with torch.no_grad():
+            local = parameter.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+        sharded = nn.Parameter(
+            DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=parameter.stride()),
+            requires_grad=parameter.requires_grad,
+        )
+        for name in (first, *others):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, sharded)
+
+
+def _untied(model: nn.Module) -> list[str]:
+    tied = {name for group in tied_names(model) for name in group}
+    return [name for name, _ in model.named_parameters() if name not in tied]
+
+
+def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region) -> None:
+    doors = plan.regions if region.sequence_parallel else ()
+    for name in doors:
+        styles.open_door(model.get_submodule(name), region)
+    entrances: dict[str, Entrance] = {}
+    for entry in plan.modules:
+        module = model.get_submodule(entry.name)
+        in_block = region.sequence_parallel and entry.name not in (plan.embedding, plan.head)
+        parent = entry.name.rpartition(".")[0]
+        opened = any(entry.name.startswith(f"{door}.") for door in doors)
+        entrance = entrances.setdefault(parent, Entrance(region, sequence=in_block, opened=opened, uses=0))
+        if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
+            entrance.uses += 1
+        module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block)  # type: ignore[method-assign]
+    for name, attribute, value in plan.attributes:
+        setattr(model.get_submodule(name), attribute, value)
+
+
+def _forward(module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, entrance: Entrance, *, sequence: bool) -> styles.Forward:
+    match entry.style:
+        case "colwise":
+            return styles.colwise(module, region, entrance)
+        case "colwise_gather_output":
+            return styles.colwise_gather_output(module, region, entrance)
+        case "kv_replicated":
+            return styles.kv_replicated(module, region, entrance, heads=plan.kv_heads[entry.name])
+        case "rowwise" | "rowwise_split_input":
+            return styles.rowwise(module, region, split_input=entry.style == "rowwise_split_input", sequence=sequence)
+        case "embedding_rowwise":
+            assert isinstance(module, nn.Embedding)
+            return styles.embedding_rowwise(module, region)
+        case "vocab_head":
+            return styles.vocab_head(module, region, Entrance(region))
+        case "replicated_with_grad_allreduce":
+            return styles.summed_gradient(module, region)
+
+
+def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]) -> None:
+    """Hidden states are sharded along the sequence from the first block's door to the end of the final norm (of the last block, without one).
+
+    Outside the model sees whole sequences, so positions, masks and shapes that it derives from them are right.
+    """
+    for name in plan.norms:
+        module = model.get_submodule(name)
+        module.forward = styles.summed_gradient(module, region)  # type: ignore[method-assign]
+
+    def shard(hidden: torch.Tensor) -> torch.Tensor:
+        region.length = hidden.shape[SEQUENCE]
+        return split(hidden, region.group, dim=SEQUENCE)
+
+    def enter_first(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return styles.on_hidden(shard, args, kwargs)
+
+    def leave_last(_module: nn.Module, _args: object, output: object) -> object:
+        if isinstance(output, tuple):
+            return (leave_last(_module, _args, output[0]), *output[1:])
+        assert isinstance(output, torch.Tensor)
+        return gather(output, region.group, dim=SEQUENCE, length=region.length)
+
+    model.get_submodule(blocks[0]).register_forward_pre_hook(enter_first, with_kwargs=True, prepend=True)
+    model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(leave_last)

@@ -1,0 +1,51 @@
+"""Parameters that a step did not use, under `fully_shard`.
+
+One process leaves the gradient of an unused parameter None, and the optimizer skips it. Sharded units reduce zeros instead (so that ranks
+that used different parameters agree on the collective), which would decay weights and moments. This tracker notes what autograd reached on
+this rank and, after the reduction, puts None back where no rank used the parameter.
+
+Ranks may differ in which *parameters* of a unit they use, never in which *units* they run: gathering a unit is a collective.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from plait._torch import gathered_parameters, reduce_unused_parameters, sharded_modules
+
+
+class UnusedTracker:
+    """Call `restore_none` once a step, after the last backward and before gradients are read."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._used = [False] * len(self.parameters)
+        self._index = {p: i for i, p in enumerate(self.parameters)}
+        reduce_unused_parameters(model)
+        # The tensors that autograd accumulates into exist after a unit's first gathering, that is after its first forward.
+        self._handles = {module: module.register_forward_hook(self._watch) for module in sharded_modules(model)}  # type: ignore[attr-defined]
+
+    def _watch(self, module: FSDPModule, *_: object) -> None:
+        for sharded, unsharded in gathered_parameters(module):
+            if unsharded.requires_grad:
+                unsharded.register_post_accumulate_grad_hook(partial(self._mark, self._index[sharded]))
+        self._handles.pop(module).remove()
+
+    def _mark(self, index: int, _: torch.Tensor) -> None:
+        self._used[index] = True
+
+    def restore_none(self) -> None:
+        """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
+        flags = torch.tensor(self._used, dtype=torch.uint8, device=self.parameters[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        if not all(self._used):  # only a rank that missed one has to look: where it used all, all are used
+            for parameter, flag in zip(self.parameters, flags.tolist(), strict=True):
+                if not flag:
+                    parameter.grad = None
+        self._used = [False] * len(self.parameters)

@@ -1,0 +1,144 @@
+"""A Transformers causal language model from the `model` section, on the meta device: shapes without memory.
+
+The engine shards it and only then gives it weights. What the library would let pass silently (a misspelt field, a vocabulary smaller than
+the tokenizer's, more positions than the model has) is refused here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from plait.config.sections import ModelSection
+from plait.data.tokenizer import is_path, vocabulary_size
+from plait.errors import ConfigError, InputError, Problem
+from plait.units import dtype_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_OLDER_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "attn_implementation"}
+"""Fields that Transformers reads though no configuration class declares them."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model that has shapes and no weights yet."""
+
+    model: nn.Module
+    weights: Path | None
+    """The folder with its safetensors, or None to initialise from the seed."""
+    kind: str
+    """The architecture, such as `llama`."""
+    hidden_size: int | None
+    identity: dict[str, Any]
+    """`model.<field>` to value: what a checkpoint must share to fit."""
+
+
+def weights_folder(section: ModelSection) -> Path | None:
+    """Where the weights named by `section.path` are on this machine, fetched from the hub if need be. None for a model from scratch."""
+    if section.path is None:
+        return None
+    folder = Path(section.path).expanduser()
+    if not folder.is_dir():
+        folder = _fetched(section.path)
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        rule = f"model.path = {section.path!r}: the folder needs config.json and *.safetensors"
+        raise InputError(f"{rule}; save the model with save_pretrained")
+    return folder
+
+
+def _fetched(name: str) -> Path:
+    if is_path(name):
+        raise InputError(f"model.path = {name!r}: there is no such folder; name a folder with config.json and safetensors weights")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
+    except Exception as error:  # the hub and the network raise a dozen kinds
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        rule = f"model.path = {name!r}: there is no such folder, and it cannot be fetched from the hub ({first})"
+        raise InputError(f"{rule}; name a folder with config.json and safetensors weights") from error
+
+
+def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, positions: int) -> Built:
+    """The model of `section` on the meta device, fit for `tokenizer` and for sequences of `positions` tokens.
+
+    Raises ConfigError or InputError when the configuration is not one of a causal language model, or does not fit.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    weights = weights_folder(section)
+    config = AutoConfig.from_pretrained(weights) if weights else _config(section.config or {}, tokenizer)
+    _check_fit(config, tokenizer, positions)
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section.dtype))
+    except (ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(f"model: {config.model_type!r} is not a causal language model of Transformers ({first})") from error
+    identity = {f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE}
+    return Built(model.train(), weights, config.model_type, getattr(config, "hidden_size", None), identity | {"model.dtype": section.dtype})
+
+
+_NOT_SHAPE = {"transformers_version", "use_cache", "dtype", "torch_dtype", "_name_or_path", "architectures", "_attn_implementation"}
+
+
+def _config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = fields["model_type"]
+    if kind not in CONFIG_MAPPING:
+        near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
+        remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
+        raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    known = _known_fields(CONFIG_MAPPING[kind])
+    problems = []
+    for name in given:
+        if name in ("dtype", "torch_dtype"):
+            problems.append(Problem(f"model.config.{name}", given[name], "the type of the parameters has one place", "set model.dtype"))
+        elif name not in known:
+            near = get_close_matches(name, known, n=1)
+            remedy = f"use {near[0]!r}" if near else "leave it out"
+            problems.append(Problem(f"model.config.{name}", given[name], f"a {kind!r} configuration has no such field", remedy))
+    if problems:
+        raise ConfigError(*problems)
+    follow = {"vocab_size": vocabulary_size(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    try:
+        return AutoConfig.for_model(kind, **({name: value for name, value in follow.items() if name in known} | given))
+    except Exception as error:  # each configuration class validates in its own way
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        rule = lines[-1] if lines else type(error).__name__
+        raise ConfigError(Problem("model.config", None, f"Transformers refuses it: {rule}", "correct the field it names")) from error
+
+
+def _known_fields(config_class: type[PreTrainedConfig]) -> set[str]:
+    from transformers import PreTrainedConfig
+
+    found = set(config_class.attribute_map) | _OLDER_NAMES
+    for known in (config_class, PreTrainedConfig):
+        parameters = inspect.signature(known.__init__).parameters.values()
+        found |= {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
+    return found - {"self"}
+
+
+def _check_fit(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, positions: int) -> None:
+    needed = vocabulary_size(tokenizer)
+    rows = getattr(config, "vocab_size", needed)
+    if rows < needed:
+        rule = f"the tokenizer has {needed:,} tokens and the model's embedding {rows:,} rows"
+        remedy = f"use {needed} or more, leave it out, or set data.tokenizer to the model's own"
+        raise ConfigError(Problem("model vocab_size", rows, rule, remedy))
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and positions > most:
+        rule = f"the model has {most} positions and the run needs {positions}"
+        remedy = "raise model.config.max_position_embeddings, or lower data.sequence_length and run.sample.tokens"
+        raise ConfigError(Problem("model max_position_embeddings", most, rule, remedy))

@@ -1,0 +1,100 @@
+"""The folder of a run: what lies where, whether it holds a run to go on with, and starting over without losing it.
+
+    config.json     the resolved configuration of the last start     tokenizer/      opens in AutoTokenizer.from_pretrained
+    metrics.jsonl   everything that happened, one event a line       checkpoints/    step-00000100 ..., latest
+
+A folder goes on only with the model, the text and the seed it was begun with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.checkpoint.distributed import find, read_facts
+from plait.errors import CheckpointError, ConfigError, InputError, Problem
+from plait.train.loop import Position
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from plait.config.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The file of events."""
+        return self.path / "metrics.jsonl"
+
+    def position(self, identity: dict[str, Any]) -> Position:
+        """How far the run in the folder is; `Position()` where none was begun.
+
+        Raises ConfigError when it was begun with another model, text or seed than `identity` says, naming each difference.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"run.folder = {str(self.path)!r}: is a file; name a folder")
+        checkpoint = find(self.checkpoints)
+        if checkpoint is None:
+            return Position()
+        state = read_facts(checkpoint)["client_state"]
+        if not {"identity", "step", "samples"} <= state.keys():
+            raise CheckpointError(f"{checkpoint} was not written by plait train; set run.folder to a folder of its own")
+        _refuse_differences(checkpoint, state["identity"], json.loads(json.dumps(identity)))
+        return Position(state["step"], state["samples"])
+
+    def changes(self, resolved: Resolved) -> list[str]:
+        """`name: old to new` for every value that the last start of this run had otherwise."""
+        if not (self.path / "config.json").is_file() or find(self.checkpoints) is None:
+            return []
+        was, now = (_flat(json.loads(text)) for text in ((self.path / "config.json").read_text(), resolved.model_dump_json()))
+        return [f"{name}: {was.get(name)} to {now.get(name)}" for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
+
+    def write(self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keep the configuration and the tokenizer beside the checkpoints."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.json").write_text(resolved.model_dump_json(indent=2) + "\n")
+        tokenizer.save_pretrained(self.path / "tokenizer")
+
+    def set_aside(self) -> Path | None:
+        """Rename the folder to the first free `<name>.old-N` and return that; None where there is nothing to keep."""
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return None
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        return self.path.rename(aside)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` to `{"a.b": 1}`, without `sources`, which tells where values came from and not what they are."""
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for part, inner in value.items():
+        if part != "sources":
+            found |= _flat(inner, f"{name}.{part}" if name else part)
+    return found
+
+
+def _refuse_differences(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    remedy = "set it back, name another run.folder, or start over with --fresh"
+    problems = [
+        Problem(name, now.get(name), f"{checkpoint} was made with {was.get(name)!r}", remedy)
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+    if problems:
+        raise ConfigError(*problems)

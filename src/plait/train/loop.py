@@ -1,0 +1,168 @@
+"""The training loop: steps, validation, checkpoints, a clean stop. It tells listeners what happens and prints nothing itself.
+
+Every rank runs it with the same numbers and takes the same decisions: what one rank alone knows (a signal) is agreed on first. The data of
+a step is a function of the position, so a run that was resumed computes what an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from plait.checkpoint.distributed import remove_old
+from plait.config.sections import RunSection
+from plait.data.loader import Loader
+from plait.errors import PlaitError
+from plait.events import CheckpointSaved, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.train.memory import peak_memory_bytes
+from plait.train.stop import StopRequest
+
+
+class Trainable(Protocol):
+    """What the loop needs of `plait.Engine`."""
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+
+    def train_batch(self, batch: Any) -> Any:
+        """One optimizer step on this rank's share; the result has the fields of `plait.StepResult`."""
+
+    def eval_batch(self, batch: Any) -> tuple[float, float]:
+        """(sum of losses, weight) over all ranks."""
+
+    def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
+        """Collective; complete on disk when it returns."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far the run is: optimizer steps taken, sequences consumed."""
+
+    step: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything the loop works with."""
+
+    engine: Trainable
+    section: RunSection
+    loader: Loader
+    validation: Callable[[], Iterable[Any]]
+    """This rank's validation batches, the same ones at each call; none where nothing is held out."""
+    sample: Callable[[], str] | None
+    """Lets the model write a text. Collective."""
+    checkpoints: Path
+    client_state: Mapping[str, Any]
+    """Saved with every checkpoint, beside the position."""
+    started: RunStarted
+    stop: StopRequest
+    emit: Listener
+
+
+def train(job: Job, start: Position) -> int:
+    """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint either way.
+
+    Returns 0 when all steps are done, else the signal that asked to stop, the same on every rank. Raises PlaitError when the loss is not
+    finite: the parameters are lost then, and the last checkpoint is kept as it is.
+    """
+    section, began, mark = job.section, time.perf_counter(), time.perf_counter()
+    position, stopped_by = start, 0
+    validated = saved = start.step
+    # On a GPU the numbers of a step are read while the next one is queued, so that the device never waits for the reader.
+    behind = 0 if job.engine.device.type == "cpu" else 1
+    unread: deque[_Taken] = deque()
+    job.emit(job.started)
+    while position.step < section.steps and not stopped_by:
+        result = job.engine.train_batch(job.loader.at(position.samples))
+        position = Position(position.step + 1, position.samples + job.loader.batch)
+        unread.append(_Taken(position.step, result, job.stop.shared(device=job.engine.device)))
+        validates = _due(position.step, section.validate_every)
+        saves = _due(position.step, section.checkpoint_every)
+        pause = validates or saves or position.step == section.steps
+        while len(unread) > (0 if pause or stopped_by else behind):
+            taken = unread.popleft()
+            stopped_by = stopped_by or int(taken.stop.item())  # waits for the step
+            now = time.perf_counter()
+            job.emit(_step_done(taken, job, seconds=now - mark))
+            mark = now
+        if validates:
+            _validate(job, position.step)
+            validated = position.step
+        if saves:
+            _save(job, position)
+            saved = position.step
+        if validates or saves:
+            mark = time.perf_counter()
+    finished = position.step == section.steps
+    if finished and validated < position.step:
+        _validate(job, position.step)
+    if saved < position.step:
+        _save(job, position)
+    if finished and job.sample is not None and section.sample is not None:
+        job.emit(Sampled(position.step, section.sample.prompt, job.sample()))
+    job.emit(RunEnded(position.step, "finished" if finished else "interrupted", time.perf_counter() - began, job.started.folder))
+    return 0 if finished else stopped_by
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A step whose numbers were not read yet."""
+
+    step: int
+    result: Any
+    stop: torch.Tensor
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _step_done(taken: _Taken, job: Job, *, seconds: float) -> StepDone:
+    result = taken.result
+    event = StepDone(
+        step=taken.step,
+        loss=float(result.loss),
+        grad_norm=float(result.grad_norm),
+        learning_rate=float(result.learning_rate),
+        loss_scale=float(result.loss_scale),
+        skipped=bool(result.skipped),
+        weight=float(result.weight),
+        tokens=job.loader.batch * job.loader.sequences.length,
+        seconds=seconds,
+        memory_bytes=peak_memory_bytes(job.engine.device),
+    )
+    # A loss scaler skips steps that overflow and goes on; without a skip the parameters have taken the step and hold NaN now.
+    if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
+        raise PlaitError(
+            f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the run has diverged and was stopped without a "
+            "checkpoint; lower the learning rate or set gradient_clipping, and run the command again to go on from the last one in "
+            f"{job.checkpoints}"
+        )
+    return event
+
+
+def _validate(job: Job, step: int) -> None:
+    began, total, weight = time.perf_counter(), 0.0, 0.0
+    for batch in job.validation():
+        found, weighed = job.engine.eval_batch(batch)
+        total, weight = total + float(found), weight + float(weighed)
+    if weight:
+        job.emit(Validated(step, total / weight, weight, time.perf_counter() - began))
+
+
+def _save(job: Job, position: Position) -> None:
+    began = time.perf_counter()
+    state = {**job.client_state, "step": position.step, "samples": position.samples}
+    path = job.engine.save_checkpoint(job.checkpoints, tag=f"step-{position.step:08d}", client_state=state)
+    remove_old(job.checkpoints, keep=job.section.keep)
+    job.emit(CheckpointSaved(position.step, str(path), time.perf_counter() - began))

@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM as a request that the loop reads between steps, agreed on by all ranks.
+
+A signal reaches ranks at different moments, or only one of them. A rank that stopped alone would leave the others waiting in a collective
+for ever, so all stop after the first step in which any of them was asked to.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Listens for SIGINT and SIGTERM while it is entered as a context. The first one asks, a second SIGINT interrupts at once."""
+
+    def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
+        self.number = 0
+        """The signal that asked; 0 while there is none."""
+        self._on_request = on_request
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.number and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+        if self._on_request is not None:
+            self._on_request()
+
+    def shared(self, *, device: torch.device) -> torch.Tensor:
+        """The signal that asked any process of the default group, or 0: a tensor [1] on `device`, so that reading it can wait.
+
+        Every process calls this in every step. One number travels; without a group the answer is this process's own.
+        """
+        answer = torch.tensor([float(self.number)], device=device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+        return answer

@@ -1,0 +1,46 @@
+"""The data of a comparison: few, short, and uneven in every way that real batches are.
+
+Micro-batches of different lengths, rows padded on the right, unequal numbers of targets, one micro-batch with no target at all. What a
+rank gets depends on the step and the micro-batch only, so a layout and one process see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from plait.engine.loss import IGNORED
+
+BatchFunction = Callable[[int, torch.Generator], Any]
+"""(samples, generator) to one micro-batch: what a user gives for a model that is not a language model."""
+
+SHORTEST, LONGEST = 5, 12
+
+
+def ragged_steps(*, steps: int, micro_batches: int, size: int, seed: int, micro_batch: BatchFunction) -> list[list[Any]]:
+    """`steps` x `micro_batches` micro-batches of `size` samples. The second of the first step (the only one, where a step has one and there
+    are more steps) loses its targets, if it has `labels`."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    plan = [[micro_batch(size, generator) for _ in range(micro_batches)] for _ in range(steps)]
+    if micro_batches > 1 or steps > 1:
+        empty = plan[0][1] if micro_batches > 1 else plan[1][0]
+        if isinstance(empty, dict) and "labels" in empty:
+            empty["labels"].fill_(IGNORED)
+    return plan
+
+
+def token_batches(*, vocabulary: int, first: str, mask: str | None) -> BatchFunction:
+    """Micro-batches of random tokens: `first` [size, length] int64, `labels` alike with -100 where padded, and a `mask` where it has a
+    name. Every other row is padded from its middle on."""
+
+    def micro_batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        length = int(torch.randint(SHORTEST, LONGEST + 1, (1,), generator=generator))
+        ids = torch.randint(0, vocabulary, (size, length), generator=generator)
+        labels, visible = ids.clone(), torch.ones_like(ids)
+        labels[::2, length // 2 :] = IGNORED
+        visible[::2, length // 2 :] = 0
+        return {first: ids, "labels": labels, **({mask: visible} if mask else {})}
+
+    return micro_batch

@@ -1,0 +1,261 @@
+"""From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a function) to a small Subject that runs.
+
+Candidates are tried from small to large, each by one forward and backward on the CPU in float64: what a rule of shrinking gets wrong for
+some architecture shows there and not in a worker. What is chosen and why is told, line by line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.cluster.layout import Layout
+from plait.config.schema import Config
+from plait.config.sections import ModelSection
+from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.model.blocks import find_blocks
+from plait.units import DTYPES, format_count
+from plait.verify import shrink
+from plait.verify.batches import ragged_steps
+from plait.verify.lift import lifted, roundings
+from plait.verify.subject import Subject, build, call_function, give_weights, transformers_model
+
+_MOST_DEPTH = 8
+"""So deep may a shrunk model be to have every kind of module of the large one."""
+_FUNCTION = "package.module:function"
+_MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A subject, and what to tell of it."""
+
+    subject: Subject
+    lines: tuple[str, ...]
+    names: tuple[str, ...]
+    """Names of the blocks of the small model."""
+    share: float
+    """Parameters of the small model, of those of the large one."""
+    dtype: str
+    """Of the parameters, where a run does not say otherwise."""
+
+
+def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
+    """The small model that stands for the one in `config`, or for `given`. Raises InputError, ConfigError or ModelError."""
+    blocks = config.parallel.blocks
+    if given is not None and ":" in given and not Path(given).exists():
+        return _function(given, blocks, layout)
+    if given is None and config.model is None:
+        example = '"model": {"config": {"model_type": "llama"}}'
+        raise ConfigError(Problem("model", None, "the file names no model", f"add {example}, or --model FOLDER, NAME or {_FUNCTION}"))
+    fields, title = _fields(config, given)
+    dtype = config.model.dtype if config.model is not None else "float32"
+    return _transformers(fields, title, blocks, layout, dtype=dtype)
+
+
+# ---- Transformers -------------------------------------------------------------------------------------------------------------------
+
+
+def _fields(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
+    if given is not None:
+        return _fields_at(given, "--model"), given
+    assert config.model is not None
+    if config.model.config is None:
+        assert config.model.path is not None
+        return _fields_at(config.model.path, "model.path"), config.model.path
+    follow = {}
+    if config.data is not None and config.data.tokenizer is None:
+        follow["vocab_size"] = config.data.vocab_size
+    return _described_fields(config.model, follow), config.model.config["model_type"]
+
+
+def _fields_at(source: str, option: str) -> shrink.Fields:
+    """Of a folder with config.json, of such a file, or of a name on the hub."""
+    from transformers import AutoConfig
+
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError(f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained wrote")
+    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix == ".json"):
+        raise InputError(f"{option} = {source!r}: there is no such file or folder; name a folder or a file config.json, or {_FUNCTION}")
+    try:
+        config = AutoConfig.from_pretrained(str(path) if path.exists() else source)
+    except Exception as error:  # the hub, the network and each configuration class raise their own
+        raise InputError(f"{option} = {source!r}: Transformers cannot read it ({_first_line(error)})") from error
+    fields: shrink.Fields = config.to_dict()
+    return fields
+
+
+def _described_fields(section: ModelSection, follow: dict[str, Any]) -> shrink.Fields:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    written = dict(section.config or {})
+    kind = written.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
+        remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
+        raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
+    try:
+        fields: shrink.Fields = AutoConfig.for_model(kind, **follow | written).to_dict()
+    except Exception as error:
+        rule = f"Transformers refuses it: {_first_line(error)}"
+        raise ConfigError(Problem("model.config", None, rule, "correct the field it names")) from error
+    return fields
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str) -> Choice:
+    whole, kinds = _whole(fields, title)
+    failure: Exception | None = None
+    best: tuple[Subject, nn.Module, list[str]] | None = None
+    for small in _candidates(fields, layout):
+        if best is not None and len(best[2]) and shrink.depth_of(small) == shrink.depth_of(best[0].fields or {}):
+            continue  # only a deeper one can have more kinds of modules
+        try:
+            subject, model = _tried(Subject(title=title, fields=small, blocks=blocks))
+        except (ConfigError, InputError):
+            raise
+        except Exception as error:  # whatever a model raises that was made too small for itself
+            failure = failure or error
+            continue
+        missing = sorted(kinds - {type(module).__name__ for module in model.modules()})
+        if best is None or len(missing) < len(best[2]):
+            best = (subject, model, missing)
+        if not missing:
+            break
+    if best is None:
+        assert failure is not None
+        raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({_first_line(failure)})") from failure
+    subject, model, missing = best
+    listed = [str(change) for change in shrink.changes(fields, subject.fields or {})]
+    lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
+    if missing:
+        lines.append(f"not in the small model, so not verified: {', '.join(missing)}")
+    return _choice(subject, model, lines, whole=whole, dtype=dtype)
+
+
+def _whole(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
+    """(parameters, names of the classes of modules) of the model as it is named."""
+    try:
+        model = transformers_model(fields, dtype=torch.float32)
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{title}: not a causal language model of Transformers ({_first_line(error)})") from error
+    return _size(model), {type(module).__name__ for module in model.modules()}
+
+
+def _candidates(fields: shrink.Fields, layout: Layout) -> Iterator[shrink.Fields]:
+    """From small to large; at last as it is but for the vocabulary and what is random."""
+    least = max(shrink.DEPTH, 2 * layout.pp if layout.pp > 1 else 0)
+    whole = shrink.depth_of(fields) or least
+    for depth in sorted({min(depth, whole) for depth in range(least, max(least, _MOST_DEPTH) + 1)}):
+        shallow = shrink.with_depth(fields, depth)
+        for head_size in shrink.HEAD_SIZES:
+            try:
+                yield shrink.with_small_rest(shrink.with_width(shallow, layout, head_size=head_size), layout)
+            except ValueError:
+                break
+    yield shrink.with_small_rest(shrink.with_depth(fields, least), layout)
+    yield shrink.with_small_rest(fields, layout)
+
+
+# ---- functions ----------------------------------------------------------------------------------------------------------------------
+
+
+def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
+    model, loss, _ = call_function(path)
+    whole = _size(model)
+    dtype = next((name for name, known in DTYPES.items() for p in model.parameters() if p.dtype == known), "float32")
+    wanted: dict[str, Any] = {"title": path, "function": path, "blocks": blocks}
+    if loss is None:
+        wanted |= _language_model(model, path)
+    found = find_blocks(model, blocks or None)
+    depth = max(shrink.DEPTH, 2 * layout.pp if layout.pp > 1 else 0)
+    shrunk = shrink.cut_blocks(model, found, depth)
+    lines = [f"{path}, as it is"]
+    if shrunk is not None:
+        try:
+            subject, small = _tried(Subject(**wanted, depth=depth))
+            return _choice(subject, small, [f"{path}, shrunk: {shrunk} blocks -> {depth}"], whole=whole, dtype=dtype)
+        except Exception as error:  # its forward may count the blocks
+            lines = [f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run ({_first_line(error)})"]
+    try:
+        return _choice(*_tried(Subject(**wanted)), lines, whole=whole, dtype=dtype)
+    except (ModelError, InputError):
+        raise
+    except Exception as error:
+        raise ModelError(f"{path}: it does not run a forward and backward in float64 on the CPU ({_first_line(error)})") from error
+
+
+def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
+    """How a module takes tokens."""
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    names = list(inspect.signature(model.forward).parameters)
+    if not embeddings or not names:
+        raise InputError(
+            f"--model {path}: the module has no embedding, so it is no language model; return (module, loss, micro_batch), where "
+            "micro_batch(samples, generator) makes a micro-batch, and loss is as plait.initialize takes it"
+        )
+    return {"vocabulary": embeddings[0], "first": names[0], "mask": _MASK if _MASK in names else None}
+
+
+# ---- trying -------------------------------------------------------------------------------------------------------------------------
+
+
+def _tried(subject: Subject) -> tuple[Subject, nn.Module]:
+    """The subject with what a forward and backward told, and its model in float64. Raises whatever the model raises."""
+    if subject.fields is not None:
+        model = transformers_model(subject.fields, dtype=torch.float64)
+        names = inspect.signature(model.forward).parameters
+        mask = _MASK if _MASK in names else None
+        subject = subject.model_copy(update={"vocabulary": getattr(model.config, "vocab_size", None), "mask": mask})
+    built = build(subject, dtype=torch.float64)
+    model = give_weights(built.model, blocks=subject.blocks, seed=0)
+    piece = ragged_steps(steps=1, micro_batches=1, size=2, seed=0, micro_batch=built.micro_batch)[0][0]
+    with lifted(model):
+        output = built.forward(model, piece)
+        bare = isinstance(output, torch.Tensor) and subject.vocabulary is not None
+        if bare:
+            subject = subject.model_copy(update={"bare_logits": True})
+            built = build(subject, dtype=torch.float64)
+        run: Callable[[], float] = lambda: float(built.loss(built.forward(model, piece), piece)[0].detach())  # noqa: E731
+        narrow = roundings(run)
+        _refuse_random(subject, run(), run())
+        built.loss(built.forward(model, piece), piece)[0].backward()
+    return subject.model_copy(update={"exact": not narrow}), model
+
+
+def _refuse_random(subject: Subject, first: float, second: float) -> None:
+    if not math.isfinite(first):
+        raise ModelError(f"{subject.title}: the loss of its small version is {first}")
+    if first != second:
+        raise ModelError(
+            f"{subject.title}: two forwards on the same data give {first!r} and {second!r}, so it is random even without dropout and no "
+            "two runs can be compared; turn the noise off"
+        )
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _choice(subject: Subject, model: nn.Module, lines: list[str], *, whole: int, dtype: str) -> Choice:
+    small = _size(model)
+    lines = [
+        *lines,
+        f"{format_count(whole)} -> {format_count(small)} parameters" if small != whole else f"{format_count(small)} parameters",
+    ]
+    if not subject.exact:
+        lines.append("its forward rounds float64 to a narrower dtype where it cannot be lifted, so float64 is compared within 1e-7")
+    return Choice(subject, tuple(lines), find_blocks(model, subject.blocks or None), small / max(whole, 1), dtype)

@@ -1,0 +1,102 @@
+"""Keeps a float64 model in float64: its classes' own casts to narrower dtypes are left out while they run forward.
+
+Transformers' norms, softmax and routers compute in float32 whatever the model's dtype. Rounding there turns a difference of 1e-16 between
+two layouts into one of 1e-7, under which real errors hide. Only casts inside the forward of the model's own classes are lifted, so what an
+engine casts is still seen. Only verification does this; a run never does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class _StayWide(TorchFunctionMode):
+    """Wherever a float64 tensor goes in, no narrower dtype is asked for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func in _CASTS:
+                return args[0]
+            if func in (torch.Tensor.to, torch.Tensor.type_as) and len(args) > 1 and isinstance(args[1], torch.Tensor):
+                return args[0].to(args[1].device) if args[1].dtype in _NARROWER else func(*args, **kwargs)
+            args = tuple(_wide(value) for value in args)
+            kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROWER else value
+
+
+@contextmanager
+def lifted(model: nn.Module, *others: type) -> Iterator[None]:
+    """Inside, the classes of `model`'s modules (torch's own excepted, which keep their dtype) run forward without narrowing casts.
+
+    The classes are patched, not the objects, so that copies, wrappers and recomputation of the model see it too. `others` are optimizer
+    classes, whose `step` is treated alike (torch's Muon multiplies in bfloat16).
+    """
+    before = {(owner, name): vars(owner)[name] for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}}
+    try:
+        for (owner, name), function in before.items():
+            setattr(owner, name, _staying_wide(function))
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            setattr(owner, name, function)
+
+
+def _owners(model: nn.Module) -> set[tuple[type, str]]:
+    classes = {type(module) for module in model.modules()}
+    owners = {_owner(kind, "forward") for kind in classes}
+    return {(owner, "forward") for owner in owners if owner.__module__.partition(".")[0] != "torch"}
+
+
+def _owner(kind: type, name: str) -> type:
+    return next(base for base in kind.__mro__ if name in vars(base))
+
+
+def _staying_wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _StayWide():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+class _Roundings(TorchDispatchMode):
+    """Names of operators that made a narrower floating tensor of a float64 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _has(tree_leaves((args, kwargs)), (torch.float64,)) and _has(tree_leaves(result), _NARROWER):
+            self.found[f"{func}"] = None
+        return result
+
+
+def _has(leaves: list[Any], dtypes: tuple[torch.dtype, ...]) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in dtypes for leaf in leaves)
+
+
+def roundings(run: Callable[[], Any]) -> tuple[str, ...]:
+    """The operators in `run` that narrow a float64 tensor: what `lifted` could not lift. Empty where all of it stays in float64."""
+    with _Roundings() as mode:
+        run()
+    return tuple(mode.found)

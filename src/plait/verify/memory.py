@@ -1,0 +1,56 @@
+"""Bytes that a rank really holds, by kind, from the storages of its tensors: the measured side of the ledger.
+
+Storages are counted once each, padding included, so views and tied weights do not count twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from plait._torch import local_tensor, unsharded_gradient_bytes, unsharded_parameter_bytes
+from plait.engine.engine import Engine
+from plait.parallel.ledger import MEMORY_KINDS
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind this rank's parts of `tensors`."""
+    storages = {}
+    for tensor in tensors:
+        storage = local_tensor(tensor.detach()).untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
+    """Run one `train_batch` and return the bytes of every kind of `ledger.MEMORY_KINDS` that it held on this rank."""
+    held = dict.fromkeys(MEMORY_KINDS, 0)
+    forward = engine._forward
+    micro_batches_seen = 0
+
+    def between(model: torch.nn.Module, piece: Any) -> Any:
+        nonlocal micro_batches_seen
+        if micro_batches_seen:  # what is left of the micro-batch before
+            held["gathered_parameters"] = max(held["gathered_parameters"], unsharded_parameter_bytes(model))
+            held["unsharded_gradients"] = max(held["unsharded_gradients"], unsharded_gradient_bytes(model))
+        micro_batches_seen += 1
+        return forward(model, piece)
+
+    def before_update() -> None:
+        parameters = list(engine.model.parameters())
+        held["parameters"] = storage_bytes(parameters)
+        held["gradients"] = storage_bytes(p.grad for p in parameters if p.grad is not None)
+
+    engine._forward = between
+    engine.stepper.before_update.append(before_update)
+    try:
+        engine.train_batch(batch)
+    finally:
+        engine._forward = forward
+        engine.stepper.before_update.remove(before_update)
+    states = engine.optimizer.state.values()
+    held["optimizer"] = storage_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    return held

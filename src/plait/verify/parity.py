@@ -1,0 +1,284 @@
+"""One process against a layout, on the same model and data: losses, gradient norms, every gradient, every parameter after the last step.
+
+The reference is written in plain torch, without the engine, so that the two have no line in common. Both see the same global batches: a
+list of steps, each a list of micro-batches; the layout deals them to its data-parallel ranks, the reference takes them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from plait.engine.batch import Forward, default_forward, to_device
+from plait.engine.engine import Engine
+from plait.engine.loss import Loss
+
+T = TypeVar("T")
+
+Steps = Sequence[Sequence[Any]]
+"""Optimizer steps x micro-batches of the whole world: dp x accumulation each, rank r takes those from r x accumulation on."""
+
+Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter", "other"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One compared quantity. `error` is the largest absolute difference over the largest reference value of its kind and tensor."""
+
+    name: str
+    error: float
+    kind: Kind = "other"
+    step: int | None = None
+    tensor: str | None = None
+
+    def ok(self, tolerance: float) -> bool:
+        """Whether it is within tolerance; NaN never is."""
+        return self.error <= tolerance
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run computed. Tensors are whole, on the CPU, keyed by parameter name; a gradient is None where no rank used the parameter."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    gradients: tuple[Mapping[str, torch.Tensor | None], ...]
+    """One entry a step: unscaled, clipped, as the optimizer sees them. Empty for a skipped step."""
+    parameters: Mapping[str, torch.Tensor]
+    initial: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The parameters before the first step."""
+    skipped: tuple[int, ...] = ()
+    """Steps that changed nothing, because float16 overflowed."""
+    scales: tuple[float, ...] = ()
+    """The loss scale of every step."""
+    spread: tuple[Difference, ...] = ()
+    """Parameters that ranks hold different copies of."""
+
+
+# ---- one process --------------------------------------------------------------------------------------------------------------------
+
+
+def reference_trace(
+    model: nn.Module,
+    steps: Steps,
+    *,
+    loss_fn: Loss,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    clipping: float,
+    forward: Forward = default_forward,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+    scales: Sequence[float] = (),
+    skipped: Collection[int] = (),
+) -> Trace:
+    """Train `model` in this process alone, plainly.
+
+    `compute`: forward and backward run on copies of the parameters in this dtype (mixed precision). `reduce`: gradients of micro-batches
+    add up in this dtype. `scales`: what the loss of each step is multiplied by, and gradients divided by, as float16 does. Steps in
+    `skipped` end before their update; their norm tells whether they overflow here too.
+    """
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    initial = _copies(parameters)
+    update = optimizer([p for p in parameters.values() if p.requires_grad])
+    losses, norms, gradients = [], [], []
+    for index, step in enumerate(steps):
+        scale = scales[index] if scales else 1.0
+        total_weight = float(sum(loss_fn.weight(piece) for piece in step))
+        sums: dict[str, torch.Tensor] = {}
+        loss = 0.0
+        for piece in step:
+            here = to_device(piece, device)
+            total, _ = loss_fn(forward(_in_dtype(model, compute), here), here)
+            loss += total.item()
+            (total * (scale / max(total_weight, torch.finfo(torch.float64).tiny))).backward()
+            if reduce is not None:
+                _move_gradients(parameters, sums, reduce)
+        for name, total in sums.items():
+            parameters[name].grad = total.to(parameters[name].dtype)
+        for parameter in parameters.values():
+            if parameter.grad is not None and scale != 1.0:
+                parameter.grad.div_(scale)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping if clipping > 0 else float("inf"))
+        losses.append(loss / total_weight if total_weight else float("nan"))
+        norms.append(float(norm))
+        if index in skipped:
+            gradients.append({})
+        else:
+            gradients.append({n: None if p.grad is None else p.grad.detach().cpu().clone() for n, p in parameters.items()})
+            update.step()
+        update.zero_grad(set_to_none=True)
+    return Trace(
+        tuple(losses),
+        tuple(norms),
+        tuple(gradients),
+        _copies(parameters),
+        initial=initial,
+        skipped=tuple(sorted(skipped)),
+        scales=tuple(scales),
+    )
+
+
+def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in parameters.items()}
+
+
+def _in_dtype(model: nn.Module, compute: torch.dtype | None) -> Any:
+    """The model, or a callable that runs it on casts of its parameters, through which gradients flow back to the parameters."""
+    if compute is None:
+        return model
+    casts = {name: p.to(compute) if p.is_floating_point() else p for name, p in model.named_parameters()}
+    return lambda *args, **kwargs: torch.func.functional_call(model, casts, args, kwargs)
+
+
+def _move_gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            piece = parameter.grad.to(dtype)
+            sums[name] = sums[name] + piece if name in sums else piece
+            parameter.grad = None
+
+
+# ---- a layout -----------------------------------------------------------------------------------------------------------------------
+
+
+def engine_trace(engine: Engine, steps: Steps) -> Trace:
+    """Train with the engine. Collective; every rank returns the whole trace."""
+    count = engine.gradient_accumulation_steps()
+    gradients: list[dict[str, torch.Tensor | None]] = []
+
+    def keep() -> None:
+        gradients[-1] = {n: None if p.grad is None else whole(p.grad) for n, p in engine.model.named_parameters()}
+
+    initial = {n: whole(p) for n, p in engine.model.named_parameters()}
+    losses, norms, scales, skipped = [], [], [], []
+    engine.stepper.before_update.append(keep)
+    try:
+        for index, step in enumerate(steps):
+            gradients.append({})
+            result = engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
+            losses.append(float(result.loss))
+            norms.append(float(result.grad_norm))
+            scales.append(result.loss_scale)
+            if result.skipped:
+                skipped.append(index)
+    finally:
+        engine.stepper.before_update.remove(keep)
+    final = {n: whole(p) for n, p in engine.model.named_parameters()}
+    return Trace(
+        tuple(losses),
+        tuple(norms),
+        tuple(from_all_ranks(entry) for entry in gradients),
+        from_all_ranks(final),
+        initial=from_all_ranks(initial),
+        skipped=tuple(skipped),
+        scales=tuple(scales),
+        spread=(*spread_over_ranks("initial weight", initial), *spread_over_ranks("parameter", final)),
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the CPU, from its shards. Collective for a DTensor."""
+    full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full.cpu().clone()
+
+
+def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
+    """The entries of every rank under one roof: a pipeline stage has only its own. Of several ranks' entries the lowest rank's counts.
+    Collective, over the default group."""
+    names = _gathered(list(mine))
+    if all(found == names[0] for found in names):
+        return dict(mine)
+    merged: dict[str, T] = {}
+    for entries in _gathered(dict(mine)):
+        merged = {**entries, **merged}
+    return merged
+
+
+def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Difference]:
+    """The whole tensors that are not the same bits on every rank that has them, against the lowest such rank. Collective."""
+    digests = _gathered({name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy()).digest() for name, t in mine.items()})
+    found: dict[str, set[bytes]] = {}
+    for entries in digests:
+        for name, digest in entries.items():
+            found.setdefault(name, set()).add(digest)
+    differing = [name for name, seen in found.items() if len(seen) > 1]
+    if not differing:
+        return []
+    everyone = _gathered({name: mine[name] for name in differing if name in mine})
+    spread = []
+    for name in differing:
+        first, *others = [entries[name] for entries in everyone if name in entries]
+        error = max(_largest_error(first, other, floor=0.0) for other in others)
+        spread.append(Difference(f"copies of {kind} {name} on different ranks", error, kind, None, name))
+    return spread
+
+
+def _gathered(value: T) -> list[T]:
+    """Every rank's value, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# ---- the two against each other -----------------------------------------------------------------------------------------------------
+
+
+def compare(reference: Trace, found: Trace) -> list[Difference]:
+    """Every quantity of the two traces: initial weights where both know them, losses, norms, gradients step by step in the model's order,
+    parameters, copies on different ranks. A step that `found` skipped has no norm and no gradient to compare."""
+    differences = _tensors("initial weight", None, reference.initial, found.initial) if reference.initial and found.initial else []
+    differences += [d for d in found.spread if d.kind == "initial weight"]
+    if len(reference.losses) != len(found.losses):
+        differences.append(Difference(f"number of steps {len(reference.losses)} and {len(found.losses)}", float("inf")))
+    for step, (ours, theirs) in enumerate(zip(reference.gradients, found.gradients, strict=False)):
+        differences.append(_scalar("loss", step, reference.losses[step], found.losses[step]))
+        if step not in found.skipped:
+            differences.append(_scalar("gradient norm", step, reference.grad_norms[step], found.grad_norms[step]))
+            differences += _tensors("gradient", step, ours, theirs)
+    differences += _tensors("parameter", None, reference.parameters, found.parameters)
+    return differences + [d for d in found.spread if d.kind == "parameter"]
+
+
+def worst(differences: Sequence[Difference]) -> Difference:
+    """The largest; NaN counts as largest."""
+    return max(differences, key=lambda d: float("inf") if d.error != d.error else d.error)
+
+
+def _scalar(kind: Kind, step: int, reference: float, found: float) -> Difference:
+    same_nan = reference != reference and found != found
+    return Difference(f"{kind}[{step}]", 0.0 if same_nan else abs(reference - found) / max(abs(reference), 1e-12), kind, step)
+
+
+def _tensors(
+    kind: Kind, step: int | None, reference: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None]
+) -> list[Difference]:
+    # The exact value of some tensors is 0 (the gradient of a key bias); they hold rounding noise of their neighbours' size.
+    floor = 1e-3 * max((float(t.abs().max()) for t in reference.values() if t is not None and t.numel()), default=1.0)
+    differences = []
+    for name in [*reference, *(name for name in found if name not in reference)]:
+        ours, theirs = reference.get(name), found.get(name)
+        if ours is None and theirs is None:
+            continue
+        same_shape = ours is not None and theirs is not None and ours.shape == theirs.shape
+        error = _largest_error(ours, theirs, floor=floor) if same_shape else float("inf")  # type: ignore[arg-type]
+        label = f"{kind} {name}" if step is None else f"{kind}[{step}] {name}"
+        differences.append(Difference(label, error, kind, step, name))
+    return differences
+
+
+def _largest_error(reference: torch.Tensor, found: torch.Tensor, *, floor: float) -> float:
+    """The largest absolute difference over the largest absolute value and `floor`. 0 for empty tensors."""
+    if not reference.numel():
+        return 0.0
+    top = float(reference.abs().max()) + floor
+    return float((reference.double() - found.double()).abs().max()) / max(top, 1e-300)

@@ -1,0 +1,208 @@
+"""Other engines on the same model, data and settings, as a Trace that is judged as Plait's is: DeepSpeed, and accelerate's DDP.
+
+Their own mean of means would weigh a micro-batch of few targets as one of many. So each is given the loss as careful users give it: the
+micro-batch's sum over the global weight, times the ranks and micro-batches that the engine divides by. What is judged is the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.cluster.topology import place
+from plait.config.resolve import Resolved
+from plait.engine.batch import to_device
+from plait.engine.optimizer import build_optimizer
+from plait.engine.step import clip_factor
+from plait.errors import ConfigError, InputError, Problem
+from plait.parallel.precision import Precision
+from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
+from plait.verify.subject import Built, give_weights
+
+if TYPE_CHECKING:
+    from plait.verify.plan import Pass, Peer, Plan
+
+_SET_HERE = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"}
+    | {"fp16", "bf16", "amp", "steps_per_print", "wall_clock_breakdown", "flops_profiler", "comms_logger", "dump_state"}
+    | {"tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "autotuning", "elasticity", "data_types"}
+)
+"""What of a DeepSpeed file the comparison sets itself, or has no use for."""
+
+
+def refuse(engine: Peer, resolved: Resolved, passes: Sequence[Pass], *, installed: Callable[[str], bool] | None = None) -> None:
+    """Raise InputError or ConfigError where `engine` cannot run the plan. Before any process."""
+    installed = installed or (lambda name: find_spec(name) is not None)
+    if not installed(engine):
+        raise InputError(f"--engine {engine}: it is not installed here; {sys.executable} -m pip install {engine}")
+    if engine == "deepspeed" and "float64" in passes:
+        raise InputError("--dtype float64: DeepSpeed trains in float32, bfloat16 and float16 only; leave --dtype out")
+    problems = [
+        Problem(f"parallel.{axis}", degree, f"{engine} is compared on data parallelism and ZeRO", "set it to 1 with --set")
+        for axis, degree in resolved.layout.degrees.items()
+        if degree > 1 and (axis in ("pp", "cp", "tp") or (axis == "dp_replicate" and resolved.data_parallel.stage))
+    ]
+    stage = resolved.data_parallel.stage
+    if engine == "accelerate" and stage:
+        rule = "of accelerate, DistributedDataParallel is compared, which replicates"
+        problems.append(Problem("zero_optimization.stage", stage, rule, "use --set zero_optimization.stage=0"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
+    """(the configuration that peers run, what to tell)."""
+    compute = resolved.precision.compute
+    lines = [f"computation {compute} -> float32, in which engines differ by their arithmetic and not by their rounding"] if compute else []
+    return resolved.model_copy(update={"precision": Precision()}), lines
+
+
+def trace(plan: Plan, name: Pass) -> Trace:
+    """Train with the plan's engine. Collective; every rank returns the whole trace."""
+    _, dtype = plan.settings(name)
+    built = plan.build(dtype, rank=place().rank)
+    give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed)
+    return (_deepspeed if plan.engine == "deepspeed" else _accelerate)(plan, built)
+
+
+class _Notes:
+    """What a run computed, as it goes."""
+
+    def __init__(self, initial: Mapping[str, torch.Tensor]) -> None:
+        self.initial = dict(initial)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.gradients: list[dict[str, torch.Tensor | None]] = []
+
+    def trace(self, final: Mapping[str, torch.Tensor]) -> Trace:
+        return Trace(
+            tuple(self.losses),
+            tuple(self.norms),
+            tuple(self.gradients),
+            from_all_ranks(final),
+            initial=self.initial,
+            scales=(1.0,) * len(self.losses),
+            spread=tuple(spread_over_ranks("parameter", final)),
+        )
+
+
+def _mine(plan: Plan, step: Sequence[Any]) -> list[Any]:
+    count, index = plan.resolved.batch.accumulation, plan.resolved.layout.dp_index(place().rank)
+    return list(step[index * count : (index + 1) * count])
+
+
+def _weight(built: Built, step: Iterable[Any]) -> float:
+    """Of the whole step, which every rank knows because it has all the data."""
+    return max(float(sum(built.loss.weight(piece) for piece in step)), torch.finfo(torch.float64).tiny)
+
+
+def _sum_over_ranks(value: float, device: torch.device) -> float:
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total)
+
+
+def _clipped(gradients: Mapping[str, torch.Tensor | None], norm: float, largest: float) -> dict[str, torch.Tensor | None]:
+    """As the optimizer saw them, where an engine shows them before it clips."""
+    factor = float(clip_factor(torch.tensor(norm, dtype=torch.float64), largest)) if largest > 0 else 1.0
+    return {name: None if grad is None else grad * factor for name, grad in gradients.items()}
+
+
+# ---- DeepSpeed ----------------------------------------------------------------------------------------------------------------------
+
+
+def deepspeed_config(plan: Plan) -> dict[str, Any]:
+    """The file itself where it is DeepSpeed's, with the small batch, float32 and a constant learning rate; else one of the same meaning."""
+    resolved = plan.resolved
+    kept = {key: value for key, value in _without_auto(plan.deepspeed or {}).items() if key not in _SET_HERE}
+    params = dict(resolved.optimizer.params)
+    if resolved.optimizer.type in ("Adam", "AdamW") and plan.device == "cpu":
+        # DeepSpeed's own would be compiled first, for minutes; torch's takes its default weight decay from torch.
+        params = {"weight_decay": 0.0, **params, "torch_adam": True}
+    return {
+        "zero_optimization": {"stage": resolved.data_parallel.stage},
+        **kept,
+        "train_micro_batch_size_per_gpu": resolved.batch.micro_batch_size,
+        "gradient_accumulation_steps": resolved.batch.accumulation,
+        "gradient_clipping": resolved.gradient_clipping,
+        "optimizer": {"type": resolved.optimizer.type, "params": params},
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def _without_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what Transformers would fill in; DeepSpeed has a default for each."""
+    return {key: _without_auto(value) if isinstance(value, Mapping) else value for key, value in tree.items() if value != "auto"}
+
+
+def _deepspeed(plan: Plan, built: Built) -> Trace:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo")
+    parameters = [p for p in built.model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=built.model, model_parameters=parameters, config=deepspeed_config(plan))
+    notes = _Notes(_deepspeed_parameters(engine))
+    count = plan.resolved.batch.accumulation
+    for step in plan.data(built):
+        weight, loss = _weight(built, step), 0.0
+        gradients: dict[str, torch.Tensor | None] = {}
+        pieces = _mine(plan, step)
+        for index, piece in enumerate(to_device(tuple(pieces), engine.device)):
+            total, _ = built.loss(built.forward(engine, piece), piece)
+            loss += float(total.detach())
+            engine.backward(total * (plan.resolved.layout.dp * count / weight))
+            if index == count - 1:
+                for name, parameter in engine.module.named_parameters():
+                    grad = safe_get_full_grad(parameter) if parameter.requires_grad else None
+                    gradients[name] = None if grad is None else whole(grad)
+            engine.step()
+        notes.losses.append(_sum_over_ranks(loss, engine.device) / weight)
+        notes.norms.append(float(engine.get_global_grad_norm()))
+        notes.gradients.append(_clipped(gradients, notes.norms[-1], plan.resolved.gradient_clipping))
+    return notes.trace(_deepspeed_parameters(engine))
+
+
+def _deepspeed_parameters(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    named = list(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters([parameter for _, parameter in named]):
+        return {name: whole(parameter) for name, parameter in named}
+
+
+# ---- accelerate ---------------------------------------------------------------------------------------------------------------------
+
+
+def _accelerate(plan: Plan, built: Built) -> Trace:
+    from accelerate import Accelerator
+
+    count, clipping = plan.resolved.batch.accumulation, plan.resolved.gradient_clipping
+    accelerator = Accelerator(cpu=plan.device == "cpu", gradient_accumulation_steps=count, mixed_precision="no")
+    optimizer = build_optimizer(plan.resolved.optimizer, list(built.model.named_parameters()))
+    model, optimizer = accelerator.prepare(built.model, optimizer)
+    inner: nn.Module = accelerator.unwrap_model(model)
+    notes = _Notes({name: whole(p) for name, p in inner.named_parameters()})
+    for step in plan.data(built):
+        weight, loss, norm = _weight(built, step), 0.0, float("nan")
+        for piece in to_device(tuple(_mine(plan, step)), accelerator.device):
+            with accelerator.accumulate(model):
+                total, _ = built.loss(built.forward(model, piece), piece)
+                loss += float(total.detach())
+                accelerator.backward(total * (plan.resolved.layout.dp * count / weight))
+                if accelerator.sync_gradients:
+                    norm = float(accelerator.clip_grad_norm_(model.parameters(), clipping if clipping > 0 else float("inf")))
+                    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in inner.named_parameters()}
+                    notes.gradients.append(gradients)
+                optimizer.step()
+                optimizer.zero_grad()
+        notes.losses.append(_sum_over_ranks(loss, accelerator.device) / weight)
+        notes.norms.append(norm)
+    return notes.trace({name: whole(p) for name, p in inner.named_parameters()})

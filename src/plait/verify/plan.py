@@ -1,0 +1,211 @@
+"""What a verification will do, decided before any process exists: the small model, the processes, the batch, and what of the configuration
+stays as it is.
+
+A Plan is data that every process gets. Degrees of tensor, sequence and pipeline parallelism are never changed; those of data parallelism,
+the batch and the buckets shrink with the model, each with a line that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from plait.config.resolve import Resolved, resolve
+from plait.config.schema import Config, ParallelSection
+from plait.errors import ConfigError, InputError, Problem
+from plait.parallel.precision import Precision
+from plait.units import dtype_of
+from plait.verify import peers
+from plait.verify.batches import ragged_steps
+from plait.verify.choose import choose
+from plait.verify.subject import Built, Subject, build, seed_everything
+
+Pass = Literal["float64", "configured"]
+Device = Literal["auto", "cpu", "cuda"]
+Peer = Literal["plait", "deepspeed", "accelerate"]
+
+MICRO_BATCH, ACCUMULATION = 2, 3
+"""At most so many samples and micro-batches: two rows differ in length, of three micro-batches one is neither the first nor the last."""
+SCALE_POWER = 12
+"""float16 starts from at most this power of two, so that no step of a short comparison is skipped."""
+LEAST_BUCKET_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a process needs to know."""
+
+    subject: Subject
+    resolved: Resolved
+    engine: Peer
+    passes: tuple[Pass, ...]
+    steps: int
+    dtype: str
+    """Of the parameters, in the configured precision."""
+    blocks: tuple[str, ...]
+    """Names of the small model's blocks, for the report."""
+    lines: tuple[tuple[str, str], ...]
+    """(topic, what to tell) before anything runs."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    deepspeed: dict[str, Any] | None = None
+    """The file itself where it is a DeepSpeed file, for DeepSpeed."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.resolved.layout.world_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, over all data-parallel ranks."""
+        return self.resolved.layout.dp * self.resolved.batch.accumulation
+
+    def build(self, dtype: torch.dtype, *, rank: int = 0) -> Built:
+        """The model. Where it comes with weights of its own, every rank draws others: an engine must make them rank 0's."""
+        seed_everything(self.resolved.seed + rank)
+        return build(self.subject, dtype=dtype)
+
+    def data(self, built: Built) -> list[list[Any]]:
+        """Steps of micro-batches of the whole world, the same for every process and pass."""
+        return ragged_steps(
+            steps=self.steps,
+            micro_batches=self.micro_batches,
+            size=self.resolved.batch.micro_batch_size,
+            seed=self.resolved.seed,
+            micro_batch=built.micro_batch,
+        )
+
+    def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
+        """(configuration, dtype of the parameters) of a pass. float64 keeps every mechanism of mixed precision, the loss scale included,
+        and replaces each dtype."""
+        if name == "configured":
+            return self.resolved, dtype_of(self.dtype)
+        precision = self.resolved.precision
+        wide = Precision.model_construct(
+            compute="float64" if precision.compute else None,
+            reduce="float64" if precision.reduction else None,
+            loss_scale=precision.loss_scale,
+            check_overflow=precision.check_overflow,
+        )
+        return self.resolved.model_copy(update={"precision": wide}), torch.float64
+
+    @property
+    def computes_in(self) -> str:
+        """The configured precision, for people: `bfloat16 with float32 parameters`."""
+        compute = self.resolved.precision.compute
+        return f"{compute} with {self.dtype} parameters" if compute and compute != self.dtype else self.dtype
+
+
+def prepare(
+    config: Config,
+    *,
+    model: str | None,
+    processes: int | None,
+    most_processes: int,
+    steps: int,
+    passes: Sequence[Pass],
+    engine: Peer = "plait",
+    device: Device = "auto",
+    gpus: int = 0,
+    deepspeed: dict[str, Any] | None = None,
+) -> Plan:
+    """The plan, or ConfigError, InputError or ModelError for what cannot be verified. `most_processes` is what this machine starts without
+    being told a number, `gpus` how many processes can have one of their own."""
+    if steps < 1:
+        raise InputError(f"--steps {steps}: at least one step is compared; use 1 or more")
+    parallel, world, degrees = small_degrees(config, processes, most=most_processes)
+    small, rest = small_batch(config.model_copy(update={"parallel": parallel}))
+    resolved = resolve(small, world_size=world)
+    if device == "cuda" and gpus < world:
+        raise InputError(f"--device cuda: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or fewer --processes")
+    where: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and gpus >= world else "cpu"
+    if engine != "plait":
+        peers.refuse(engine, resolved, passes)
+        resolved, more = peers.in_float32(resolved)
+        rest += more
+    choice = choose(config, model, layout=resolved.layout)
+    buckets = resolved.data_parallel
+    if choice.share < 1:
+        # As many buckets for the small model as the large one has.
+        size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
+        resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update={"bucket_bytes": size})})
+    layout, batch = resolved.layout, resolved.batch
+    data = f"{steps} steps x {layout.dp * batch.accumulation} micro-batches x {batch.micro_batch_size} samples, ragged"
+    place = f"{world} process{'es' if world > 1 else ''} on {'GPUs' if where == 'cuda' else 'the CPU'}"
+    lines = [("model", line) for line in choice.lines]
+    lines += [("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}")]
+    lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]
+    return Plan(
+        subject=choice.subject,
+        resolved=resolved,
+        engine=engine,
+        passes=tuple(passes),
+        steps=steps,
+        dtype=choice.dtype if engine == "plait" else "float32",
+        blocks=choice.names,
+        lines=tuple(lines),
+        device=where,
+        deepspeed=deepspeed,
+    )
+
+
+def small_degrees(config: Config, processes: int | None, *, most: int) -> tuple[ParallelSection, int, list[str]]:
+    """(degrees, processes, what to tell). With `processes` the file's degrees as they are; else every open data-parallel degree is 2, and
+    given ones are lowered to 2 where that many processes would be too many. Raises ConfigError where even those are."""
+    parallel, sharded = config.parallel, config.zero_optimization.stage > 0
+    wanted = config.run.processes if config.run is not None else "auto"
+    if processes is not None:
+        return parallel, processes, []
+    if isinstance(wanted, int) and wanted <= most:
+        return parallel, wanted, []
+    fixed = parallel.pp * parallel.cp * parallel.tp
+    given = {name: value for name in ("dp_replicate", "dp_shard") if isinstance(value := getattr(parallel, name), int)}
+    degrees = {"dp_replicate": given.get("dp_replicate", 1 if sharded else 2), "dp_shard": given.get("dp_shard", 2 if sharded else 1)}
+    lines = []
+    if fixed * degrees["dp_replicate"] * degrees["dp_shard"] > most:
+        lowered = {name: min(degree, 2) for name, degree in degrees.items()}
+        lines = [f"{name} {degree} -> {lowered[name]}" for name, degree in degrees.items() if degree > 2]
+        degrees = lowered
+    world = fixed * degrees["dp_replicate"] * degrees["dp_shard"]
+    if world > most:
+        named = " x ".join(f"{axis} {degree}" for axis, degree in {**_fixed(parallel), **degrees}.items() if degree > 1)
+        rule = f"{named} = {world} processes, and this machine starts {most} by itself"
+        raise ConfigError(Problem("parallel", None, rule, f"lower a degree with --set, or start them with --processes {world}"))
+    return parallel.model_copy(update=degrees), world, lines
+
+
+def _fixed(parallel: ParallelSection) -> dict[str, int]:
+    return {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp}
+
+
+def small_batch(config: Config) -> tuple[Config, list[str]]:
+    """(the configuration with a small batch and a constant learning rate, what to tell)."""
+    micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    most = max(ACCUMULATION, config.parallel.pp + 1)
+    changed: dict[str, Any] = {
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": min(micro, MICRO_BATCH) if isinstance(micro, int) else MICRO_BATCH,
+        "gradient_accumulation_steps": min(accumulation, most) if isinstance(accumulation, int) else _accumulation(config),
+        "data_parallel_size": None,
+        "scheduler": None,
+    }
+    lines = [
+        f"{name} {before} -> {changed[name]}"
+        for name, before in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", accumulation))
+        if isinstance(before, int) and before != changed[name]
+    ]
+    if config.scheduler is not None:
+        lines.append(f"scheduler {config.scheduler.type} left out: a constant learning rate, because a warm-up begins at 0")
+    fp16, power = config.fp16, config.fp16.initial_scale_power
+    if fp16.enabled is True and fp16.loss_scale == 0 and isinstance(power, int) and power > SCALE_POWER:
+        changed["fp16"] = fp16.model_copy(update={"initial_scale_power": SCALE_POWER})
+        lines.append(f"fp16.initial_scale_power {power} -> {SCALE_POWER}, so that no step is skipped")
+    return config.model_copy(update=changed), lines
+
+
+def _accumulation(config: Config) -> int:
+    """Where the file leaves it to the batch size: several micro-batches if it can mean several, else one."""
+    return 2 if isinstance(config.train_batch_size, int) and isinstance(config.train_micro_batch_size_per_gpu, int) else 1

@@ -1,0 +1,290 @@
+"""The verdict: every compared number with its error and what is allowed, as lines for people and as one object for machines.
+
+float64: each loss, norm, gradient and parameter is within the bar of one process. The configured precision: no further from the float64
+truth than 1.2 x one process in the same precision is, in root mean square over all tensors of a kind; a single tensor, which is a small
+sample, may add the model's own error to its own. Nothing is run here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from plait.units import dtype_of
+from plait.verify.parity import Kind, Trace, compare
+from plait.verify.plan import Pass, Plan
+
+EXACT_BAR, ROUNDED_BAR = 1e-10, 1e-7
+FACTOR = 1.2
+FLOOR = 1e-3
+"""A tensor is measured against its own size plus this share of the usual size of its kind: what should be 0 holds rounding noise."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared quantity."""
+
+    kind: Kind
+    step: int | None
+    name: str
+    """Of the parameter; empty for a loss, a norm, or all tensors together."""
+    error: float
+    allowed: float
+    one_process: float | None = None
+    """The error of one process in the same precision."""
+    what: str = ""
+    """What is different, where it is not a matter of size."""
+
+    @property
+    def equal(self) -> bool:
+        """The verdict; NaN never is."""
+        return self.error <= self.allowed
+
+    def __str__(self) -> str:
+        subject = f"{self.kind} of {self.name}" if self.name else self.kind
+        if self.step is not None:
+            subject += f" in step {self.step}"
+        if self.what:
+            return f"{subject}: {self.what}"
+        return f"{subject}: error {self.error:.1e}, allowed {self.allowed:.1e}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """The verdict of one pass."""
+
+    name: Pass
+    title: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def different(self) -> tuple[Row, ...]:
+        """Rows that are not equal, in the order of the computation."""
+        return tuple(row for row in self.rows if not row.equal)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict."""
+
+    sections: tuple[Section, ...]
+    blocks: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is."""
+        return not any(section.different for section in self.sections)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that are not finite become text."""
+        sections = [
+            {
+                "name": section.name,
+                "title": section.title,
+                "equal": not section.different,
+                "notes": list(section.notes),
+                "rows": [{**asdict(row), "equal": row.equal} for row in section.rows],
+            }
+            for section in self.sections
+        ]
+        first = next((row for section in self.sections for row in section.different if row.name), None)
+        whole = {**self.facts, "equal": self.equal, "first_different": first and first.name, "passes": sections}
+        cleaned: dict[str, Any] = _finite(whole)
+        return cleaned
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- judging ------------------------------------------------------------------------------------------------------------------------
+
+
+def judge_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None) -> Section:
+    """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model itself rounds to float32."""
+    bar = tolerance if tolerance is not None else EXACT_BAR if plan.subject.exact else ROUNDED_BAR
+    rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(exact, found)]
+    notes = _skips(found)
+    return Section("float64", f"float64 in every place of the configuration's dtypes, within {bar:.0e} of one process", tuple(rows), notes)
+
+
+def _what(kind: Kind, name: str, error: float) -> str:
+    if kind == "other":
+        return name
+    if name.startswith("copies"):
+        return f"ranks hold different copies, {error:.1e} apart"
+    return "one of the two has none, or another shape" if error == math.inf else ""
+
+
+def judge_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
+    """As close to float64 as one process in the same precision. Steps that float16 skipped have no gradient to compare; that they had to
+    be skipped is checked against one process at the same loss scale."""
+    ours, theirs = _errors(exact, found), _errors(exact, single)
+    unit, single_roundings = _units(plan)
+    rows = []
+    for key, error in ours.items():
+        kind, step, name = key
+        one = theirs.get(key, math.nan)
+        allowed = FACTOR * one + (single_roundings if kind in ("loss", "gradient norm") else unit)
+        if name:
+            allowed = FACTOR * (one + theirs.get((kind, step, ""), 0.0)) + unit
+        rows.append(Row(kind, step, name, error, allowed, one))
+    bits = [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread]
+    rows += [Row(d.kind, None, d.tensor or "", d.error, 0.0, what=_what(d.kind, d.name, d.error)) for d in bits]
+    for step in found.skipped:
+        if math.isfinite(single.grad_norms[step]):
+            rows.append(Row("gradient norm", step, "", math.inf, 0.0, what="the step was skipped, and one process does not overflow"))
+    if len(found.skipped) == len(found.losses):
+        rows.append(Row("other", None, "", math.inf, 0.0, what="every step was skipped, so nothing was compared; raise --steps"))
+    title = f"{plan.computes_in}, error against float64 at most {FACTOR} x that of one process"
+    return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(found))
+
+
+def _order(row: Row) -> tuple[int, int]:
+    """The order in which a run computes: what is not in order keeps its place."""
+    if row.kind == "initial weight":
+        return (0, 0)
+    if row.kind in ("parameter", "other"):
+        return (2, 0)
+    return (1, row.step or 0)
+
+
+def _skips(found: Trace) -> tuple[str, ...]:
+    if not found.skipped:
+        return ()
+    return (f"skipped, with nothing to compare but the loss: step {', '.join(map(str, found.skipped))}",)
+
+
+def _units(plan: Plan) -> tuple[float, float]:
+    """What rounding may change beside its usual share: of a tensor, because sums over ranks are taken in another order than over
+    micro-batches, in the dtype of the reduction; of a loss or norm, a single number whose error in one process may be 0 by chance."""
+    precision = plan.resolved.precision
+    reduced, computed = dtype_of(precision.reduction or plan.dtype), dtype_of(precision.compute or plan.dtype)
+    return torch.finfo(reduced).eps, max(torch.finfo(reduced).eps, torch.finfo(computed).eps / 4)
+
+
+Key = tuple[Kind, int | None, str]
+
+
+def _errors(exact: Trace, found: Trace) -> dict[Key, float]:
+    """Relative errors, in the order of the computation: of losses, norms, every tensor, and ("" as name) all tensors of a step together.
+    Those of parameters are relative to what training changed."""
+    errors: dict[Key, float] = {}
+    for step in range(len(exact.losses)):
+        errors["loss", step, ""] = _relative(exact.losses[step], found.losses[step])
+        if step in found.skipped:
+            continue
+        errors["gradient norm", step, ""] = _relative(exact.grad_norms[step], found.grad_norms[step])
+        errors |= _tensor_errors("gradient", step, exact.gradients[step], found.gradients[step], {})
+    return errors | _tensor_errors("parameter", None, exact.parameters, found.parameters, exact.initial)
+
+
+def _relative(exact: float, found: float) -> float:
+    return 0.0 if exact != exact and found != found else abs(exact - found) / max(abs(exact), 1e-12)
+
+
+def _tensor_errors(
+    kind: Kind,
+    step: int | None,
+    exact: Mapping[str, torch.Tensor | None],
+    found: Mapping[str, torch.Tensor | None],
+    initial: Mapping[str, torch.Tensor],
+) -> dict[Key, float]:
+    sizes: dict[str, float] = {}
+    squares: dict[str, float] = {}
+    errors: dict[Key, float] = {}
+    for name in [*exact, *(name for name in found if name not in exact)]:
+        truth, value = exact.get(name), found.get(name)
+        if truth is None and value is None:
+            continue
+        if truth is None or value is None or truth.shape != value.shape:
+            errors[kind, step, name] = math.inf
+            continue
+        change = truth.double() - initial[name].double() if name in initial else truth.double()
+        sizes[name] = float(change.square().sum())
+        squares[name] = float((truth.double() - value.double()).square().sum())
+    count = {name: tensor.numel() for name, tensor in exact.items() if tensor is not None and name in sizes}
+    usual = sum(sizes.values()) / max(sum(count.values()), 1)  # of an element, squared
+    together = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
+    singly = {(kind, step, name): math.sqrt(squares[name] / max(sizes[name] + FLOOR**2 * usual * count[name], 1e-300)) for name in sizes}
+    return {(kind, step, ""): together, **singly, **errors}  # type: ignore[dict-item]
+
+
+# ---- telling ------------------------------------------------------------------------------------------------------------------------
+
+
+def failure(report: Report) -> str:
+    """Why the verdict is "different": what of each pass, the first parameter by name, the largest error."""
+    lines = []
+    for section in report.sections:
+        rows = section.different
+        if not rows:
+            continue
+        first = next((row for row in rows if row.name), rows[0])
+        largest = max(rows, key=_badness)
+        lines.append(f"{section.name}: {_counted(rows)} of {len(section.rows)} compared numbers differ from one process")
+        lines.append(f"  first: {first}")
+        if largest != first:
+            lines.append(f"  worst: {largest}")
+    return "\n".join(lines)
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    return f"{len(rows):,}"
+
+
+def _badness(row: Row) -> float:
+    if row.error != row.error:
+        return math.inf
+    return row.error / row.allowed if row.allowed else math.inf if row.error else 0.0
+
+
+def lines(report: Report, *, everything: bool = False) -> list[str]:
+    """The tables: worst first, the tensors of a block in one line unless `everything`."""
+    shown = []
+    for section in report.sections:
+        shown += ["", section.title]
+        shown += [f"  {note}" for note in section.notes]
+        table = [_cells(group) for group in sorted(_groups(section.rows, report.blocks, everything), key=lambda g: -_badness(g[1]))]
+        shown += _aligned([("", "worst", "error", "one process", "allowed", ""), *table], drop=3 if section.name == "float64" else None)
+    return shown
+
+
+def _groups(rows: Iterable[Row], blocks: Sequence[str], everything: bool) -> list[tuple[str, Row, int]]:
+    """(title, worst row, number of rows) of what is told in one line."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)
+        plural = {"loss": "losses", "gradient norm": "gradient norms"}.get(row.kind, row.kind)
+        title = plural if not row.name else f"{row.kind} {row.name if everything or block is None else block + '.*'}"
+        if not row.name and row.kind in ("gradient", "parameter"):
+            title = f"all {row.kind}s together"
+        groups.setdefault(title, []).append(row)
+    return [(title, max(members, key=_badness), len(members)) for title, members in groups.items()]
+
+
+def _cells(group: tuple[str, Row, int]) -> tuple[str, ...]:
+    title, row, count = group
+    at = row.name if not title.endswith(row.name) or not row.name else ""
+    at = at.rpartition(title.split(" ")[-1].removesuffix("*"))[2] if at else ""
+    step = f"step {row.step}" if row.step is not None else ""
+    where = ", ".join(part for part in (at, step) if part)
+    one = "" if row.one_process is None else f"{row.one_process:.1e}"
+    verdict = "equal" if row.equal else "DIFFERENT"
+    return (title, where if count > 1 or at else step, row.what or f"{row.error:.1e}", one, f"{row.allowed:.1e}", verdict)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], *, drop: int | None) -> list[str]:
+    kept = [tuple(cell for index, cell in enumerate(row) if index != drop) for row in rows]
+    widths = [max(len(row[column]) for row in kept) for column in range(len(kept[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in kept]

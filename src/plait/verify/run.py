@@ -1,0 +1,163 @@
+"""Runs a plan: the layout in every process that was started for it, one process's references where the verdict is made.
+
+The layout goes through `plait.initialize`, as any training does, so nothing here knows of a technique. The references are plain torch and
+see the same weights, the same data, the same optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.cluster.topology import place
+from plait.engine.batch import to_device
+from plait.engine.build import initialize
+from plait.engine.engine import Engine
+from plait.engine.optimizer import build_optimizer
+from plait.units import dtype_of
+from plait.verify import peers
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, engine_trace, reference_trace
+from plait.verify.plan import Pass, Plan
+from plait.verify.subject import Built, give_weights
+
+PLAN, TRACES = "plan.pickle", "traces.pickle"
+Traces = dict[Pass, Trace]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """What each started process does with FOLDER SECONDS: the folder holds the plan and takes the traces from rank 0; a run that takes
+    longer is ended, because a defect may show as ranks that wait for each other."""
+    folder, seconds = Path(arguments[0]), float(arguments[1])
+    with (folder / PLAN).open("rb") as file:
+        plan: Plan = pickle.load(file)
+    traces = run_watched(plan, seconds=seconds)
+    if place().rank == 0:
+        with (folder / f"{TRACES}.partial").open("wb") as file:
+            pickle.dump(traces, file)
+        (folder / f"{TRACES}.partial").rename(folder / TRACES)
+
+
+def run_watched(plan: Plan, *, seconds: float) -> Traces:
+    """`run_layout`, ended after `seconds` with every thread's stack, and with what engines print sent to standard error: standard output is
+    the report's."""
+    sys.stdout.flush()
+    report = os.dup(1)
+    os.dup2(2, 1)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        return run_layout(plan)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        sys.stdout.flush()
+        os.dup2(report, 1)
+        os.close(report)
+
+
+# ---- the layout ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_layout(plan: Plan) -> Traces:
+    """Every pass of the plan on this process. Collective."""
+    if plan.engine != "plait":
+        return {name: peers.trace(plan, name) for name in plan.passes}
+    engines: list[Engine] = []
+    traces: Traces = {}
+    try:
+        for name in plan.passes:
+            traces[name] = _engine_trace(plan, name, engines)
+    finally:
+        for engine in reversed(engines):  # the first made the process group that the others use
+            engine.close()
+    return traces
+
+
+def _engine_trace(plan: Plan, name: Pass, engines: list[Engine]) -> Trace:
+    resolved, dtype = plan.settings(name)
+    built = plan.build(dtype, rank=place().rank)
+    with lifted_in(name, built.model):
+        engine = initialize(built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps)
+        engines.append(engine)
+        return engine_trace(engine, plan.data(built))
+
+
+def lifted_in(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
+    """In float64, casts inside the model and inside the optimizer that narrows on purpose are left out."""
+    return lifted(model, torch.optim.Muon) if name == "float64" else nullcontext()
+
+
+# ---- one process --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class References:
+    """What one process computes. `exact` is in float64 from the weights of the pass; `single` in the precision of the pass."""
+
+    exact: Trace
+    single: Trace | None
+
+
+def references(plan: Plan, name: Pass, found: Trace) -> References:
+    """The truth about a pass, in this process alone. `found` tells which steps were skipped and how losses were scaled."""
+    _, dtype = plan.settings(name)
+    built = plan.build(dtype)
+    model = give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed).to(plan.device)
+    data = [[to_device(piece, torch.device(plan.device)) for piece in step] for step in plan.data(built)]
+    exact_model = model if name == "float64" else _in_float64(plan, model)
+    with lifted_in("float64", exact_model):
+        exact = _trace(plan, built, exact_model, data, found)
+    if name == "float64":
+        return References(exact, None)
+    precision = plan.resolved.precision
+    single = _trace(
+        plan,
+        built,
+        model,
+        data,
+        found,
+        compute=dtype_of(precision.compute) if precision.compute else None,
+        reduce=dtype_of(precision.reduction) if precision.reduction else None,
+        scales=found.scales,
+    )
+    return References(exact, single)
+
+
+def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
+    """A copy with the same values. It is built anew, because some layers are made differently for float64."""
+    if plan.subject.fields is None:
+        return copy.deepcopy(model).double()
+    wide = give_weights(plan.build(torch.float64).model, blocks=plan.subject.blocks, seed=0).to(plan.device)
+    with torch.no_grad():
+        for name, parameter in wide.named_parameters():
+            parameter.copy_(model.get_parameter(name))
+        for name, buffer in wide.named_buffers():
+            buffer.copy_(model.get_buffer(name))
+    return wide
+
+
+def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], found: Trace, **precision: Any) -> Trace:
+    return reference_trace(
+        model,
+        data,
+        loss_fn=built.loss,
+        optimizer=lambda _: build_optimizer(plan.resolved.optimizer, list(model.named_parameters())),
+        clipping=plan.resolved.gradient_clipping,
+        forward=built.forward,
+        skipped=found.skipped,
+        **precision,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

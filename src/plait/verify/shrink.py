@@ -1,0 +1,244 @@
+"""A Transformers configuration or a plain model made small enough to compare in seconds, and still cut by a layout as the large one is.
+
+Sizes shrink; what decides the code path does not: whether heads, key-value heads, widths and the vocabulary divide by each degree of
+the layout, grouped or multi-query attention, kinds of layers, experts chosen per token. Every change is listed. Pure arithmetic on a
+dictionary: whether the result builds and runs is tried by `subject`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from plait.cluster.layout import Layout
+
+Fields = dict[str, Any]
+
+DEPTH = 2
+"""Blocks that are kept, where neither the layout nor different kinds of layers ask for more."""
+HEAD_SIZES = (8, 16, 32, 64)
+"""Sizes of an attention head that are tried in turn; small ones fail where a model rotates a fraction of the head."""
+VOCABULARY = 96
+SPREAD = 0.1
+"""Standard deviation of initial weights. The usual 0.02 is made for wide layers; in narrow ones it leaves attention uniform, and gradients
+of queries and keys too small to see an error in."""
+
+_DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp")
+_EXPERT_INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size")
+_HEAD_SIZE = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim")
+_RANKS = ("q_lora_rank", "kv_lora_rank")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+_GROUPS = ("n_group", "num_expert_group")
+_WINDOWS = ("sliding_window", "attention_window_size")
+_FIRST_LAYERS = ("first_k_dense_replace",)
+_SPREADS = ("initializer_range", "init_std")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One field of a configuration that was changed."""
+
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {_short(self.before)} -> {_short(self.after)}"
+
+
+def _short(value: Any) -> str:
+    return f"[{len(value)} entries]" if isinstance(value, list | tuple) else str(value)
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
+    """What differs, in the order of the configuration."""
+    return tuple(Change(name, before.get(name), value) for name, value in after.items() if before.get(name) != value)
+
+
+# ---- depth --------------------------------------------------------------------------------------------------------------------------
+
+
+def depth_of(fields: Mapping[str, Any]) -> int | None:
+    """Number of layers; None where the configuration has no field for it."""
+    name = _present(fields, _DEPTH)
+    return fields[name] if name else None
+
+
+def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What the configuration says of every layer in lists that have one entry a layer (`layer_types`)."""
+    depth = depth_of(fields) or 0
+    lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == depth > 1]
+    return [tuple(_hashable(entry[index]) for entry in lists) for index in range(depth)]
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
+    """The configuration with at most `depth` layers, more where there are more kinds of layers. Of every kind the first is kept."""
+    name, before = _present(fields, _DEPTH), depth_of(fields)
+    result = copy.deepcopy(dict(fields))
+    if name is None or before is None:
+        return result
+    kinds = kinds_of_layers(fields)
+    chosen = {kinds.index(kind) for kind in kinds}
+    rest = [index for index in range(before) if index not in chosen]
+    kept = sorted(chosen | set(rest[: max(0, depth - len(chosen))]))
+    result[name] = len(kept)
+    for field, value in fields.items():
+        if isinstance(value, list | tuple) and len(value) == before > 1:
+            result[field] = [value[index] for index in kept]
+        elif field in _FIRST_LAYERS and isinstance(value, int):
+            result[field] = min(value, 1)
+        elif field == "mlp_only_layers" and value:
+            result[field] = [index for index in value if index < len(kept)]
+    return result
+
+
+# ---- width --------------------------------------------------------------------------------------------------------------------------
+
+
+def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> Fields:
+    """The configuration with narrow layers whose attention heads have `head_size` elements. Raises ValueError for one that does not say its
+    heads or hidden size."""
+    result = copy.deepcopy(dict(fields))
+    hidden, heads = _present(fields, _HIDDEN), _present(fields, _HEADS)
+    if hidden is None or heads is None:
+        raise ValueError("the configuration has no hidden_size or no num_attention_heads")
+    cuts, all_cuts = _degrees(layout.tp, layout.cp), _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)
+    kv = _present(fields, _KV_HEADS)
+    result[heads], kv_heads = shrink_heads(fields[heads], fields[kv] if kv else fields[heads], cuts)
+    if kv:
+        result[kv] = kv_heads
+    before = _present(fields, _HEAD_SIZE)
+    old_head_size = fields[before] if before == "head_dim" else fields[hidden] // fields[heads]
+    for name in _HEAD_SIZE:
+        if isinstance(fields.get(name), int):
+            result[name] = max(2, fields[name] * head_size // old_head_size // 2 * 2)
+    square = fields[hidden] == fields[heads] * old_head_size
+    result[hidden] = result[heads] * head_size if square else like(fields[hidden], result[heads] * head_size + 8, (*all_cuts, 8))
+    for names, target in ((_INNER, 2 * result[hidden]), (_EXPERT_INNER, result[hidden] // 2), (_RANKS, 16)):
+        for name in names:
+            if isinstance(fields.get(name), int):
+                result[name] = min(fields[name], like(fields[name], target, all_cuts))
+    if fields.get("word_embed_proj_dim") == fields[hidden]:
+        result["word_embed_proj_dim"] = result[hidden]
+    _shrink_experts(fields, result, cuts)
+    return result
+
+
+def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[int]) -> None:
+    name, per_token = _present(fields, _EXPERTS), _present(fields, _PER_TOKEN)
+    if name is None or per_token is None or any(fields.get(group, 1) not in (None, 1) for group in _GROUPS):
+        return
+    result[name] = min(fields[name], like(fields[name], max(4, 2 * fields[per_token]), cuts))
+
+
+def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
+    """Vocabulary, windows and dropout: a short vocabulary, attention windows that the short data reaches, no randomness."""
+    result = copy.deepcopy(dict(fields))
+    if isinstance(fields.get("vocab_size"), int):
+        size = min(fields["vocab_size"], like(fields["vocab_size"], VOCABULARY, _degrees(layout.tp, layout.dp_shard, layout.dp)))
+        result["vocab_size"] = size
+        for name, value in fields.items():
+            if name.endswith("_token_id"):
+                result[name] = _small_token(value, size)
+    for name in _WINDOWS:
+        if isinstance(fields.get(name), int):
+            result[name] = min(fields[name], 4)
+    for name in _SPREADS:
+        if isinstance(fields.get(name), float):
+            result[name] = max(fields[name], SPREAD)
+    for name in fields:
+        if is_dropout(name, fields[name]):
+            result[name] = 0.0
+    return result
+
+
+def _small_token(value: Any, size: int) -> Any:
+    if isinstance(value, list):
+        return [_small_token(entry, size) for entry in value]
+    return value % size if isinstance(value, int) and value >= size else value
+
+
+def is_dropout(name: str, value: Any) -> bool:
+    """Whether a field is a probability of dropping something, and not 0."""
+    return "drop" in name and isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+
+
+def like(value: int, target: int, degrees: Iterable[int]) -> int:
+    """The least number from `target` on that divides by exactly those of `degrees` that `value` divides by."""
+    degrees = tuple(degrees)
+    for found in range(max(target, 1), max(target, 1) + prod(set(degrees)) + 1):
+        if all((found % degree == 0) == (value % degree == 0) for degree in degrees):
+            return found
+    return value
+
+
+def shrink_heads(heads: int, kv_heads: int, degrees: Sequence[int]) -> tuple[int, int]:
+    """The fewest (heads, key-value heads) that a layout of `degrees` cuts as it cuts the given ones: what divides still does, what has to
+    be replicated still has, two heads or more on a rank where there were so many."""
+
+    def cut(h: int, k: int) -> tuple[Any, ...]:
+        per_degree = tuple((h % d == 0, k % d == 0, d % k == 0, min(h // d, 2), min(k // d, 2)) for d in degrees)
+        return (h == k, k == 1, h % k == 0, *per_degree)
+
+    wanted = cut(heads, kv_heads)
+    for h in range(min(heads, 4), heads + 1):
+        for k in range(min(kv_heads, 2), min(kv_heads, h) + 1):
+            if cut(h, k) == wanted:
+                return h, k
+    return heads, kv_heads
+
+
+def _degrees(*degrees: int) -> tuple[int, ...]:
+    return tuple(sorted({degree for degree in degrees if degree > 1}))
+
+
+def _present(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    return next((name for name in names if isinstance(fields.get(name), int) and not isinstance(fields[name], bool)), None)
+
+
+# ---- built models -------------------------------------------------------------------------------------------------------------------
+
+
+def cut_blocks(model: nn.Module, blocks: Sequence[str], depth: int) -> int | None:
+    """Leave only the first `depth` entries of the list that holds `blocks`, in place. Returns how many there were; None where the blocks
+    are no single list or no more than that."""
+    owners = {name.rpartition(".")[0] for name in blocks}
+    if len(owners) != 1 or len(blocks) <= depth:
+        return None
+    container = model.get_submodule(owners.pop())
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return None
+    del container[depth:]
+    return len(blocks)
+
+
+_RANDOM = re.compile(r"(drop|dropout|drop_prob|drop_path)$")
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def without_dropout(model: nn.Module) -> int:
+    """Set every dropout probability in `model` to 0, in place: torch's layers, and attributes such as `dropout` or `drop_path`. Returns how
+    many there were."""
+    count = 0
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            named = _RANDOM.search(name) or (name == "p" and isinstance(module, _DROPOUTS))
+            if named and isinstance(value, float) and value > 0:
+                setattr(module, name, 0.0)
+                count += 1
+    return count

@@ -1,0 +1,166 @@
+"""What is verified: how to build the model (on meta, or with weights of its own), what it takes and which loss it has.
+
+A Subject is data, so that the process that checks and the processes that run build the same thing. Nothing here knows of layouts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from plait.engine.batch import Forward, default_forward
+from plait.engine.loss import Loss, causal_lm_loss
+from plait.errors import InputError, ModelError
+from plait.model.blocks import find_blocks
+from plait.parallel import materialise
+from plait.policy import Policy
+from plait.verify.batches import BatchFunction, token_batches
+from plait.verify.shrink import Fields, cut_blocks, without_dropout
+
+
+class Subject(Policy):
+    """A model under comparison."""
+
+    title: str
+    """For people: `llama`, `package.module:function`."""
+    fields: Fields | None = None
+    """A Transformers configuration with its `model_type`."""
+    function: str | None = None
+    """`package.module:function` that returns a module, or (module, loss, micro-batch function)."""
+    depth: int | None = None
+    """How many blocks of the function's model are kept; None keeps all."""
+    blocks: tuple[str, ...] = ()
+    """Names or patterns of its blocks; empty: found in the model."""
+    vocabulary: int | None = None
+    """Tokens of a language model; None where the function brings its own batches."""
+    first: str = "input_ids"
+    """The argument of `forward` that takes the tokens."""
+    mask: str | None = None
+    """The argument that takes the attention mask, if there is one."""
+    bare_logits: bool = False
+    """The model returns its logits [batch, seq, vocab] themselves."""
+    exact: bool = True
+    """Nothing in the forward rounds a float64 tensor, once its casts are lifted."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model with what it takes to train it."""
+
+    model: nn.Module
+    loss: Loss
+    forward: Forward
+    micro_batch: BatchFunction
+
+
+def build(subject: Subject, *, dtype: torch.dtype) -> Built:
+    """The model in training mode without dropout: on meta for Transformers, with the weights it comes with for a function."""
+    loss, micro_batch = None, None
+    if subject.fields is not None:
+        model = transformers_model(subject.fields, dtype=dtype)
+    else:
+        assert subject.function is not None
+        model, loss, micro_batch = call_function(subject.function)
+        if subject.depth is not None:
+            cut_blocks(model, find_blocks(model, subject.blocks or None), subject.depth)
+        model = model.to(dtype)
+    without_dropout(model)
+    if loss is None or micro_batch is None:
+        if subject.vocabulary is None:
+            raise ModelError(f"{subject.title}: a model without an embedding is no language model; {_WHAT_A_FUNCTION_RETURNS}")
+        loss = causal_lm_loss
+        micro_batch = token_batches(vocabulary=subject.vocabulary, first=subject.first, mask=subject.mask)
+    return Built(model.train(), loss, _bare_logits if subject.bare_logits else default_forward, micro_batch)
+
+
+def _bare_logits(model: nn.Module, batch: Any) -> Any:
+    return SimpleNamespace(logits=default_forward(model, batch))
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, numpy's and torch's generators, any of which a function may draw its weights from."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.Module:
+    """A model on meta gets the weights that every layout draws for `seed`, on the CPU; any other keeps its own."""
+    if materialise.is_meta(model):
+        template = materialise.template_of(model)
+        materialise.allocate(model, torch.device("cpu"))
+        materialise.initialise(model, template, find_blocks(model, blocks or None), seed=seed)
+    return model
+
+
+# ---- Transformers -------------------------------------------------------------------------------------------------------------------
+
+
+def transformers_model(fields: Fields, *, dtype: torch.dtype) -> nn.Module:
+    """The causal language model of a configuration, on meta."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    fields = dict(fields)
+    attention = fields.pop("attn_implementation", None)
+    config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    config.use_cache = False
+    if dtype == torch.float64 and attention not in (None, "eager", "sdpa"):
+        attention = "sdpa"  # flash attention takes no float64
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **({"attn_implementation": attention} if attention else {}))
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    built: nn.Module = model
+    return built
+
+
+# ---- functions ----------------------------------------------------------------------------------------------------------------------
+
+_WHAT_A_FUNCTION_RETURNS = (
+    "the function returns a module that maps tokens to logits, or (module, loss, micro_batch) with micro_batch(samples, generator) -> a "
+    "micro-batch and loss as plait.initialize takes it (plait.causal_lm_loss, plait.per_sample(...))"
+)
+
+
+def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | None]:
+    """What `package.module:function` returns, called without arguments. Raises InputError where it cannot be called or returns else."""
+    made = _imported(path)()
+    if isinstance(made, nn.Module):
+        return made, None, None
+    if isinstance(made, tuple) and len(made) == 3:
+        model, loss, micro_batch = made
+        if isinstance(model, nn.Module) and isinstance(loss, Loss) and callable(micro_batch):
+            return model, loss, micro_batch
+    raise InputError(f"--model {path}: it returned {_described(made)}; {_WHAT_A_FUNCTION_RETURNS}")
+
+
+def _described(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    return f"a {type(made).__name__}"
+
+
+def _imported(path: str) -> Callable[[], Any]:
+    name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise InputError(f"--model {path}: there is no module {error.name!r} here; run from its folder, or install it") from None
+        raise
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [known for known, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        listed = f"; it has {', '.join(names[:6])}" if names else ""
+        raise InputError(f"--model {path}: {name} has no function {attribute!r}{listed}")
+    built: Callable[[], Any] = found
+    return built

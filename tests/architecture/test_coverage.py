@@ -1,0 +1,99 @@
+"""docs/coverage.md says what the results say, and nothing above it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite timestamp="2026-01-02T03:04:05">
+<testcase classname="tests.a.test_x" name="test_one[1-a.b]" file="tests/a/test_x.py"/>
+<testcase classname="tests.a.test_x" name="test_one[2]" file="tests/a/test_x.py"><skipped/></testcase>
+<testcase classname="tests.a.test_x" name="test_one_more" file="tests/a/test_x.py"><failure/></testcase>
+<testcase classname="tests.a.test_x.TestIt" name="test_two" file="tests/a/test_x.py"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture(scope="module")
+def coverage() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plait_coverage_tool", ROOT / "tools" / "coverage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tests" / "a").mkdir(parents=True)
+    (tmp_path / "tests" / "a" / "test_x.py").write_text(
+        "def test_one(): ...\ndef test_one_more(): ...\nclass TestIt:\n    def test_two(self): ...\n"
+    )
+    (tmp_path / "docs" / "mission.yaml").write_text(
+        "- {id: A1, statement: first, command: make x, tests: {L0: ['tests/a/test_x.py::test_one'], L1: ['tests/a/test_x.py::TestIt']}}\n"
+        "- {id: A2, statement: second}\n"
+    )
+    (tmp_path / "run.xml").write_text(JUNIT)
+    return tmp_path
+
+
+def test_names_are_pytests(coverage: ModuleType, project: Path) -> None:
+    assert coverage.outcomes(project / "run.xml") == {
+        "tests/a/test_x.py::test_one[1-a.b]": "passed",
+        "tests/a/test_x.py::test_one[2]": "skipped",
+        "tests/a/test_x.py::test_one_more": "failed",
+        "tests/a/test_x.py::TestIt::test_two": "failed",
+    }
+
+
+def test_a_level_is_passed_only_when_all_its_tests_ran_and_none_failed(coverage: ModuleType, project: Path) -> None:
+    assert coverage.main([str(project / "run.xml")], project) == 0
+    first, second = (project / "docs" / "coverage.md").read_text().splitlines()[-2:]
+    assert "1 passed, 1 skipped (2026-01-02" in first
+    assert "1 failed (2026-01-02" in first
+    assert first.endswith("| L0 |")
+    assert second == "| A2 | second |  |  |  |  |"
+    assert coverage.main(["--check"], project) == 0
+
+
+def test_a_later_run_of_other_tests_keeps_the_result(coverage: ModuleType, project: Path) -> None:
+    coverage.main([str(project / "run.xml")], project)
+    (project / "run.xml").write_text('<testsuites><testsuite timestamp="2027"/></testsuites>')
+    before = (project / "docs" / "coverage.md").read_text()
+    coverage.main([str(project / "run.xml")], project)
+    assert (project / "docs" / "coverage.md").read_text() == before
+
+
+def test_never_run_is_not_passed(coverage: ModuleType, project: Path) -> None:
+    coverage.main([], project)
+    first = (project / "docs" / "coverage.md").read_text().splitlines()[-2]
+    assert first.endswith("| never run<br>never run |  |")
+
+
+def test_a_page_that_says_more_is_found(coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coverage.main([], project)
+    page = project / "docs" / "coverage.md"
+    page.write_text(page.read_text().replace("never run |  |", "never run | L4 |"))
+    assert coverage.main(["--check"], project) == 1
+    assert "docs/coverage.md is not what" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gone", ["tests/a/test_y.py", "tests/a/test_x.py::test_three", "tests/a/test_x.py::TestIt::test_no"])
+def test_tests_that_are_gone_are_found(coverage: ModuleType, project: Path, capsys: pytest.CaptureFixture[str], gone: str) -> None:
+    mission = project / "docs" / "mission.yaml"
+    mission.write_text(mission.read_text().replace("tests/a/test_x.py::TestIt", gone))
+    assert coverage.main([], project) == 1
+    assert gone in capsys.readouterr().err
+
+
+def test_this_projects_page_is_up_to_date(coverage: ModuleType) -> None:
+    assert coverage.main(["--check"]) == 0, "run `make coverage-docs`"

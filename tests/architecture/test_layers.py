@@ -1,0 +1,186 @@
+"""The rules that keep the code readable in one direction: who imports whom, who reads the environment, who knows torch's private names."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "plait"
+FILES = sorted(SOURCE.rglob("*.py"))
+LONGEST_FILE = 400
+"""Lines. The aim is 300; a file above this does more than one thing."""
+TABLES = ("config/deepspeed.py",)
+"""Data, which is as long as what it lists."""
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def _at(path: Path, node: ast.AST) -> str:
+    return f"{_name(path)}:{getattr(node, 'lineno', 0)}"
+
+
+def _imports(path: Path) -> Iterator[tuple[ast.AST, str, str]]:
+    """(node, module, imported name or "") for every import anywhere in a file."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name, ""
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node, node.module or "", alias.name
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain; empty for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def test_imports_go_down_only() -> None:
+    tool = Path(sys.executable).with_name("lint-imports")
+    if not tool.exists():
+        assert importlib.util.find_spec("importlinter") is None, "import-linter is installed without its command"
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[done.stdout.find("Contracts") :]
+
+
+def test_nothing_imports_the_root_package_for_its_names() -> None:
+    """`from plait import X` with a public name would pull upper layers into lower ones past the layer rule."""
+    packages = {path.stem for path in SOURCE.glob("*.py")} | {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    bad = [_at(path, node) for path in FILES for node, module, name in _imports(path) if module == "plait" and name not in packages]
+    assert not bad
+
+
+def test_the_environment_is_read_only_in_topology_and_the_commands() -> None:
+    allowed = ("cluster/topology.py", "cli/")
+    bad = [
+        _at(path, node)
+        for path in FILES
+        if not _name(path).startswith(allowed)
+        for node in ast.walk(_tree(path))
+        if _dotted(node) in ("os.environ", "os.environb", "os.getenv", "os.putenv")
+    ]
+    bad += [
+        _at(path, node)
+        for path in FILES
+        for node, module, name in _imports(path)
+        if module == "os" and name in ("environ", "getenv", "putenv")
+    ]
+    assert not bad
+
+
+def test_private_names_of_torch_are_only_in_one_file() -> None:
+    private = re.compile(r"^(torch|dist|nn|F)(\.\w+)*\._[a-z]\w*")
+    bad = []
+    for path in FILES:
+        if _name(path) == "_torch.py":
+            continue
+        bad += [_at(path, node) for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute) and private.match(_dotted(node))]
+        for node, module, name in _imports(path):
+            if module.split(".")[0] == "torch" and any(re.match(r"_[a-z]", part) for part in [*module.split("."), name]):
+                bad.append(_at(path, node))
+    assert not bad
+
+
+PURE_PACKAGES = ("config", "planner", "model")
+IMPURE_MODULES = ("torch.distributed", "torch.cuda", "socket", "subprocess", "urllib", "requests", "huggingface_hub")
+
+
+def test_configuration_planner_and_model_facts_are_pure() -> None:
+    """They decide the same on a laptop: no process group, no device, no network."""
+    bad = [
+        f"{_at(path, node)} imports {module}"
+        for path in FILES
+        if _name(path).startswith(tuple(f"{package}/" for package in PURE_PACKAGES))
+        for node, module, name in _imports(path)
+        if any(f"{module}.{name}.".startswith(f"{impure}.") for impure in IMPURE_MODULES)
+    ]
+    assert not bad
+
+
+OPTIONAL = (
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "huggingface_hub",
+    "peft",
+    "torchao",
+    "matplotlib",
+    "deepspeed",
+    "psutil",
+)
+
+
+def test_optional_dependencies_are_imported_where_they_are_used() -> None:
+    """Importing any module of Plait must work with the core dependencies alone."""
+    bad = []
+    for path in FILES:
+        for node in _tree(path).body:
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            bad += [f"{_at(path, node)} imports {module}" for module in modules if module.split(".")[0] in OPTIONAL]
+    assert not bad
+
+
+def _documented(body: list[ast.stmt], owner: str, bases: bool) -> Iterator[tuple[ast.AST, str]]:
+    """Public functions and classes without a docstring. A method that may override an inherited one inherits its text."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if ast.get_docstring(node) is None:
+                yield node, f"{owner}{node.name}"
+            yield from _documented(node.body, f"{owner}{node.name}.", bool(node.bases))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            overload = any("overload" in ast.dump(decorator) or "setter" in ast.dump(decorator) for decorator in node.decorator_list)
+            if ast.get_docstring(node) is None and not overload and not (owner and bases):
+                yield node, f"{owner}{node.name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_what_is_public_is_documented_and_typed(path: Path) -> None:
+    tree = _tree(path)
+    if path.name != "__main__.py":
+        assert ast.get_docstring(tree), "the module has no docstring"
+    missing = [f"{_at(path, node)} {name}" for node, name in _documented(tree.body, "", False)]
+    assert not missing
+    untyped = [
+        f"{_at(path, node)} {node.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_") and node.returns is None
+    ]
+    assert not untyped
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= LONGEST_FILE or _name(path) in TABLES, f"{_name(path)} has {lines} lines"
+
+
+def test_a_file_says_nothing_of_where_it_was_written() -> None:
+    """Absolute paths of a developer's machine have no place in a product."""
+    pattern = re.compile(r"/(work|home|root|Users)/[a-z]")
+    bad = [
+        f"{_name(path)}:{number}" for path in FILES for number, line in enumerate(path.read_text().splitlines(), 1) if pattern.search(line)
+    ]
+    assert not bad

@@ -1,0 +1,262 @@
+"""`plait train` as a user runs it: real text, real processes, a pipe, Ctrl-C, resuming, and everything a user can get wrong."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.main import main
+
+pytest.importorskip("transformers")
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.json"
+TIMEOUT_SECONDS = 280
+
+SMALL: dict[str, Any] = {
+    "train_batch_size": 4,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        }
+    },
+    "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 400, "sequence_length": 48},
+    "run": {"steps": 12, "log_every": 4, "validate_every": 6, "validate_sequences": 8, "sample": {"prompt": "def ", "tokens": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with `small.json` and a cache that the tests share."""
+    folder = tmp_path_factory.mktemp("plait-train")
+    (folder / "small.json").write_text(json.dumps(SMALL))
+    return folder
+
+
+def _start(place: Path, *arguments: str, file: str = "small.json") -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "plait", "train", file, *arguments],
+        cwd=place,
+        env={**environment, "PLAIT_CACHE": str(place / "cache"), "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run(place: Path, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error)."""
+    process = _start(place, *arguments)
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def _folder(place: Path, name: str) -> tuple[Path, str, str]:
+    return place / "runs" / name, "--set", f"run.folder=runs/{name}"
+
+
+def _rows(folder: Path, event: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["event"] == event]
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    rows = _rows(folder, "step")
+    found = {row["step"]: row["loss"] for row in rows}
+    assert list(found) == list(range(1, len(rows) + 1)), "every step is there once and in order"
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> tuple[Path, str]:
+    """A run of two processes from beginning to end, and what it printed."""
+    folder, *where = _folder(place, "whole")
+    code, out, err = _run(place, *where)
+    assert code == 0, err
+    return folder, out
+
+
+def test_a_run_trains_and_leaves_everything_behind(whole: tuple[Path, str]) -> None:
+    folder, out = whole
+    losses = _losses(folder)
+    assert len(losses) == 12
+    assert losses[12] < losses[1] - 0.5
+    assert [row["step"] for row in _rows(folder, "validation")] == [6, 12]
+    assert _rows(folder, "end")[-1]["reason"] == "finished"
+    assert _rows(folder, "start")[0]["world_size"] == 2
+    assert json.loads((folder / "config.json").read_text())["layout"]["dp_shard"] == 2
+    assert (folder / "checkpoints" / "step-00000012").is_dir()
+    from transformers import AutoTokenizer
+
+    assert len(AutoTokenizer.from_pretrained(folder / "tokenizer")) == 400
+    lines = [line for line in out.splitlines() if line.startswith("step")]
+    assert [int(line.split()[1]) for line in lines if " loss " in line and "validation" not in line] == [4, 8, 12]
+    assert any("the model writes" in line for line in lines)
+    assert "\x1b" not in out, "no colours and no cursor movements in a pipe"
+
+
+def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = whole
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert _main(place, "--set", "run.folder=runs/whole") == 0
+    out = capsys.readouterr().out
+    assert "is complete: 12 of 12 steps" in out
+    assert "--set run.steps=24" in out
+    assert "--fresh" in out
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_one_process_computes_the_same(place: Path, whole: tuple[Path, str]) -> None:
+    folder, *where = _folder(place, "alone")
+    code, _, err = _run(place, *where, "--set", "run.processes=1")
+    assert code == 0, err
+    assert _losses(folder) == pytest.approx(_losses(whole[0]), rel=1e-5)
+    assert _rows(folder, "validation")[-1]["loss"] == pytest.approx(_rows(whole[0], "validation")[-1]["loss"], rel=1e-5)
+
+
+def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str]) -> None:
+    folder, *where = _folder(place, "interrupted")
+    process = _start(place, *where, "--set", "run.steps=100000")
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (folder / "metrics.jsonl").exists() or len(_rows(folder, "step")) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    end = _rows(folder, "end")[-1]
+    assert end["reason"] == "interrupted"
+    assert _rows(folder, "checkpoint")[-1]["step"] == end["step"]
+    assert f"go on with: plait train small.json {' '.join(where)} --set run.steps=100000" in out
+    code, out, err = _run(place, *where, "--set", f"run.steps={end['step'] + 3}")
+    assert code == 0, err
+    assert f"from step {end['step']}" in out
+    losses, reference = _losses(folder), _losses(whole[0])
+    assert len(losses) == end["step"] + 3
+    common = losses.keys() & reference.keys()
+    assert len(common) >= 6
+    assert {step: losses[step] for step in common} == {step: reference[step] for step in common}, "bit for bit"
+
+
+def test_a_lost_loss_is_told_once(place: Path) -> None:
+    _, *where = _folder(place, "lost")
+    huge = ("--set", "optimizer.params.lr=1e30", "--set", "gradient_clipping=0", "--set", "run.checkpoint_every=1")
+    code, out, err = _run(place, *where, *huge)
+    assert code == 1, err
+    assert err.count("the run has diverged") == 1
+    assert "Traceback" not in err + out
+
+
+# ---- everything that is refused before a process starts ---------------------------------------------------------------------------------
+
+
+def _main(place: Path, *arguments: str, file: str = "small.json") -> int:
+    """The command in this process: nothing may be started, so nothing is isolated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("PLAIT_CACHE", str(place / "cache"))
+        patch.setattr("plait.cli.launch.run", lambda *_, **__: pytest.fail("a process was started"))
+        with pytest.raises(SystemExit) as ended:
+            main(["train", file, *arguments])
+        return int(ended.value.code or 0)
+
+
+def _refused(place: Path, capsys: pytest.CaptureFixture[str], *settings: str) -> str:
+    capsys.readouterr()
+    assert _main(place, *(part for setting in settings for part in ("--set", setting))) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.paths=[missing.txt]"], "data.paths: 'missing.txt' names no file"),
+        (["data.source=jsonl", "data.paths=[rows.jsonl]"], "rows.jsonl, line 2: has no field 'text'; it has 'body'"),
+        (["data.paths=[empty.txt]"], "there is no text to train on"),
+        (["train_batch_size=100000"], "train_batch_size = 100000: one step takes 100000 sequences and the text has"),
+        (["model.config.vocab_size=300"], "model vocab_size = 300: the tokenizer has 400 tokens"),
+        (["model.config.hiden_size=3"], "model.config.hiden_size = 3: a 'llama' configuration has no such field; use 'hidden_size'"),
+        (["model.config.model_type=lama"], "use 'llama'"),
+        (["run.sample.tokens=1000"], "the model has 64 positions and the run needs"),
+        (["run.sample.temperature=-1"], "run.sample.temperature"),
+        (["data.tokenizer=./nowhere"], "data.tokenizer = './nowhere': there is no such file or folder"),
+        (["train_batch_size=3"], "3"),
+    ],
+)
+def test_wrong_inputs(place: Path, capsys: pytest.CaptureFixture[str], settings: list[str], said: str) -> None:
+    (place / "rows.jsonl").write_text('{"text": "fine"}\n{"body": "not"}\n')
+    (place / "empty.txt").write_text("")
+    err = _refused(place, capsys, *settings, "run.folder=runs/refused")
+    assert said in err
+    assert "Traceback" not in err
+    assert not (place / "runs" / "refused").exists()
+
+
+def test_a_missing_file_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main(place, file="nothing.json") == 2
+    assert "nothing.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("section", ["model", "data"])
+def test_a_file_without_model_or_data_is_refused(place: Path, capsys: pytest.CaptureFixture[str], section: str) -> None:
+    (place / "part.json").write_text(json.dumps({name: value for name, value in SMALL.items() if name != section}))
+    assert _main(place, file="part.json") == 2
+    assert capsys.readouterr().err.startswith(f"plait: {section}")
+
+
+def test_another_model_does_not_go_on(place: Path, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    err = _refused(place, capsys, "run.folder=runs/whole", "model.config.hidden_size=32", "run.seed=1")
+    assert "model.hidden_size = 32" in err
+    assert "run.seed = 1" in err
+    assert "was made with 64" in err
+    assert "--fresh" in err
+
+
+def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str]) -> None:
+    folder, *where = _folder(place, "over")
+    code, _, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=1")
+    assert code == 0, err
+    code, out, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=2", "--set", "run.seed=1", "--fresh")
+    assert code == 0, err
+    assert "runs/over.old-1" in out
+    assert len(_losses(folder)) == 2
+    assert len(_losses(folder.with_name("over.old-1"))) == 1
+
+
+def test_the_quickstart_is_what_its_page_says(tmp_path: Path) -> None:
+    from plait.config.resolve import load
+    from plait.train.session import check
+
+    # The real text takes seconds to tokenise, so this one is shorter; the embedding gets the rows that the real vocabulary would give it.
+    vocabulary = load(QUICKSTART).data.vocab_size  # type: ignore[union-attr]
+    shorter = ["data.source=files", f"data.paths=[{Path(email.__file__).parent}/*.py]", "data.vocab_size=600"]
+    config = load(QUICKSTART, [*shorter, f"model.config.vocab_size={vocabulary}"])
+    checked = check(config, world_size=2, cache=tmp_path, say=lambda text: None)
+    assert 9e6 < checked.parameters < 11e6
+    assert checked.resolved.layout.dp == 2
+    assert checked.resolved.data_parallel.stage == 2

@@ -1,0 +1,132 @@
+"""Small models and ragged data for parity tests. Imported by workers, so everything is a module-level function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 101
+
+
+class Block(nn.Module):
+    """A residual MLP block with an optional second branch that a batch may leave unused."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.side = nn.Linear(width, width)
+
+    def forward(self, hidden: torch.Tensor, use_side: bool) -> torch.Tensor:
+        inner = self.down(F.gelu(self.up(self.norm(hidden))))
+        return hidden + inner + (self.side(hidden) if use_side else 0)
+
+
+class PlainModel(nn.Module):
+    """A language model that knows nothing of Transformers. `side` in the batch switches the branch of every block on."""
+
+    def __init__(self, *, tied: bool, width: int = 12, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            self.blocks[1].up.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden, side)
+        return Output(self.head(hidden))
+
+
+class Output:
+    """Like a Transformers output: `logits` [batch, seq, vocab]."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+def build(kind: str, *, tied: bool, dtype: torch.dtype = torch.float64, device: str = "meta") -> nn.Module:
+    """A tiny model on `meta` (or another device)."""
+    torch.manual_seed(7)
+    with torch.device(device):
+        if kind == "plain":
+            return PlainModel(tied=tied).to(dtype)
+        if kind == "frozen":
+            return PlainModel(tied=tied, frozen=True).to(dtype)
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(transformers_config(kind, tied=tied)).to(dtype)
+
+
+def transformers_config(kind: str, *, tied: bool) -> Any:
+    """Configurations with widths and a vocabulary that 2, 3 and 4 do not all divide. Dropout is off."""
+    from transformers import AutoConfig
+
+    llama_like = {"hidden_size": 32, "intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    wide = {**llama_like, "head_dim": 8}
+    gpt2_like = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes: dict[str, dict[str, Any]] = {
+        "llama": llama_like,
+        "mistral": {**llama_like, "sliding_window": None},
+        "qwen3": wide,
+        "gemma": wide,
+        "gemma2": {**wide, "sliding_window": 64},
+        "phi3": {**llama_like, "pad_token_id": 0},
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},
+        "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, **gpt2_like},
+        "gpt_neox": {
+            "hidden_size": 32,
+            "intermediate_size": 53,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "opt": {"hidden_size": 32, "ffn_dim": 53, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32, "dropout": 0.0},
+        "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "stablelm": {**llama_like, "hidden_dropout": 0.0},
+    }
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind]})
+
+
+def ragged_steps(micro_batches: int, *, steps: int = 3, size: int = 2, keys: tuple[str, ...] = ("attention_mask",)) -> list[list[dict[str, torch.Tensor]]]:
+    """Steps of micro-batches of different lengths, right-padded rows, unequal target counts; the second micro-batch of the first step has no
+    target at all."""
+    generator = torch.Generator().manual_seed(1)
+    plan = []
+    for step in range(steps):
+        pieces = []
+        for index in range(micro_batches):
+            length = int(torch.randint(5, 12, (1,), generator=generator))
+            ids = torch.randint(0, VOCABULARY, (size, length), generator=generator)
+            labels, mask = ids.clone(), torch.ones_like(ids)
+            labels[0, length // 2 :] = -100
+            mask[0, length // 2 :] = 0
+            if index == 1 and step == 0:
+                labels[:] = -100
+            pieces.append({"input_ids": ids, "labels": labels, **({"attention_mask": mask} if "attention_mask" in keys else {})})
+        plan.append(pieces)
+    return plan
+
+
+def steps_for(kind: str, micro_batches: int, *, steps: int = 3) -> list[list[dict[str, torch.Tensor]]]:
+    """The data that a kind of model takes."""
+    return ragged_steps(micro_batches, steps=steps, keys=() if kind in ("plain", "frozen") else ("attention_mask",))
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `OPTIMIZER`, in plain torch."""
+    return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}}

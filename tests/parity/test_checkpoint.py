@@ -1,0 +1,71 @@
+"""A run that is saved on one layout and goes on on another computes what an uninterrupted run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
+from tests.pool import Pool
+
+import plait
+from plait.verify.parity import whole
+
+GLOBAL = 12
+"""Micro-batches of a step over the whole world: every layout below deals out the same ones."""
+
+
+def config(world: int, stage: int, replicas: int) -> dict[str, Any]:
+    """The same global batch on every layout."""
+    return settings(world, stage, replicas, GLOBAL // world, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}})
+
+
+def run(rank: int, world: int, conf: dict[str, Any], folder: str, first: int, last: int, save: bool) -> dict[str, Any]:
+    """Steps `first` to `last`, from the latest checkpoint if there is one. Runs in a worker."""
+    engine = plait.initialize(cases.build("plain", tied=True), conf, loss_fn=plait.causal_lm_loss)
+    loaded = engine.load_checkpoint(folder)
+    assert (loaded is not None) == (first > 0)
+    if loaded is not None:
+        assert engine.global_steps == first
+        assert loaded[1] == {"position": first}
+    count = GLOBAL // world
+    losses = []
+    for step in cases.ragged_steps(GLOBAL, steps=4, keys=())[first:last]:
+        losses.append(float(engine.train_batch(step[rank * count : (rank + 1) * count]).loss))
+    if save:
+        engine.save_checkpoint(folder, client_state={"position": last})
+    return {"losses": losses, "weights": {name: whole(p) for name, p in engine.model.named_parameters()}, "lr": engine.get_lr()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 3, 1), (2, 3, 1)), ((2, 3, 1), (3, 1, 1)), ((4, 2, 2), (2, 0, 1)), ((1, 0, 1), (4, 3, 1)), ((3, 2, 1), (1, 3, 1))]
+)
+def test_resume_on_any_layout(pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
+    """Losses, parameters and learning rate go on as if nothing had happened."""
+    straight = pool.run(1, run, config(1, 0, 1), str(tmp_path / "none"), 0, 4, False)[0]
+    pool.run(before[0], run, config(*before), str(tmp_path / "run"), 0, 2, True)
+    resumed = pool.run(after[0], run, config(*after), str(tmp_path / "run"), 2, 4, False)[0]
+    assert resumed["losses"] == pytest.approx(straight["losses"][2:], rel=1e-12)
+    assert resumed["lr"] == pytest.approx(straight["lr"], rel=1e-12)
+    for name, tensor in straight["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=1e-12)
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """By name and shape, before anything is loaded."""
+    pool.run(1, run, config(1, 0, 1), str(tmp_path), 0, 1, True)
+    said = pool.run(1, load_other, config(1, 0, 1), str(tmp_path))[0]
+    assert "is of another model" in said and "embed.weight" in said
+
+
+def load_other(rank: int, world: int, conf: dict[str, Any], folder: str) -> str:
+    """Runs in a worker."""
+    model = cases.PlainModel(tied=True, width=16).double()
+    try:
+        plait.initialize(model, conf).load_checkpoint(folder)
+    except plait.PlaitError as error:
+        return str(error)
+    return "loaded"

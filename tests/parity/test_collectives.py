@@ -1,0 +1,94 @@
+"""The differentiable collectives: forward by their definition, backward as the adjoint, even and uneven, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.pool import Pool
+
+from plait.comm import collectives as c
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_shard_sizes_are_torch_chunks(length: int, ranks: int) -> None:
+    """The rule of DTensor and fully_shard."""
+    chunks = [part.numel() for part in torch.arange(length).chunk(ranks)] if length else []
+    assert c.shard_sizes(length, ranks) == chunks + [0] * (ranks - len(chunks))
+
+
+def whole(seed: int, *shape: int) -> torch.Tensor:
+    """The same on every rank."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def check(rank: int, ranks: int, length: int) -> None:
+    """Every function on tensors [3, length, 4], along dim 1. Runs in a worker."""
+    group = dist.group.WORLD
+    start, size = c.shard_range(length, group)
+    mine = slice(start, start + size)
+    alike = whole(0, 3, length, 4)
+    partials = [whole(1 + r, 3, length, 4) for r in range(ranks)]
+    summed = torch.stack(partials).sum(0)
+    cases = [
+        # name, function, input on this rank, expected output, gradient fed in on this rank, expected gradient
+        ("enter", lambda x: c.enter(x, group), alike, alike, partials[rank], summed),
+        ("leave", lambda x: c.leave(x * 1, group), partials[rank], summed, alike, alike),
+        ("gather", lambda x: c.gather(x, group, dim=1, length=length), alike[:, mine], alike, alike * 2, (alike * 2)[:, mine]),
+        ("split", lambda x: c.split(x, group, dim=1), alike, alike[:, mine], alike[:, mine] * 3, alike * 3),
+        ("gather_sum", lambda x: c.gather_sum(x, group, dim=1, length=length), alike[:, mine], alike, partials[rank], summed[:, mine]),
+        ("leave_scatter", lambda x: c.leave_scatter(x, group, dim=1), partials[rank], summed[:, mine], alike[:, mine], alike),
+    ]
+    for name, function, given_, expected, grad, expected_grad in cases:
+        x = given_.clone().requires_grad_()
+        y = function(x)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name} forward: {text}")
+        y.backward(grad)
+        torch.testing.assert_close(x.grad, expected_grad, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name} backward: {text}")
+        assert torch.equal(given_, given_), name
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 8), (2, 7), (3, 7), (4, 5), (3, 2)])
+def test_forward_and_adjoint(pool: Pool, ranks: int, length: int) -> None:
+    """Also where some ranks hold less or nothing."""
+    pool.run(ranks, check, length)
+
+
+def test_no_group_is_the_identity() -> None:
+    """An axis of degree 1 costs nothing."""
+    x = torch.ones(2, 3)
+    for y in (c.enter(x, None), c.leave(x, None), c.gather(x, None, dim=0, length=2), c.split(x, None, dim=0), c.gather_sum(x, None, dim=0, length=2)):
+        assert y is x
+    assert c.leave_scatter(x, None, dim=0) is x
+
+
+def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
+    """Value and gradient against torch's, with ignored targets. Runs in a worker."""
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from plait.parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    logits, targets = whole(5, 2, 6, vocabulary) * 4, torch.arange(12).view(2, 6) % vocabulary
+    targets[0, 1] = -100
+    reference = logits.clone().requires_grad_()
+    expected = F.cross_entropy(reference.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    (expected * 0.3).backward()
+    start, size = c.shard_range(vocabulary, dist.group.WORLD)
+    local = logits[..., start : start + size].clone().requires_grad_()
+    mesh = init_device_mesh("cpu", (ranks,))
+    split = DTensor.from_local(local, mesh, [Shard(2)], run_check=False, shape=logits.shape, stride=logits.stride())
+    found = vocab_parallel_cross_entropy(split, targets, ignored=-100)
+    (found * 0.3).backward()
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-13, atol=0)
+    assert reference.grad is not None
+    torch.testing.assert_close(local.grad, reference.grad[..., start : start + size], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 8), (3, 7), (4, 5), (3, 4)])
+def test_vocab_parallel_cross_entropy(pool: Pool, ranks: int, vocabulary: int) -> None:
+    """Also where the last rank holds no row of the vocabulary."""
+    pool.run(ranks, cross_entropy, vocabulary)

@@ -1,0 +1,72 @@
+"""ZeRO 0 to 3 and hybrid sharding against one process in float64: losses, norms, gradients and parameters after three steps."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.parity import cases
+from tests.pool import Pool
+
+import plait
+from plait.model.blocks import find_blocks
+from plait.parallel import materialise
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+
+CLIPPING = 0.5
+SEED = 3
+LAYOUTS = [(1, 0, 1), (1, 3, 1), (2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (3, 0, 1), (3, 1, 1), (3, 2, 1), (3, 3, 1), (4, 0, 1), (4, 1, 1), (4, 2, 1)]
+LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
+"""(ranks, ZeRO stage, dp_replicate)."""
+
+
+def settings(world: int, stage: int, replicas: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    """A configuration file as a user would write it."""
+    shard = world // replicas if stage else 1
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {"dp_replicate": replicas if stage else world, "dp_shard": shard},
+        "run": {"seed": SEED},
+        **more,
+    }
+
+
+def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    model = cases.build(kind, tied=tied)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    trace = engine_trace(engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+def materialised(kind: str, *, tied: bool) -> torch.nn.Module:
+    """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in test_weights.py)."""
+    model = cases.build(kind, tied=tied)
+    template = materialise.template_of(model)
+    materialise.allocate(model, torch.device("cpu"))
+    materialise.initialise(model, template, find_blocks(model), seed=SEED)
+    return model
+
+
+@cache
+def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+    """One plain process on the whole batch."""
+    steps = cases.steps_for(kind, micro_batches)
+    return reference_trace(materialised(kind, tied=tied), steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "plain", "frozen"])
+@pytest.mark.parametrize(("world", "stage", "replicas"), LAYOUTS)
+def test_equals_one_process(pool: Pool, world: int, stage: int, replicas: int, kind: str, tied: bool, accumulation: int) -> None:
+    """Every number of a run is that of one process."""
+    found = pool.run(world, train, kind, tied, settings(world, stage, replicas, accumulation))[0]
+    bar = worst(compare(reference(kind, tied, world * accumulation), found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"

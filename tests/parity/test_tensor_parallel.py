@@ -1,0 +1,144 @@
+"""Tensor and sequence parallelism against one process in float64, for model families with and without a plan of their own, with every ZeRO stage."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING, SEED
+from tests.parity.test_data_parallel import materialised as one_process_model
+from tests.pool import Pool
+
+import plait
+from plait.verify.islands import lifted_islands
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+
+FAMILIES = ["llama", "qwen3", "gemma", "gemma2", "mistral", "phi3", "gpt2", "gpt_neox", "opt", "gptj", "bloom", "falcon", "stablelm"]
+
+
+def settings(world: int, tp: int, stage: int, replicas: int, accumulation: int, sequence: bool = False, **more: Any) -> dict[str, Any]:
+    """A configuration file."""
+    dp = world // tp
+    parallel = {"tp": tp, "dp_replicate": replicas if stage else dp, "dp_shard": dp // replicas if stage else 1, "sequence_parallel": sequence}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {**parallel, **more},
+        "run": {"seed": SEED},
+    }
+
+
+def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    dp = world // config["parallel"]["tp"]
+    with lifted_islands():
+        engine = plait.initialize(cases.build(kind, tied=tied), config, loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+@cache
+def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+    """One plain process on the whole batch."""
+    with lifted_islands():
+        return reference_trace(
+            one_process_model(kind, tied=tied),
+            cases.steps_for(kind, micro_batches),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
+
+
+def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10) -> None:
+    """Train and compare."""
+    found = pool.run(world, train, kind, tied, config)[0]
+    dp = world // config["parallel"]["tp"]
+    difference = worst(compare(reference(kind, tied, dp * config["gradient_accumulation_steps"]), found))
+    assert difference.ok(bar), f"{difference.name}: {difference.error}"
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", [*FAMILIES, "plain"])
+def test_families(pool: Pool, kind: str, tied: bool) -> None:
+    """tp 2, accumulation, loss parallel."""
+    check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, **plan(kind)))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "gemma2", "mistral", "gpt_neox"])
+def test_sequence_parallel(pool: Pool, kind: str, tied: bool) -> None:
+    """Ragged lengths that tp does not divide included."""
+    check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, True))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_with_zero(pool: Pool, kind: str, stage: int, accumulation: int, sequence: bool) -> None:
+    """tp 2 x dp 2."""
+    check(pool, 4, kind, kind == "qwen3", settings(4, 2, stage, 1, accumulation, sequence))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_four_ways(pool: Pool, kind: str) -> None:
+    """tp 4: one key-value head for two ranks (llama has 2), and widths that do not divide."""
+    for sequence in (False, True) if kind == "llama" else (False,):
+        check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, sequence))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid(pool: Pool, stage: int) -> None:
+    """2 x 2 x 2: replicas, shards, tp."""
+    check(pool, 8, "llama", True, settings(8, 2, stage, 2, 1))
+
+
+def plan(kind: str) -> dict[str, Any]:
+    """The plain model is told its plan."""
+    if kind != "plain":
+        return {}
+    return {"plan": {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab_head"}}
+
+
+def shapes(rank: int, world: int) -> dict[str, Any]:
+    """Runs in a worker."""
+    from torch import nn
+
+    model = nn.ModuleDict({"columns": nn.Linear(4096, 4096), "rows": nn.Linear(4096, 4096)})
+    config = settings(4, 4, 0, 1, 1, plan={"columns": "colwise", "rows": "rowwise"})
+    plait.parallelize(model, config)
+    return {name: (tuple(p.shape), tuple(p.to_local().shape)) for name, p in model.named_parameters() if hasattr(p, "to_local")}
+
+
+def test_linear_4096_on_4_devices(pool: Pool) -> None:
+    """MISSION T1, literally: each device keeps 4096 x 1024 of a Linear(4096, 4096), by columns (torch stores [out, in]) or by rows."""
+    for found in pool.run(4, shapes):
+        assert found["columns.weight"] == ((4096, 4096), (1024, 4096))
+        assert found["columns.bias"] == ((4096,), (1024,))
+        assert found["rows.weight"] == ((4096, 4096), (4096, 1024))
+
+
+def logits(rank: int, world: int, config: dict[str, Any] | None) -> torch.Tensor:
+    """What a caller of the model gets outside training. Runs in a worker."""
+    with lifted_islands():
+        if config is None:
+            model = one_process_model("llama", tied=False)
+        else:
+            model = plait.initialize(cases.build("llama", tied=False), config, loss_fn=plait.causal_lm_loss).model
+        with torch.no_grad():
+            return model(input_ids=torch.arange(14).view(2, 7)).logits
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+def test_a_direct_call_gives_whole_logits(pool: Pool, sequence: bool) -> None:
+    """Loss parallel is for the loss alone."""
+    wanted = pool.run(1, logits, None)[0]
+    for found in pool.run(2, logits, settings(2, 2, 0, 1, 1, sequence)):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -1,0 +1,149 @@
+"""The workload is the same for everybody, disagreement is found, and the report says what was left out."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks.training_step import agreement, report, rounds
+from benchmarks.training_step.__main__ import main
+from benchmarks.training_step.contestants import ALL, BY_NAME
+from benchmarks.training_step.deepspeed_peer import configuration as deepspeed_configuration
+from benchmarks.training_step.plait_entry import configuration as plait_configuration
+from benchmarks.training_step.rounds import Pace, Record
+from benchmarks.training_step.workload import ALPHABET, Workload, adamw_arguments, batch, build_model
+
+SMALL = Workload(layers=2, hidden=32, intermediate=48, heads=2, vocabulary=256, sequence=24)
+
+
+def test_the_model_has_the_counted_parameters_and_repeats():
+    pytest.importorskip("transformers")
+    one, two = build_model(SMALL), build_model(SMALL)
+    assert sum(p.numel() for p in one.parameters()) == SMALL.parameters
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_the_default_model_is_the_one_that_the_documentation_names():
+    assert round(Workload().parameters / 1e6, 1) == 24.5
+
+
+def test_a_batch_depends_on_step_and_rank_only():
+    first = batch(SMALL, step=3, rank=1)
+    assert torch.equal(first["input_ids"], batch(SMALL, step=3, rank=1)["input_ids"])
+    for other in (batch(SMALL, step=4, rank=1), batch(SMALL, step=3, rank=0)):
+        assert not torch.equal(first["input_ids"], other["input_ids"])
+    assert first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence) and int(first["input_ids"].max()) < ALPHABET
+
+
+def test_all_contestants_get_the_same_optimizer():
+    expected = {k: v for k, v in adamw_arguments(SMALL).items() if k != "fused"} | {"betas": list(SMALL.betas)}
+    for made in (deepspeed_configuration(SMALL, stage=2), plait_configuration(SMALL, stage=2)):
+        assert made["optimizer"] == {"type": "AdamW", "params": expected}
+        assert made["gradient_clipping"] == SMALL.clip and made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
+
+
+def test_every_comparison_names_a_contestant():
+    named = {other for one in ALL for other in (one.peer, one.rival) if other}
+    assert named <= set(BY_NAME)
+
+
+def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
+    return Record(
+        seconds=list(seconds),
+        foreign=[0.0] * len(seconds),
+        processor_seconds=[0.9],
+        losses=list(losses),
+        norms=list(norms),
+        peak_bytes=2**30,
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "holds"),
+    [
+        ([5.0, 4.0], [1.0, 1.0], True),
+        ([5.0, 4.00001], [1.0, 1.00001], True),
+        ([5.0, 4.001], [1.0, 1.0], False),
+        ([5.0, 4.0], [1.0, 2.0], False),
+        ([5.0, math.nan], [1.0, 1.0], False),
+        ([], [], False),
+    ],
+)
+def test_a_contestant_that_computes_something_else_is_found(losses, norms, holds):
+    assert agreement.compare(record(losses, norms), record([5.0, 4.0])).holds is holds
+
+
+def test_late_steps_may_drift_but_not_far():
+    reference = record([5.0] * 20, [1.0] * 20)
+    assert agreement.compare(record([5.0] * 19 + [5.01], [1.0] * 20), reference).holds
+    assert not agreement.compare(record([5.0] * 19 + [5.1], [1.0] * 20), reference).holds
+
+
+def document(**changes):
+    records = {
+        "ddp": record([5.0, 4.0], seconds=[1.0, 2.0, None]),
+        "plait-0": record([5.0, 4.0], seconds=[1.1, 2.2, 3.0]),
+        "fsdp-kept": Record(failure="fsdp-kept: rank 0 died"),
+    }
+    arguments = {
+        "machine": {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}},
+        "workload": SMALL,
+        "pace": Pace(),
+        "contestants": BY_NAME,
+        "records": records,
+        "agreements": agreement.check(records, reference="ddp"),
+        "phases": {},
+        "skipped": {"deepspeed-1": "deepspeed is not installed"},
+    }
+    return report.document(**{**arguments, **changes})
+
+
+def test_the_report_pairs_rounds_and_survives_json():
+    found = json.loads(json.dumps(document()))
+    ratios = found["contestants"]["plait-0"]["ratios"]
+    assert ratios["ddp"]["median"] == pytest.approx(1.1) and ratios["ddp"]["count"] == 2
+    assert ratios["raw_torch"] == ratios["ddp"] and "deepspeed" not in ratios
+    assert "1.100 [1.100, 1.100]" in report.page(found)
+
+
+def test_nobody_is_left_out_silently():
+    page = report.page(document())
+    assert "deepspeed-1 was left out: deepspeed is not installed" in page
+    assert "fsdp-kept failed: fsdp-kept: rank 0 died" in page
+    records = {"ddp": record([5.0, 4.0]), "plait-0": record([5.0, 3.0])}
+    wrong = document(records=records, agreements=agreement.check(records, reference="ddp"))
+    assert "plait-0 DISAGREES" in report.page(wrong) and "agree: by" not in report.page(wrong)
+
+
+class FakeTeam:
+    """Answers turns without processes."""
+
+    pids = ()
+
+    def ask(self, message, *, timeout_seconds):
+        _, arguments = message
+        count = arguments["warm"] + arguments["steps"]
+        return [
+            {"seconds": 1.0 + rank, "processor_seconds": 1.0, "losses": [float(rank)] * count, "norms": [1.0] * count, "peak_bytes": 1}
+            for rank in (0, 1)
+        ]
+
+
+def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
+    shares = iter([0.5, 0.0, 0.5, 0.5, 0.0])
+    monkeypatch.setattr(rounds.ForeignMeter, "start", lambda self: None)
+    monkeypatch.setattr(rounds.ForeignMeter, "stop", lambda self: next(shares))
+    monkeypatch.setattr(rounds, "wait_for_quiet", lambda **_: True)
+    pace = Pace(rounds=3, steps=1, warm=1, repeats=1)
+    (seen,) = rounds.run({"ddp": FakeTeam()}, BY_NAME, pace=pace, say=lambda _: None).values()
+    assert seen.seconds == [2.0, None, 2.0]  # the slower rank's; round 2 stayed disturbed
+    assert seen.losses == [0.5] * 10  # every step counts for agreement, disturbed or not: mean over ranks
+
+
+def test_a_wrong_argument_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--contestants", "dpp"])
+    assert stopped.value.code == 2 and "invalid choice: 'dpp'" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.cli.launching.failures import Failure, Record, Reporter, first, process_exit_code, read
+
+LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:24961"
+
+
+def _record(
+    path: Path, *, summary: str = "ValueError: no", time_ns: int = 10, exit_code: int = 1, told: bool = False, text: str = "Traceback"
+) -> None:
+    extra = {"py_callstack": text, "timestamp": "0"}
+    own = {"time_ns": time_ns, "exit_code": exit_code, "pid": 4321, "told": told}
+    path.write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}, "plait": own}))
+
+
+def _failure(rank: int, exit_code: int, *, noticed: int = 100, summary: str | None = None, at: int = 0) -> Failure:
+    record = Record(at, 1, 1, summary, "", False) if summary is not None else None
+    return Failure(rank, exit_code, noticed, record)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ([_failure(0, 1, summary=LOST, at=50), _failure(1, 1, summary="ValueError: no", at=40)], 1),
+        # Two real exceptions: the earlier one.
+        ([_failure(0, 1, summary="ValueError: a", at=50), _failure(1, 1, summary="ValueError: b", at=40)], 1),
+        # The crash leaves no record and is noticed after the other rank recorded that its peer is gone.
+        ([_failure(0, 1, summary=LOST, at=50), _failure(1, -11, noticed=60)], 1),
+        ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, 7, noticed=60)], 1),
+        ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, -signal.SIGKILL, noticed=60)], 1),
+        # A user's own error may speak of timeouts.
+        ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary="ValueError: timeout must be positive", at=40)], 1),
+        ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary=LOST, at=20)], 1),
+    ],
+)
+def test_the_cause_comes_before_its_effects(failures: list[Failure], cause: int) -> None:
+    assert first(failures).rank == cause
+    assert first(failures[::-1]).rank == cause
+
+
+def test_exit_codes_are_those_of_a_shell() -> None:
+    assert process_exit_code(_failure(0, 7)) == 7
+    assert process_exit_code(_failure(0, -11)) == 139
+    # It recorded an exception and was then stopped by the launcher while it ended.
+    assert process_exit_code(_failure(0, -15, summary="ValueError: no")) == 1
+
+
+class TestRead:
+    def test_missing_and_half_written(self, tmp_path: Path) -> None:
+        assert read(tmp_path / "error.json") is None
+        (tmp_path / "error.json").write_text('{"message": ')
+        assert read(tmp_path / "error.json") is None
+
+    def test_written_by_torch(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        @record
+        def fails() -> None:
+            raise ValueError("boom")
+
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        with pytest.raises(ValueError, match="boom"):
+            fails()
+        found = read(tmp_path / "error.json")
+        assert found is not None
+        assert found.summary == "ValueError: boom"
+        assert found.text.startswith("Traceback (most recent call last)")
+        assert abs(found.time_ns - time.time_ns()) < 60e9
+
+    def test_text_only(self, tmp_path: Path) -> None:
+        (tmp_path / "error.json").write_text(json.dumps({"message": "gone\nwrong", "timestamp": 3}))
+        found = read(tmp_path / "error.json")
+        assert found is not None
+        assert (found.summary, found.text, found.time_ns) == ("wrong", "gone\nwrong", 3 * 10**9)
+
+
+class TestReporter:
+    @pytest.fixture
+    def lines(self) -> list[str]:
+        return []
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> dict[int, Path]:
+        return {rank: tmp_path / f"{rank}.json" for rank in range(4)}
+
+    def _reporter(self, lines: list[str], files: dict[int, Path]) -> Reporter:
+        reporter = Reporter("a01", lines.append)
+        reporter.watch({rank: str(path) for rank, path in files.items()})
+        return reporter
+
+    def _wait(self, lines: list[str]) -> None:
+        deadline = time.monotonic() + 10
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def test_an_exception_is_told_while_the_others_still_run(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[2], text="Traceback\n  here\nValueError: no")
+            self._wait(lines)
+            assert lines == [
+                "plait: rank 2 (node a01, process 4321) failed with exit code 1. Its traceback:\nTraceback\n  here\nValueError: no"
+            ]
+            _record(files[0], summary=LOST, time_ns=5)
+            cause = reporter.failed({0: 1, 1: -15, 2: 1}, 99)
+        assert cause.rank == 2
+        assert lines[1:] == [
+            f"plait: rank 0 (node a01, process 4321) failed too, with exit code 1: {LOST}",
+            "plait: rank 1 was stopped",
+        ]
+
+    def test_a_lost_peer_waits_for_the_rank_that_crashed(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[0], summary=LOST)
+            time.sleep(0.4)
+            assert lines == []
+            cause = reporter.failed({0: 1, 1: -11}, 99)
+        assert cause.rank == 1
+        assert "rank 1 (node a01) was killed by signal 11 SIGSEGV" in lines[0]
+        assert "rank 0" in lines[1]
+
+    def test_a_lost_peer_alone_points_to_the_other_machines(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[0], summary=LOST)
+            assert reporter.failed({0: 1}, 99).rank == 0
+        assert "other machines" in lines[1]
+
+    def test_the_same_failure_on_many_ranks_is_told_once(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            for rank, path in files.items():
+                _record(path, time_ns=10 - rank)
+            assert reporter.failed(dict.fromkeys(files, 1), 99).rank == 3
+        assert lines[0].startswith("plait: rank 3")
+        assert lines[1:] == ["plait: ranks 0, 1, 2 failed in the same way"]
+
+    def test_a_users_error_is_one_sentence(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            for path in files.values():
+                _record(path, summary="ConfigError: tp = 3", text="tp = 3: no; use 2", told=True, exit_code=2)
+            assert process_exit_code(reporter.failed(dict.fromkeys(files, 2), 99)) == 2
+        assert lines == ["plait: tp = 3: no; use 2"]
+
+    def test_out_of_memory_is_named(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            reporter.failed({0: -9}, 99)
+        assert "signal 9 SIGKILL (out of memory?)" in lines[0]
+
+    def test_every_attempt_is_told(self, lines: list[str], files: dict[int, Path], tmp_path: Path) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[0], text="first")
+            reporter.failed({0: 1}, 99, restarting=True)
+            again = tmp_path / "again.json"
+            reporter.watch({0: str(again)})
+            _record(again, text="second")
+            reporter.failed({0: 1}, 99)
+        assert [line.splitlines()[-1] for line in lines] == ["first", "plait: starting the ranks again", "second"]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import shlex
+import socket
+
+import pytest
+
+from plait.cli.launching import remote
+from plait.cli.launching.remote import Remote, exported, local_index, master, node_command, node_environment, ssh_command
+from plait.cluster.hostfile import Host
+from plait.errors import ConfigError
+
+TWO = Remote(
+    hosts=(Host("a", (0, 1)), Host("b", (1, 3))),
+    command=("train.py", "--text", "it's here"),
+    master_addr="a",
+    master_port=1234,
+    grace_seconds=60,
+    timeout_seconds=30,
+    exported={"NCCL_DEBUG": "a b", "PYTHONPATH": "src"},
+    python="/opt/python",
+    folder="/data/my run",
+)
+
+
+def test_what_runs_on_a_machine() -> None:
+    assert shlex.join(node_command(TWO, 1)) == (
+        "/opt/python -m plait launch --nnodes 2 --node-rank 1 --master-addr a --master-port 1234 --nproc 2 --grace 60 --timeout 30 "
+        "--lifeline train.py --text 'it'\"'\"'s here'"
+    )
+
+
+def test_the_shell_over_there_reads_what_was_meant() -> None:
+    *head, host, script = ssh_command(TWO, 1)
+    assert head == ["ssh", "-o", "BatchMode=yes", "-T"]
+    assert host == "b"
+    words = shlex.split(script)
+    assert words[:5] == ["cd", "/data/my run", "&&", "exec", "env"]
+    assert words[5:8] == ["CUDA_VISIBLE_DEVICES=1,3", "NCCL_DEBUG=a b", "PYTHONPATH=src"]
+    assert words[8:] == node_command(TWO, 1)
+
+
+def test_chosen_gpus_are_the_only_ones_seen() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in node_environment(TWO, 0)
+    assert node_environment(TWO, 1)["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_one_machine_needs_no_meeting_point() -> None:
+    alone = Remote(hosts=TWO.hosts[1:], command=("x.py",), master_addr="b", processes=5)
+    command = node_command(alone, 0)
+    assert "--nnodes" not in command
+    assert "--master-addr" not in command
+    assert command[command.index("--nproc") + 1] == "5"
+
+
+def test_what_other_machines_get() -> None:
+    here = {
+        "NCCL_DEBUG": "INFO",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "HF_TOKEN": "secret",
+        "HOME": "/root",
+        "PYTHONPATH": "src",
+        "WANDB_MODE": "off",
+    }
+    assert exported(here, []) == {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "src"}
+    assert exported(here, ["WANDB_MODE"])["WANDB_MODE"] == "off"
+    with pytest.raises(ConfigError, match="--export = 'NOPE': not set here"):
+        exported(here, ["NOPE"])
+
+
+class TestThisMachine:
+    def test_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "gethostname", lambda: "b.cluster")
+        monkeypatch.setattr(remote, "_is_own_address", lambda name: False)
+        assert local_index((Host("a", (0,)), Host("b", (0,)))) == 1
+
+    def test_by_address(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        assert local_index((Host("192.0.2.1", (0,)), Host("127.0.0.1", (0,)))) == 1
+
+    def test_none(self) -> None:
+        assert local_index((Host("192.0.2.1", (0,)), Host("no-such-host.invalid", (0,)))) is None
+
+
+class TestMaster:
+    def test_the_first_machine_unless_given(self) -> None:
+        assert master(TWO.hosts, None) == "a"
+        assert master(TWO.hosts, "10.0.0.7") == "10.0.0.7"
+
+    @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+    def test_a_name_that_only_this_machine_understands(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="cannot reach it"):
+            master((Host(name, (0,)), Host("b", (0,))), None)
+        with pytest.raises(ConfigError, match="--master-addr"):
+            master(TWO.hosts, name)
+        assert master((Host(name, (0,)),), None) == name

@@ -1,0 +1,117 @@
+"""`plait config explain` and `plait config schema` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+
+FILE = """{
+  // two processes share every matrix product
+  "zero_optimization": {"stage": 2, "overlap_comm": true},
+  "tensor_parallel": {"tp_size": 2},
+  "train_micro_batch_size_per_gpu": 4,
+}"""
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", *arguments])
+    output = capsys.readouterr()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code, output.out, output.err
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "ds.json"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_explain_in_a_pipe_prints_aligned_lines(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("explain", file, "--world-size", "8", capsys=capsys)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"keys of {file}"
+    assert lines[2].split()[:3] == ["zero_optimization.overlap_comm", "true", "meaningless"]
+    assert "resolved for 8 processes" in lines
+    assert any(line.split()[:2] == ["parallel.dp_shard", "4"] and "derived: 8 processes" in line for line in lines)
+    columns = {line.index("supported") for line in lines[1:5] if "supported" in line}
+    assert len(columns) == 1
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_explain_on_a_terminal_prints_tables(file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = run("explain", file, capsys=capsys)
+    assert code == 0
+    assert "┃" in out
+    assert "resolved for 2 processes" in out
+
+
+def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("explain", file, "--set", "parallel.tp=1", "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    assert (found["world_size"], found["problems"]) == (1, [])
+    assert {"name": "parallel.tp", "value": 1, "source": "override"} in found["values"]
+    assert [row["key"] for row in found["keys"]] == [
+        "zero_optimization.stage",
+        "zero_optimization.overlap_comm",
+        "train_micro_batch_size_per_gpu",
+        "parallel.tp",
+    ]
+
+
+def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("explain", file, "--set", "train_batch_size=9", "--set", "data_parallel_size=3", capsys=capsys)
+    assert code == 2
+    assert "zero_optimization.stage" in out
+    assert "resolved for" not in out
+    assert "train_batch_size = 9: micro 4 x dp 1 = 4 and 9 % 4 = 1; use 8 or 12" in err
+    assert "data_parallel_size = 3" in err
+    assert "Traceback" not in err
+    code, out, _ = run("explain", file, "--set", "train_batch_size=9", "--json", capsys=capsys)
+    assert code == 2
+    assert json.loads(out)["problems"][0]["message"].startswith("train_batch_size = 9: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.json"], "nowhere.json: there is no such file"),
+        (["{file}", "--set", "zero_optimization.stge=3"], "did you mean zero_optimization.stage?"),
+        (["{file}", "--set", "nonsense"], "--set = 'nonsense': an override is a dotted key"),
+        (["{file}", "--world-size", "3"], "3 processes % 2 = 1; start 2 or 4 processes"),
+        (["{file}", "--world-size", "0"], "greater than or equal to 1"),
+        (["{file}", "{file}"], "one FILE is explained at a time and 2 are given"),
+        ([], "Missing argument"),
+        (["--", "--tensor-model-paralel-size", "4"], "did you mean --tensor-model-parallel-size?"),
+    ],
+)
+def test_mistakes_exit_with_2_and_a_sentence(arguments: list[str], said: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run("explain", *(argument.replace("{file}", file) for argument in arguments), capsys=capsys)
+    assert code == 2
+    assert said in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+def test_megatron_flags_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tensor-model-parallel-size", "4", "--pipeline-model-parallel-size", "2", "--num-layers", "48", "--micro-batch-size", "1"]
+    code, out, _ = run("explain", "--json", "--", *flags, capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["world_size"] == 8
+    assert {"name": "parallel.pp", "value": 2, "source": "flag: --pipeline-model-parallel-size"} in json.loads(out)["values"]
+
+
+def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("schema", capsys=capsys)
+    assert code == 0
+    schema = json.loads(out)
+    assert {"zero_optimization", "parallel", "model", "data", "run"} <= set(schema["properties"])

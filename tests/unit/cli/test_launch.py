@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli import launch as verb
+from plait.cli import main as command
+from plait.cli.launching import remote
+from plait.cli.launching.settings import Settings, check
+from plait.errors import ConfigError, InputError
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, environments: list[dict[str, str] | None]) -> list[tuple[list[str], Settings]]:
+    """What would have been started on this machine."""
+    calls: list[tuple[list[str], Settings]] = []
+
+    def start(command: list[str], settings: Settings, **rest: Any) -> int:
+        check(settings)
+        calls.append((list(command), settings))
+        environments.append(rest.get("environment"))
+        return 0
+
+    monkeypatch.setattr(verb, "_start", start)
+    return calls
+
+
+@pytest.fixture
+def environments() -> list[dict[str, str] | None]:
+    return []
+
+
+@pytest.fixture
+def started_remote(monkeypatch: pytest.MonkeyPatch) -> list[remote.Remote]:
+    calls: list[remote.Remote] = []
+    monkeypatch.setattr(remote, "run", lambda there: calls.append(there) or 0)
+    return calls
+
+
+def _plait(*arguments: str) -> Any:
+    with pytest.raises(SystemExit) as caught:
+        command.main(["launch", *arguments])
+    return caught.value.code
+
+
+def test_what_stands_after_the_script_is_the_scripts(script: str, started: list[Any]) -> None:
+    assert _plait("--nproc", "3", script, "--nproc", "9", "-m", "--help", "--", "x") == 0
+    assert started == [(["train.py", "--nproc", "9", "-m", "--help", "--", "x"], Settings(processes=3))]
+
+
+def test_a_module(started: list[Any]) -> None:
+    assert _plait("--nproc", "1", "-m", "pkg.train", "-m") == 0
+    assert started[0][0] == ["-m", "pkg.train", "-m"]
+
+
+def test_every_option_arrives(script: str, started: list[Any]) -> None:
+    _plait(
+        "--nproc",
+        "4",
+        "--nnodes",
+        "2:3",
+        "--rdzv-endpoint",
+        "a:1",
+        "--rdzv-id",
+        "job",
+        "--max-restarts",
+        "5",
+        "--grace",
+        "7",
+        "--timeout",
+        "8",
+        script,
+    )
+    assert started[0][1] == Settings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job", max_restarts=5, grace_seconds=7, timeout_seconds=8)
+    _plait("--nproc", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "5", script)
+    assert started[1][1] == Settings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
+
+
+def test_torchruns_spelling_of_the_processes(script: str, started: list[Any]) -> None:
+    _plait("--nproc-per-node", "4", script)
+    assert started[0][1].processes == 4
+
+
+def test_one_process_a_device_by_default(script: str, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "default_processes", lambda: 6)
+    _plait(script)
+    assert started[0][1].processes == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no script to launch"),
+        (["-m"], "no module to launch"),
+        (["missing.py"], "missing.py: no such script"),
+        (["--nnodes", "x", "train.py"], "--nnodes = 'x'"),
+        (["-i", "a", "train.py"], "--include: chooses among the machines of a hostfile"),
+        (["--no-ssh", "train.py"], "--no-ssh"),
+        (["--export", "A", "train.py"], "--export"),
+        (["-H", "hosts", "--nnodes", "2", "train.py"], "--nnodes = '2': given together with --hostfile"),
+        (["-H", "hosts", "--node-rank", "0", "train.py"], "--node-rank = 0: given together"),
+        (["-H", "hosts", "--max-restarts", "2", "train.py"], "--max-restarts = 2: given together"),
+        (["-H", "hosts", "train.py"], "hostfile hosts: No such file"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    script: str, started: list[Any], started_remote: list[Any], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plait(*arguments) == 2
+    assert words in capsys.readouterr().err
+    assert not started
+    assert not started_remote
+
+
+class TestHostfile:
+    @pytest.fixture
+    def hosts(self, script: str, tmp_path: Path) -> str:
+        (tmp_path / "hosts").write_text(f"192.0.2.7 slots=4\n{socket.gethostname()} slots=2\n")
+        return "hosts"
+
+    def test_several_machines_by_ssh(self, hosts: str, started_remote: list[remote.Remote], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "off")
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")
+        _plait("-H", hosts, "--export", "WANDB_MODE", "--grace", "9", "train.py", "-x")
+        there = started_remote[0]
+        assert [host.name for host in there.hosts] == ["192.0.2.7", socket.gethostname()]
+        assert there.command == ("train.py", "-x")
+        assert (there.master_addr, there.master_port, there.grace_seconds, there.processes) == ("192.0.2.7", 29500, 9, None)
+        assert there.exported is not None
+        assert {"WANDB_MODE": "off", "NCCL_DEBUG": "INFO"}.items() <= there.exported.items()
+
+    def test_by_hand_on_each_machine(self, hosts: str, started: list[Any]) -> None:
+        _plait("-H", hosts, "--no-ssh", "--master-port", "77", "train.py")
+        assert started[0][1] == Settings(2, 2, 2, node_rank=1, master_addr="192.0.2.7", master_port=77)
+
+    def test_this_machine_alone_is_not_reached_by_ssh(self, hosts: str, started: list[Any], environments: list[Any]) -> None:
+        _plait("-H", hosts, "-i", f"{socket.gethostname()}:1", "train.py")
+        assert started[0][1] == Settings(1)
+        assert environments[0]["CUDA_VISIBLE_DEVICES"] == "1"
+
+    def test_another_machine_alone_is(self, hosts: str, started_remote: list[remote.Remote]) -> None:
+        _plait("-H", hosts, "-e", socket.gethostname(), "train.py")
+        assert [host.name for host in started_remote[0].hosts] == ["192.0.2.7"]
+
+    def test_by_hand_on_a_machine_that_is_not_in_it(self, hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _plait("-H", hosts, "-i", "192.0.2.7", "--no-ssh", "train.py") == 2
+        assert "this machine is none of the hostfile's: 192.0.2.7" in capsys.readouterr().err
+
+
+class TestRun:
+    def test_for_other_verbs(self, started: list[Any]) -> None:
+        assert verb.run(["-m", "plait.x", "a.json"], processes=2, grace_seconds=5) == 0
+        assert started == [(["-m", "plait.x", "a.json"], Settings(2, grace_seconds=5))]
+
+    def test_mistakes(self) -> None:
+        with pytest.raises(InputError, match="no script"):
+            verb.run([], processes=1)
+        with pytest.raises(ConfigError, match="--nproc = 0"):
+            verb.run(["-m", "x"], processes=0)

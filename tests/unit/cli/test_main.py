@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from plait.cli import main as command
+from plait.errors import CheckpointError, ConfigError, Problem
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "plait", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def _exit(arguments: list[str]) -> object:
+    with pytest.raises(SystemExit) as caught:
+        command.main(arguments)
+    return caught.value.code
+
+
+def test_help_names_every_verb_and_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom plait.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    for verb, (_, line) in command.VERBS.items():
+        assert verb in done.stdout
+        assert line.split(",")[0][:30] in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 False False"
+
+
+@pytest.mark.parametrize("verb", command.VERBS)
+def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(importlib.import_module(command.VERBS[verb][0]).app, typer.Typer)
+    assert _exit([verb, "--help"]) == 0
+    assert f"Usage: plait {verb}" in capsys.readouterr().out
+
+
+def test_the_modules_of_the_verbs_do_not_import_torch() -> None:
+    modules = [module for module, _ in command.VERBS.values() if module != "plait.cli.config"]
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["trian"], "train"), (["--nope"], "--nope"), (["launch", "--nprok", "2", "x.py"], "--nproc")]
+)
+def test_typing_errors_name_the_nearest(arguments: list[str], words: str) -> None:
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class TestErrors:
+    @pytest.fixture
+    def failing(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Exception]:
+        raised: dict[str, Exception] = {}
+        app = typer.Typer()
+
+        @app.command()
+        def fail() -> None:
+            raise raised["it"]
+
+        module = type(sys)("plait_test_verb")
+        module.app = app  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "plait_test_verb", module)
+        monkeypatch.setitem(command.VERBS, "launch", ("plait_test_verb", "Fails."))
+        return raised
+
+    @pytest.mark.parametrize(
+        ("error", "code", "text"),
+        [
+            (ConfigError(Problem("a", 1, "r", "m"), Problem("b", None, "s", "n")), 2, "plait: a = 1: r; m\nplait: b: s; n\n"),
+            (CheckpointError("gone"), 4, "plait: gone\n"),
+        ],
+    )
+    def test_a_plait_error_is_told_without_a_traceback(
+        self, failing: dict[str, Exception], capsys: pytest.CaptureFixture[str], error: Exception, code: int, text: str
+    ) -> None:
+        failing["it"] = error
+        assert _exit(["launch"]) == code
+        assert capsys.readouterr().err == text
+
+    def test_a_defect_keeps_its_traceback(self, failing: dict[str, Exception]) -> None:
+        failing["it"] = ZeroDivisionError("a defect")
+        with pytest.raises(ZeroDivisionError):
+            command.main(["launch"])
+
+    def test_ctrl_c(self, failing: dict[str, Exception]) -> None:
+        failing["it"] = KeyboardInterrupt()  # type: ignore[assignment]
+        assert _exit(["launch"]) == 130

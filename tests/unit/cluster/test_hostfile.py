@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.cluster.hostfile import Host, parse, read, select
+from plait.errors import ConfigError, InputError
+
+FILE = parse("a slots=4\nb slots=2\nc slots=1")
+
+
+def test_comments_blank_lines_and_order() -> None:
+    text = "# head\n\nworker-2.local slots=2  # second\n10.0.0.1   slots = 1\n"
+    assert parse(text) == (Host("worker-2.local", (0, 1)), Host("10.0.0.1", (0,)))
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z][a-z0-9.-]{0,10}", fullmatch=True), st.integers(1, 16), min_size=1, max_size=5),
+    st.sampled_from(["", " # x"]),
+)
+def test_what_is_written_is_read(slots: dict[str, int], comment: str) -> None:
+    text = "\n".join(f"{name} slots={count}{comment}" for name, count in slots.items())
+    assert parse(text) == tuple(Host(name, tuple(range(count))) for name, count in slots.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a slots=2\na slots=2", "hostfile:2 = 'a slots=2': a is named twice"),
+        ("a", "hostfile:1 = 'a': not `name slots=N`"),
+        ("a slot=2", "hostfile:1"),
+        ("a slots=0", "N at least 1"),
+        ("a slots=2 b slots=2", "hostfile:1"),
+        ("# nothing", "names no machine"),
+    ],
+)
+def test_wrong_lines(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert words in str(caught.value)
+
+
+def test_every_wrong_line_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("a\nb slots=1\nb slots=1\nc slots=x")
+    assert [problem.field for problem in caught.value.problems] == ["hostfile:1", "hostfile:3", "hostfile:4"]
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        read(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("", "", {"a": (0, 1, 2, 3), "b": (0, 1), "c": (0,)}),
+        ("b@a:1,3", "", {"a": (1, 3), "b": (0, 1)}),
+        ("a:3,1,3", "", {"a": (1, 3)}),
+        ("a:0@a:2", "", {"a": (0, 2)}),
+        ("", "b", {"a": (0, 1, 2, 3), "c": (0,)}),
+        ("", "a:0,1@c:0", {"a": (2, 3), "b": (0, 1)}),
+    ],
+)
+def test_filters_keep_the_order_of_the_file(include: str, exclude: str, expected: dict[str, tuple[int, ...]]) -> None:
+    assert select(FILE, include=include, exclude=exclude) == tuple(Host(name, slots) for name, slots in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "words"),
+    [
+        ("a", "b", "given together with --include"),
+        ("d", "", "'d' is not in the hostfile; use a, b, c"),
+        ("", "a:4", "a has slots 0 to 3, not 4"),
+        ("a:", "", "not slot numbers"),
+        ("a:x", "", "not slot numbers"),
+        ("", "a@b@c", "leaves no machine"),
+    ],
+)
+def test_filters_that_make_no_sense(include: str, exclude: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(FILE, include=include, exclude=exclude)
+    assert words in str(caught.value)
+
+
+@given(st.sets(st.integers(0, 3), min_size=1, max_size=3))
+def test_include_and_exclude_of_the_same_slots_divide_a_machine(slots: set[int]) -> None:
+    text = f"a:{','.join(map(str, slots))}"
+    kept = select(FILE, include=text)[0].slots
+    dropped = select(FILE, exclude=text)[0].slots
+    assert sorted(kept + dropped) == [0, 1, 2, 3]
+    assert set(kept) == slots

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.cluster import topology
+from plait.cluster.launchers import claim, first_host, tasks_per_node
+from plait.cluster.topology import Node, Place, Topology, default_processes, discover, init_method, load, place, thread_count
+from plait.errors import ConfigError, InputError
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+}
+MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+NAMES = {name for variables in (TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN) for name in variables} | {"MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+class TestPlace:
+    def test_without_a_launcher_it_is_one_process(self) -> None:
+        assert place() == Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0)
+
+    @pytest.mark.parametrize(
+        "variables", [TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN], ids=["torchrun", "deepspeed", "openmpi", "mpich", "srun"]
+    )
+    def test_every_launcher_gives_the_same_place(self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+        _set(monkeypatch, variables)
+        assert place() == Place(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1)
+
+    @pytest.mark.parametrize("outer", [SRUN, {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}], ids=["srun", "mpirun"])
+    def test_torchrun_inside_another_launcher_wins(self, monkeypatch: pytest.MonkeyPatch, outer: dict[str, str]) -> None:
+        _set(monkeypatch, {**outer, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})
+        assert place() == Place(5, 8, 1, 4, 1)
+
+    def test_mpirun_inside_srun_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **MPICH})
+        assert place().rank == 5
+
+    def test_a_slurm_batch_script_is_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"})
+        assert place() == Place()
+
+    def test_uneven_srun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(
+            monkeypatch,
+            {**SRUN, "SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4,2"},
+        )
+        assert place() == Place(rank=4, world_size=6, local_rank=0, local_world_size=2, node_rank=1)
+
+    @pytest.mark.parametrize(
+        ("variables", "named", "words"),
+        [
+            ({"RANK": "0"}, "WORLD_SIZE", "although RANK is"),
+            ({"WORLD_SIZE": "2"}, "RANK", "although WORLD_SIZE is"),
+            ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2", "WORLD_SIZE = 2"),
+            ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK = 'one'", "whole number"),
+            ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = '-1'", "whole number"),
+            ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK = 4", "LOCAL_WORLD_SIZE = 4"),
+            ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE = 16", "WORLD_SIZE = 8"),
+            ({**TORCHRUN, "RANK": "0"}, "LOCAL_RANK = 1", "RANK = 0"),
+            ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "9"}, "OMPI_COMM_WORLD_RANK = 9", "OMPI_COMM_WORLD_SIZE = 8"),
+        ],
+    )
+    def test_contradictions_are_refused_with_the_variable_and_its_value(
+        self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], named: str, words: str
+    ) -> None:
+        _set(monkeypatch, variables)
+        with pytest.raises(ConfigError) as caught:
+            place()
+        assert str(caught.value).startswith(named)
+        assert words in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("gpus", "rank", "world", "expected"),
+        [
+            (0, 3, 4, Place(3, 4, 3, 4, 0)),  # CPU processes: one machine
+            (8, 3, 4, Place(3, 4, 3, 4, 0)),  # they fit on this machine's GPUs
+            (1, 3, 4, Place(3, 4, 0, 1, 3)),  # one GPU a machine: one process a machine
+        ],
+    )
+    def test_rank_and_size_alone_where_only_one_answer_is_possible(
+        self, monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, world: int, expected: Place
+    ) -> None:
+        _gpus(monkeypatch, gpus)
+        _set(monkeypatch, {"RANK": str(rank), "WORLD_SIZE": str(world)})
+        assert place() == expected
+
+    def test_rank_and_size_alone_are_refused_where_the_gpu_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _gpus(monkeypatch, 8)
+        _set(monkeypatch, {"RANK": "3", "WORLD_SIZE": "16"})
+        with pytest.raises(ConfigError, match="LOCAL_RANK: not set, and 16 processes cannot all be on this machine with its 8 GPUs"):
+            place()
+
+    @given(nodes=st.integers(1, 64), per_node=st.integers(1, 16), data=st.data())
+    def test_any_torchrun_world(self, nodes: int, per_node: int, data: st.DataObject) -> None:
+        node, local = data.draw(st.integers(0, nodes - 1)), data.draw(st.integers(0, per_node - 1))
+        rank = node * per_node + local
+        variables = {"RANK": rank, "WORLD_SIZE": nodes * per_node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node}
+        found = claim({name: str(value) for name, value in variables.items()})
+        assert found is not None
+        # Without GROUP_RANK (DeepSpeed's older versions) the node follows from the ranks.
+        assert topology._complete(found, 0) == Place(rank, nodes * per_node, local, per_node, node)
+
+
+class TestExistingGroup:
+    @pytest.fixture
+    def group(self) -> object:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+    @pytest.mark.usefixtures("group")
+    def test_the_group_decides(self) -> None:
+        assert place() == Place(0, 1, 0, 1, 0)
+
+    @pytest.mark.usefixtures("group")
+    def test_variables_that_contradict_it_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, TORCHRUN)
+        with pytest.raises(ConfigError, match="rank 5 of 8 says the launcher, rank 0 of 1 says the existing gloo process group"):
+            place()
+
+    def test_a_fake_group_of_any_size_has_one_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        _gpus(monkeypatch, 8)
+        dist.init_process_group("fake", store=FakeStore(), rank=700, world_size=1024)
+        try:
+            assert place() == Place(700, 1024, 0, 1, 0)
+        finally:
+            dist.destroy_process_group()
+
+
+class TestInitMethod:
+    def test_from_the_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+        assert init_method() == "env://"
+
+    def test_srun_needs_no_variables_and_every_task_agrees(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        methods = set()
+        for rank in range(8):
+            _set(monkeypatch, {**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 4), "SLURM_NODEID": str(rank // 4)})
+            methods.add(init_method())
+        assert methods == {"tcp://gpu007:19694"}
+
+    def test_half_of_it_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, {**SRUN, "MASTER_ADDR": "a"})
+        with pytest.raises(ConfigError, match="MASTER_PORT: not set"):
+            init_method()
+
+    def test_nowhere_to_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, OPENMPI)
+        with pytest.raises(ConfigError, match="MASTER_ADDR: not set"):
+            init_method()
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [("gpu[007-012,020],cpu1", "gpu007"), ("one", "one"), ("a,b", "a"), ("r1n[3,5]-ib", "r1n3-ib"), ("n[1-2],m[1-2]", "n1")],
+)
+def test_first_host_of_a_slurm_list(text: str, host: str) -> None:
+    assert first_host(text) == host
+
+
+@given(st.lists(st.tuples(st.integers(1, 32), st.integers(1, 5)), min_size=1, max_size=6))
+def test_slurm_task_counts(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert tasks_per_node(text) == [count for count, times in runs for _ in range(times)]
+
+
+def test_slurm_task_counts_of_another_form() -> None:
+    with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE"):
+        tasks_per_node("4(2)")
+
+
+class TestDiscover:
+    def test_a_machine_without_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _gpus(monkeypatch, 0)
+        found = discover()
+        assert found.nodes == (Node(socket.gethostname(), 1),)
+        assert found.device_type == "cpu"
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        assert found.memory_bytes is not None
+        assert 0 < found.memory_bytes <= physical
+
+    def test_processes_share_the_memory_of_a_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _gpus(monkeypatch, 0)
+        whole = discover().memory_bytes
+        _set(monkeypatch, {**TORCHRUN, "WORLD_SIZE": "8"})
+        found = discover()
+        assert whole is not None
+        assert found.memory_bytes == whole // 4
+        assert found.nodes == (Node("node0", 4), Node(socket.gethostname(), 4))
+        assert found.world_size == 8
+
+    def test_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _gpus(monkeypatch, 3)
+        sizes = [80, 40, 80]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("P", (), {"total_memory": sizes[index]}))
+        assert discover() == Topology((Node(socket.gethostname(), 3),), "cuda", 40)
+
+    def test_uneven_machines_need_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _set(monkeypatch, {**TORCHRUN, "WORLD_SIZE": "7"})
+        with pytest.raises(ConfigError, match="WORLD_SIZE = 7: not a multiple of the 4"):
+            discover()
+
+
+class TestLoad:
+    def test_yaml_and_json_say_the_same(self, tmp_path: Path) -> None:
+        (tmp_path / "c.yaml").write_text(
+            "device_type: cuda\nmemory_bytes: 85_899_345_920\nnodes:\n  - {name: a, devices: 8}\n  - {name: b, devices: 4}\n"
+        )
+        content = {"memory_bytes": 80 * 1024**3, "nodes": [{"name": "a", "devices": 8}, {"name": "b", "devices": 4}]}
+        (tmp_path / "c.json").write_text(json.dumps(content))
+        expected = Topology((Node("a", 8), Node("b", 4)), "cuda", 80 * 1024**3)
+        assert load(tmp_path / "c.yaml") == expected
+        assert load(tmp_path / "c.json") == expected
+        assert expected.world_size == 12
+
+    def test_equal_machines(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("nodes: 128\ndevices_per_node: 8\n")
+        found = load(path)
+        assert found.world_size == 1024
+        assert found.nodes[127] == Node("node127", 8)
+        assert found.memory_bytes is None
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("nodse: 2", "did you mean `nodes`?"),
+            ("nodes: 2", "devices_per_node"),
+            ("nodes: 0\ndevices_per_node: 8", "nodes = 0"),
+            ("nodes: []", "neither a list of machines nor a count"),
+            ("nodes: 2\ndevices_per_node: true", "devices_per_node = True"),
+            ("nodes: [{name: a, devices: 8}, {name: a, devices: 8}]", "nodes[1].name = 'a': named twice"),
+            ("nodes: [{name: a, devises: 8}]", "did you mean `devices`?"),
+            ("nodes: [a01]", "nodes[0] = 'a01'"),
+            ("nodes: 1\ndevices_per_node: 1\ndevice_type: tpu", "device_type = 'tpu'"),
+            ("nodes: 1\ndevices_per_node: 1\nmemory_bytes: 80 GiB", "memory_bytes = '80 GiB'"),
+        ],
+    )
+    def test_wrong_content(self, tmp_path: Path, text: str, words: str) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert words in str(caught.value)
+        assert str(path) in str(caught.value)
+
+    @pytest.mark.parametrize(("name", "text"), [("c.yaml", "a: [1"), ("c.json", "{"), ("c.yaml", "- 1")])
+    def test_files_that_are_no_description(self, tmp_path: Path, name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match="cluster file"):
+            load(tmp_path / name)
+
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="No such file"):
+            load(tmp_path / "no.yaml")
+
+    def test_every_problem_is_told(self, tmp_path: Path) -> None:
+        path = tmp_path / "c.yaml"
+        path.write_text("nodes: [{name: 3, devices: 0}]\ndevice_type: tpu\nmemory: 3")
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert len(caught.value.problems) == 4
+
+
+class TestThreads:
+    @given(cores=st.integers(1, 256), processes=st.integers(1, 300))
+    def test_shares_never_exceed_the_cores_and_are_never_zero(self, cores: int, processes: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(topology, "cpu_count", lambda: cores)
+            threads = thread_count(Place(0, processes, 0, processes, 0))
+        assert threads >= 1
+        assert threads * processes <= max(cores, processes)
+        assert (threads + 1) * processes > cores
+
+    def test_affinity_counts(self) -> None:
+        if len(os.sched_getaffinity(0)) < 2:
+            pytest.skip("one core")
+        one = min(os.sched_getaffinity(0))
+        code = f"import os; os.sched_setaffinity(0, {{{one}}}); from plait.cluster.topology import cpu_count; print(cpu_count())"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout == "1\n"
+
+    def test_default_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _gpus(monkeypatch, 8)
+        assert default_processes() == 8
+        _gpus(monkeypatch, 0)
+        monkeypatch.setattr(topology, "cpu_count", lambda: 64)
+        assert default_processes() == 2
+        monkeypatch.setattr(topology, "cpu_count", lambda: 1)
+        assert default_processes() == 1

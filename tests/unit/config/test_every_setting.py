@@ -1,0 +1,124 @@
+"""No setting is a silent no-op: changing any field of the schema changes what is resolved, or is refused. A new field needs a case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.config import keys
+from plait.config.schema import Config
+from plait.errors import ConfigError
+from tests.unit.config.cases import load, resolved
+
+FP16 = {"fp16.enabled": True}
+SCRATCH = {"model.config": {"model_type": "llama"}}
+SCHEDULE = {"scheduler.type": "WarmupLR"}
+LABELLED = {"data.source": "datasets", "data.paths": ["x"]}
+
+CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    # path: (what else the file says, one value, another value)
+    "train_batch_size": ({"train_micro_batch_size_per_gpu": None}, 8, 16),
+    "train_micro_batch_size_per_gpu": ({}, 2, 4),
+    "gradient_accumulation_steps": ({}, 1, 2),
+    "gradient_clipping": ({}, 1.0, 0.5),
+    "communication_data_type": ({}, "fp32", "bf16"),
+    "data_parallel_size": ({}, 4, 2),
+    "num_layers": ({"parallel.pp": 4}, 4, 2),
+    "zero_optimization.stage": ({}, 1, 2),
+    "zero_optimization.reduce_bucket_size": ({}, 1000, 2000),
+    "fp16.enabled": ({}, False, True),
+    "fp16.loss_scale": (FP16, 0, 128),
+    "fp16.initial_scale_power": (FP16, 16, 12),
+    "fp16.loss_scale_window": (FP16, 1000, 500),
+    "fp16.hysteresis": (FP16, 2, 1),
+    "fp16.consecutive_hysteresis": (FP16, False, True),
+    "fp16.min_loss_scale": (FP16, 1, 2),
+    "bf16.enabled": ({}, False, True),
+    "bf16.check_grad_overflow": ({"bf16.enabled": True}, True, False),
+    "optimizer.type": ({}, "AdamW", "SGD"),
+    "optimizer.params": ({}, {"lr": 1e-3}, {"lr": 1e-4}),
+    "scheduler.type": ({}, "WarmupLR", "WarmupDecayLR"),
+    "scheduler.params": (SCHEDULE, {"warmup_num_steps": 3}, {"warmup_num_steps": 4}),
+    "compile.enabled": ({}, False, True),
+    "compile.backend": ({}, "inductor", "aot_eager"),
+    "compile.mode": ({}, "default", "max-autotune"),
+    "parallel.pp": ({}, 1, 2),
+    "parallel.dp_replicate": ({"zero_optimization.stage": 2}, 1, 2),
+    "parallel.dp_shard": ({"zero_optimization.stage": 2}, 4, 2),
+    "parallel.cp": ({}, 1, 2),
+    "parallel.tp": ({}, 1, 2),
+    "parallel.blocks": ({}, ["model.layers.*"], ["transformer.h.*"]),
+    "parallel.bucket_mib": ({}, 25, 10),
+    "parallel.unused_parameters": ({}, True, False),
+    "model.config": ({}, {"model_type": "llama"}, {"model_type": "gpt2"}),
+    "model.path": ({}, "a", "b"),
+    "model.dtype": (SCRATCH, "float32", "bfloat16"),
+    "data.source": ({"data.paths": ["x"]}, "files", "jsonl"),
+    "data.paths": ({"data.source": "files"}, ["a"], ["b"]),
+    "data.field": ({"data.source": "jsonl", "data.paths": ["x"]}, "text", "body"),
+    "data.subset": (LABELLED, "a", "b"),
+    "data.split": (LABELLED, "train", "test"),
+    "data.tokenizer": ({}, "a", "b"),
+    "data.vocab_size": ({}, 8192, 4096),
+    "data.sequence_length": ({}, 256, 128),
+    "data.validation_fraction": ({}, 0.02, 0.1),
+    "data.cache": ({}, "a", "b"),
+    "run.folder": ({}, "a", "b"),
+    "run.steps": ({}, 10, 20),
+    "run.seed": ({}, 0, 1),
+    "run.processes": ({}, "auto", 2),
+    "run.log_every": ({}, 1, 2),
+    "run.validate_every": ({}, 1, 2),
+    "run.validate_sequences": ({}, 16, 32),
+    "run.checkpoint_every": ({}, 1, 2),
+    "run.keep": ({}, 1, 2),
+    "run.sample.prompt": ({}, "a", "b"),
+    "run.sample.tokens": ({}, 1, 2),
+    "run.sample.temperature": ({}, 0.5, 1),
+    "run.sample.top_k": ({}, 0, 5),
+}
+
+
+def tree_of(settings: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in settings.items():
+        *parents, last = path.split(".")
+        place = tree
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return tree
+
+
+def outcome(settings: dict[str, Any]) -> Any:
+    try:
+        return resolved(tree_of(settings)).model_dump(exclude={"sources"})
+    except ConfigError as error:
+        return str(error)
+
+
+def test_every_setting_has_a_case() -> None:
+    assert set(CHANGES) == set(keys.fields())
+
+
+@pytest.mark.parametrize("path", sorted(CHANGES))
+def test_changing_a_setting_changes_what_is_resolved(path: str) -> None:
+    others, first, second = CHANGES[path]
+    one, two = outcome({**others, path: first}), outcome({**others, path: second})
+    assert isinstance(one, dict), one
+    assert one != two
+
+
+@pytest.mark.parametrize("path", sorted(CHANGES))
+def test_a_setting_of_the_file_says_that_it_is_from_the_file(path: str) -> None:
+    others, first, _ = CHANGES[path]
+    assert load(tree_of({**others, path: first})).origin(path) == "file"
+    made = resolved(tree_of({**others, path: first}))
+    if path in made.sources:
+        assert made.sources[path].startswith("file")
+
+
+def test_every_source_is_the_default_for_an_empty_file() -> None:
+    config = Config()
+    assert {config.origin(path) for path in keys.fields()} == {"default"}

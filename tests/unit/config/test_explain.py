@@ -1,0 +1,106 @@
+"""Rows about keys and about resolved values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.config.explain import Explanation, explain, values_of
+from plait.config.keys import fields
+from tests.unit.config.cases import BATCH, resolved
+
+
+def statuses(tree: dict[str, Any]) -> dict[str, str]:
+    return {row.key: str(row.status) for row in explain({**BATCH, **tree}).keys}
+
+
+def values(explanation: Explanation) -> dict[str, tuple[Any, str]]:
+    return {value.name: (value.value, value.source) for value in explanation.values}
+
+
+def test_one_row_a_key_in_the_order_of_the_file() -> None:
+    tree = {"tensor_parallel": {"tp_size": 2}, "_comment": "x", "zero_optimization": {"overlap_comm": True, "stage": 1}, **BATCH}
+    explanation = explain(tree)
+    assert [(row.key, str(row.status)) for row in explanation.keys] == [
+        ("tensor_parallel.tp_size", "renamed"),
+        ("_comment", "comment"),
+        ("zero_optimization.overlap_comm", "meaningless"),
+        ("zero_optimization.stage", "supported"),
+        ("train_micro_batch_size_per_gpu", "supported"),
+    ]
+    assert explanation.world_size == 2
+    assert not explanation.problems
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "status"),
+    [
+        ({"zero_optimization": {"reduce_bucket_size": 1000}}, "zero_optimization.reduce_bucket_size", "supported"),
+        ({"zero_optimization": {"reduce_bucket_size": 1000, "stage": 1}}, "zero_optimization.reduce_bucket_size", "meaningless"),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": True}},
+            "zero_optimization.reduce_bucket_size",
+            "meaningless",
+        ),
+        ({"parallel": {"bucket_mib": 10}, "zero_optimization": {"stage": 3}}, "parallel.bucket_mib", "meaningless"),
+        ({"fp16": {"enabled": True, "hysteresis": 3}}, "fp16.hysteresis", "supported"),
+        ({"fp16": {"enabled": False, "hysteresis": 3}}, "fp16.hysteresis", "meaningless"),
+        ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.hysteresis", "meaningless"),
+        ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.loss_scale", "supported"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow", "meaningless"),
+        ({"bfloat16": {"check_overflow": False}}, "bfloat16.check_overflow", "meaningless"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow", "supported"),
+        ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
+        ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "meaningless"),
+    ],
+)
+def test_a_setting_that_is_not_read_in_this_configuration_is_meaningless(tree: dict[str, Any], key: str, status: str) -> None:
+    assert statuses(tree)[key] == status
+
+
+def test_every_resolved_value_has_a_source() -> None:
+    explanation = explain(
+        {
+            "train_batch_size": 32,
+            "gradient_accumulation_steps": 2,
+            "tensor_parallel": {"tp_size": 2},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "zero_optimization": {"stage": 3},
+        },
+        ["gradient_clipping=0.5"],
+        world_size=8,
+    )
+    found = values(explanation)
+    assert found["train_batch_size"] == (32, "file")
+    assert found["train_micro_batch_size_per_gpu"] == (4, "derived: train 32 / (accumulation 2 x dp 4)")
+    assert found["parallel.tp"] == (2, "file: tensor_parallel.tp_size")
+    assert found["parallel.dp_shard"] == (4, "derived: 8 processes / (pp 1 x cp 1 x tp 2), ZeRO stage 3")
+    assert found["gradient_clipping"] == (0.5, "override")
+    assert found["optimizer.params.lr"] == (5e-5, "auto: Transformers' default")
+    assert found["precision.compute"] == ("bfloat16", "file: bf16.enabled")
+    assert found["precision.reduce"] == ("bfloat16", "default of DeepSpeed: the dtype of the computation")
+    assert found["run.steps"] == (1000, "default")
+
+
+def test_all_of_a_resolved_configuration_is_shown() -> None:
+    sections = {"model": {"config": {"model_type": "llama"}}, "data": {}, "run": {"sample": {}}}
+    made = resolved({**sections, "fp16": {"enabled": True}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}})
+    shown = {value.name for value in values_of(made)}
+    assert {path for path in fields() if path.split(".")[0] in sections} <= shown
+    assert {f"fp16.{name}" for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")} <= shown
+    assert {"scheduler.type", "scheduler.params.warmup_num_steps", "compile.enabled", "parallel.blocks", "parallel.bucket_mib"} <= shown
+    assert set(shown) <= set(made.sources) | {"optimizer.type"}
+
+
+def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
+    explanation = explain({"zero_optimization": {"stage": 2, "overlap_comm": True}})
+    assert len(explanation.keys) == 2
+    assert not explanation.values
+    assert [problem.field for problem in explanation.problems] == ["train_micro_batch_size_per_gpu"]
+    explanation = explain({"zero_optimization": {"stag": 2, "cpu_offload": True}})
+    assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "refused")]
+    assert len(explanation.problems) == 2
+    assert explanation.world_size is None

@@ -1,0 +1,64 @@
+"""A cached folder is built once, complete or absent, whoever asks and whatever happens in between."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.data.cache import built_once, digest
+from plait.errors import InputError
+
+
+def test_it_is_built_once(tmp_path: Path) -> None:
+    calls = []
+
+    def build(folder: Path) -> None:
+        calls.append(folder)
+        (folder / "file").write_text("x")
+
+    first, second = (built_once(tmp_path, "kind", "key", build) for _ in range(2))
+    assert first == second == tmp_path / "kind" / "key"
+    assert len(calls) == 1
+    assert (first / "file").read_text() == "x"
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        built_once(tmp_path, "kind", "key", build)
+    assert [path.name for path in (tmp_path / "kind").iterdir() if not path.name.endswith(".lock")] == []
+    assert built_once(tmp_path, "kind", "key", lambda folder: None).is_dir(), "the next one may try again"
+
+
+def _slow(folder: Path) -> None:
+    time.sleep(0.3)
+    with open(folder.parent / "calls", "a") as calls:
+        calls.write("x")
+
+
+def test_processes_wait_for_the_first(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=built_once, args=(tmp_path, "kind", "key", _slow)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert (tmp_path / "kind" / "calls").read_text() == "x"
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="PLAIT_CACHE"):
+        built_once(tmp_path / "file", "kind", "key", lambda folder: None)
+
+
+def test_boundaries_are_part_of_a_digest() -> None:
+    assert digest(["ab", "c"]) != digest(["a", "bc"])
+    assert digest([b"ab"]) == digest(["ab"])

@@ -1,0 +1,93 @@
+"""Documents become one stream with a mark after each, and the stream becomes sequences without losing a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.data import packing
+from plait.data.packing import IGNORED, Sequences, read_tokens, write_tokens
+from plait.data.tokenizer import is_held_out
+from plait.errors import InputError
+
+
+class Letters:
+    """A tokenizer of one token a letter, with 0 for the end of a text."""
+
+    eos_token_id = 0
+
+    def __init__(self, *, largest: int = 200) -> None:
+        self._largest = largest
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"end": 0, "largest": self._largest}
+
+    def __call__(self, texts: list[str], **_: object) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+
+def _stream(*documents: str) -> list[int]:
+    return [token for document in documents for token in (*map(ord, document), 0)]
+
+
+def test_documents_are_joined_with_an_end_mark(tmp_path: Path) -> None:
+    write_tokens(tmp_path, ["ab", "", "c"], Letters(), held_out=0)
+    train, validation = read_tokens(tmp_path)
+    assert train.tolist() == _stream("ab", "", "c")
+    assert len(validation) == 0
+
+
+def test_held_out_documents_are_whole_and_only_there(tmp_path: Path) -> None:
+    documents = [f"document {number}" for number in range(200)]
+    write_tokens(tmp_path, documents, Letters(), held_out=0.25)
+    train, validation = read_tokens(tmp_path)
+    held = [document for document in documents if is_held_out(document, 0.25)]
+    assert 20 < len(held) < 80
+    assert validation.tolist() == _stream(*held)
+    assert train.tolist() == _stream(*(document for document in documents if document not in held))
+
+
+def test_a_long_document_is_cut_at_lines_and_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 10)
+    documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]
+    assert list(packing._pieces(documents[0])) == ["one\ntwo\n", "three\n"]
+    write_tokens(tmp_path, documents, Letters(), held_out=0)
+    assert read_tokens(tmp_path)[0].tolist() == _stream(*documents)
+
+
+@pytest.mark.parametrize(("largest", "width"), [(65_535, 2), (65_536, 4)])
+def test_tokens_take_as_many_bytes_as_they_need(tmp_path: Path, largest: int, width: int) -> None:
+    tokenizer = Letters(largest=largest)
+    write_tokens(tmp_path, [chr(largest)], tokenizer, held_out=0)
+    train, _ = read_tokens(tmp_path)
+    assert train.itemsize == width
+    assert train[0] == largest
+
+
+def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path, ["abc"], Letters(), held_out=0)
+    (tmp_path / "train.bin").write_bytes(b"\0\0")
+    with pytest.raises(InputError, match=r"train\.bin: does not hold the 4 tokens"):
+        read_tokens(tmp_path)
+
+
+@given(count=st.integers(0, 60), length=st.integers(2, 9))
+def test_sequences_hold_every_token_once(count: int, length: int) -> None:
+    tokens = np.arange(1, count + 1, dtype=np.uint16)
+    sequences = Sequences(tokens, length, padding=0)
+    batch = sequences.take(np.arange(len(sequences)))
+    scored = batch["labels"][batch["labels"] != IGNORED].tolist()
+    lost = 1 if count % length == 1 else 0  # a single token that is left has nothing to predict
+    assert scored == tokens.tolist()[: count - lost]
+    assert batch["input_ids"][batch["labels"] == IGNORED].tolist() == [0] * (len(sequences) * length - len(scored))
+    assert batch["input_ids"].shape == (len(sequences), length)
+
+
+def test_a_sequence_of_padding_is_scored_nowhere() -> None:
+    batch = Sequences(np.arange(8, dtype=np.uint16), 4, padding=7).take(np.array([1, -1]))
+    assert batch["input_ids"].tolist() == [[4, 5, 6, 7], [7, 7, 7, 7]]
+    assert batch["labels"].tolist() == [[4, 5, 6, 7], [IGNORED] * 4]

@@ -1,0 +1,122 @@
+"""Which documents a `data` section means, and what is said when it means none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from plait.config.sections import DataSection
+from plait.data.text import find_files, open_corpus
+from plait.errors import InputError
+
+
+def _documents(cache: Path, **section: object) -> list[str]:
+    return list(open_corpus(DataSection(**section), cache=cache).documents())
+
+
+def _fingerprint(cache: Path, **section: object) -> str:
+    return open_corpus(DataSection(**section), cache=cache).fingerprint
+
+
+def _write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def test_files_are_sorted_and_each_counts_once(tmp_path: Path) -> None:
+    _write(tmp_path, b="two", a="one", c="three")
+    paths = (f"{tmp_path}/*.txt", f"{tmp_path}/b.txt", str(tmp_path))
+    assert _documents(tmp_path / "cache", source="files", paths=paths) == ["one", "two", "three"]
+
+
+def test_a_folder_means_the_text_files_below_it(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    _write(tmp_path / "deep", a="one")
+    (tmp_path / "deep" / "picture.png").write_bytes(b"\x89")
+    assert find_files((str(tmp_path),), suffixes=(".txt",)) == [tmp_path / "deep" / "a.txt"]
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    cache, section = tmp_path / "cache", {"source": "files", "paths": (f"{tmp_path}/*.txt",)}
+    _write(tmp_path, a="one", b="two")
+    before = _fingerprint(cache, **section)
+    assert _fingerprint(cache, **section) == before
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    assert _fingerprint(cache, **section) == before, "the same bytes under another time are the same text"
+    _write(tmp_path, a="onf")
+    assert _fingerprint(cache, **section) != before
+    _write(tmp_path, a="onet", b="wo")
+    assert _fingerprint(cache, **section) != before, "a boundary that moved is another text"
+
+
+@pytest.mark.parametrize("path", ["missing.txt", "*.nothing", "empty"])
+def test_a_path_that_names_nothing_is_refused_by_name(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"data\.paths"):
+        open_corpus(DataSection(source="files", paths=(str(tmp_path / path),)), cache=tmp_path / "cache")
+
+
+def test_bytes_that_are_not_utf8_name_file_and_place(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"fine \xff not")
+    with pytest.raises(InputError, match=r"bad\.txt: byte 5 is not UTF-8"):
+        _documents(tmp_path / "cache", source="files", paths=(str(tmp_path / "bad.txt"),))
+
+
+def test_json_lines_give_their_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two", "text": "no"}\n')
+    assert _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path),), field="body") == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"body": "x"}', r"line 2: has no field 'text'; it has 'body'"),
+        ('{"text": 3}', r"line 2: 'text' holds a int"),
+        ('["text"]', r"line 2: is a JSON list"),
+        ('{"text": ', r"line 2: not valid JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "fine"}) + "\n" + line + "\n")
+    with pytest.raises(InputError, match=said):
+        _documents(tmp_path / "cache", source="jsonl", paths=(str(tmp_path / "a.jsonl"),))
+
+
+def test_the_standard_library_is_the_same_every_time(tmp_path: Path) -> None:
+    corpus = open_corpus(DataSection(), cache=tmp_path)
+    assert corpus.fingerprint == open_corpus(DataSection(), cache=tmp_path).fingerprint
+    texts = list(corpus.documents())
+    assert len(texts) > 300
+    assert any("class JSONDecoder" in text for text in texts)
+    assert texts == list(corpus.documents()), "documents() starts over"
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "set")
+    return tmp_path / "set"
+
+
+def test_a_data_set_from_disk(tmp_path: Path, dataset: Path) -> None:
+    assert _documents(tmp_path, source="datasets", paths=(str(dataset),)) == ["one", "two"]
+    assert _documents(tmp_path, source="datasets", paths=(str(dataset),), split="test") == ["two"]
+    splits = {_fingerprint(tmp_path, source="datasets", paths=(str(dataset),), split=split) for split in ("train", "test")}
+    assert len(splits) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"split": "dev"}, r"data\.split = 'dev'.*'train', 'test'"),
+        ({"field": "body"}, r"data\.field = 'body'.*text, other"),
+        ({"field": "other"}, r"row 0: 'other' holds a int"),
+    ],
+)
+def test_what_a_data_set_lacks_is_named(tmp_path: Path, dataset: Path, changes: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        _documents(tmp_path, source="datasets", paths=(str(dataset),), **changes)

@@ -1,0 +1,112 @@
+"""Tokenizers that are trained, read from a folder, and refused; and the whole way from a `data` section to sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.config.sections import DataSection
+from plait.data.prepare import prepare
+from plait.data.text import Corpus, open_corpus
+from plait.data.tokenizer import END_OF_TEXT, load_tokenizer, name_of, trained_tokenizer, vocabulary_size
+from plait.errors import InputError
+
+pytest.importorskip("tokenizers")
+
+TEXT = "def add(a, b):\n    return a + b  # größer, 你好 🙂\n\n\nclass Number:\n    value = 1\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> DataSection:
+    for number in range(30):
+        (tmp_path / f"{number:02}.txt").write_text(TEXT * 3 + str(number))
+    return DataSection(source="files", paths=(f"{tmp_path}/*.txt",), vocab_size=300, sequence_length=16, validation_fraction=0.2)
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def test_a_trained_tokenizer_gives_every_text_back(tmp_path: Path, files: DataSection) -> None:
+    corpus = open_corpus(files, cache=tmp_path)
+    tokenizer = load_tokenizer(trained_tokenizer(corpus, files, cache=tmp_path, say=_silent))
+    assert vocabulary_size(tokenizer) == 300
+    assert tokenizer.eos_token == END_OF_TEXT
+    for text in (TEXT, "  leading", "never seen ж\t\r\n\0"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_training_twice_gives_the_same(tmp_path: Path, files: DataSection) -> None:
+    corpus = open_corpus(files, cache=tmp_path)
+    names = {name_of(load_tokenizer(trained_tokenizer(corpus, files, cache=tmp_path / side, say=_silent))) for side in ("a", "b")}
+    assert len(names) == 1
+
+
+def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
+    section = DataSection(source="files", paths=("unused",), vocab_size=400, validation_fraction=0.5)
+    documents = [f"{number} " + "zebra" * 50 for number in range(40)]
+    from plait.data.tokenizer import is_held_out
+
+    held = [document.replace("zebra", "quokka") for document in documents if is_held_out(document.replace("zebra", "quokka"), 0.5)]
+    seen = [document for document in documents if not is_held_out(document, 0.5)]
+    corpus = Corpus("made up", "1", lambda: iter([*seen, *held]))
+    words = load_tokenizer(trained_tokenizer(corpus, section, cache=tmp_path, say=_silent)).get_vocab()
+    assert any("zebra" in word for word in words)
+    assert not any("quokka" in word for word in words)
+
+
+def test_text_without_a_letter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    section = DataSection(source="files", paths=(str(tmp_path / "empty.txt"),))
+    with pytest.raises(InputError, match="no text to train on"):
+        prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=_silent)
+
+
+@pytest.mark.parametrize(("place", "said"), [("missing", "there is no such file or folder"), ("broken", "no tokenizer can be read")])
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path, place: str, said: str) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=rf"data\.tokenizer.*{said}"):
+        load_tokenizer(tmp_path / place)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=bare).save_pretrained(tmp_path / "bare")
+    with pytest.raises(InputError, match="no end-of-text token"):
+        load_tokenizer(tmp_path / "bare")
+
+
+def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> None:
+    said: list[str] = []
+    first = prepare(files, cache=tmp_path / "cache", own_tokenizer=None, say=said.append)
+    assert [line.split()[0] for line in said] == ["training", "tokenising"]
+    second = prepare(files, cache=tmp_path / "cache", own_tokenizer=None, say=said.append)
+    assert len(said) == 2
+    assert first.identity == second.identity
+    assert first.train.tokens.tolist() == second.train.tokens.tolist()
+    assert len(first.validation) > 0
+
+
+def test_a_tokenizer_of_ones_own_is_used(tmp_path: Path, files: DataSection) -> None:
+    other = trained_tokenizer(open_corpus(files, cache=tmp_path), files.model_copy(update={"vocab_size": 280}), cache=tmp_path, say=_silent)
+    found = prepare(files.model_copy(update={"tokenizer": str(other)}), cache=tmp_path, own_tokenizer="/nowhere", say=_silent)
+    assert vocabulary_size(found.tokenizer) == 280
+    file = prepare(files.model_copy(update={"tokenizer": str(other / "tokenizer.json")}), cache=tmp_path, own_tokenizer=None, say=_silent)
+    assert file.identity == found.identity
+    models = prepare(files, cache=tmp_path, own_tokenizer=str(other), say=_silent)
+    assert models.identity == found.identity
+
+
+def test_one_long_document_gives_its_end_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(TEXT * 200)
+    section = DataSection(source="files", paths=(str(tmp_path / "book.txt"),), vocab_size=300, sequence_length=32, validation_fraction=0.1)
+    whole = prepare(section.model_copy(update={"validation_fraction": 0.0}), cache=tmp_path, own_tokenizer=None, say=_silent)
+    found = prepare(section, cache=tmp_path, own_tokenizer=None, say=_silent)
+    assert "the last 10 % of the text" in found.validation_note
+    assert [*found.train.tokens, *found.validation.tokens] == whole.train.tokens.tolist()
+    assert 0.1 <= len(found.validation.tokens) / len(whole.train.tokens) < 0.12

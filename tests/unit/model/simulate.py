@@ -1,0 +1,270 @@
+"""What a tensor parallel plan means, computed by threads in one process: a second, slow implementation to judge plans with.
+
+Every rank is a thread with its own copy of the model; collectives are sums and concatenations of what the threads put down. It knows nothing of
+Plait's own implementation and needs no process group. `check` compares with the unsplit model: outputs, and every parameter's gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait.model.layers import embedding_scale, is_conv1d, out_features
+from plait.model.plans import TensorPlan
+
+Call = Callable[[nn.Module], torch.Tensor]
+
+
+@dataclass
+class Ranks:
+    """A meeting place for `size` threads."""
+
+    size: int
+    slots: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slots = [None] * self.size
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def exchange(self, rank: int, value: torch.Tensor) -> list[torch.Tensor]:
+        self.slots[rank] = value.detach()
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+def bounds(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Start and size of torch.chunk's part `rank`."""
+    parts = torch.arange(length).chunk(ranks)
+    return (int(parts[rank][0]), len(parts[rank])) if rank < len(parts) else (length, 0)
+
+
+def summed(ranks: Ranks, rank: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack(ranks.exchange(rank, x)).sum(0)
+
+
+def joined(ranks: Ranks, rank: int, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.cat(ranks.exchange(rank, x), dim)
+
+
+def own(ranks: Ranks, rank: int, x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.narrow(dim, *bounds(x.shape[dim], ranks.size, rank)).clone()
+
+
+def function(forward: Callable[[torch.Tensor], torch.Tensor], backward: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    """An autograd function from two plain ones."""
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return backward(grad)
+
+    return Made.apply
+
+
+class Rank:
+    """One thread's differentiable collectives."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.rank, self.size = rank, ranks.size
+        add = lambda x: summed(ranks, rank, x)  # noqa: E731
+        take = lambda dim: lambda x: own(ranks, rank, x, dim)  # noqa: E731
+        join = lambda dim: lambda x: joined(ranks, rank, x, dim)  # noqa: E731
+        self.enter = function(lambda x: x.clone(), add)
+        self.leave = function(add, lambda g: g)
+        self.gather = lambda x, dim: function(join(dim), take(dim))(x)
+        self.split = lambda x, dim: function(take(dim), join(dim))(x)
+        self.gather_sum = lambda x, dim: function(join(dim), lambda g: take(dim)(add(g)))(x)
+        self.leave_scatter = lambda x, dim: function(lambda y: take(dim)(add(y)), join(dim))(x)
+
+
+def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: bool, blocks: tuple[str, ...]) -> nn.Module:
+    """This rank's copy of `model`, computing under `plan`."""
+    made = copy.deepcopy(model)
+    parameters = dict(made.named_parameters(remove_duplicate=False))
+    local: dict[int, nn.Parameter] = {}
+    for name, parameter in parameters.items():
+        dim = plan.dims[name]
+        if dim is None:
+            continue
+        start, size = bounds(parameter.shape[dim], rank.size, rank.rank)
+        part = local.setdefault(id(parameter), nn.Parameter(parameter.detach().narrow(dim, start, size).clone()))
+        owner, _, leaf = name.rpartition(".")
+        made.get_submodule(owner)._parameters[leaf] = part
+    for entry in plan.modules:
+        inside = sequence and any(entry.name.startswith(f"{block}.") for block in blocks)
+        door = inside and not any(entry.name.startswith(f"{region}.") for region in plan.regions)
+        module, whole = made.get_submodule(entry.name), model.get_submodule(entry.name)
+        module.forward = styled_forward(
+            module, whole, entry.style, rank, kv_heads=plan.kv_heads.get(entry.name), inside=inside, door=door
+        )
+    for name, attribute, value in plan.attributes:
+        setattr(made.get_submodule(name), attribute, value)
+    if sequence:
+        shard_sequence(made, plan, rank, blocks)
+    return made
+
+
+def styled_forward(
+    module: nn.Module, whole: nn.Module, style: str, rank: Rank, *, kv_heads: int | None, inside: bool, door: bool
+) -> Callable[..., Any]:
+    """`inside` a block whose hidden states are sequence shards; `door`: and not inside a region, which gathers for its layers."""
+
+    def enter(x: torch.Tensor) -> torch.Tensor:
+        if inside:
+            return rank.gather_sum(x, 1) if door else x
+        return rank.enter(x)
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, weight.t() if is_conv1d(module) else weight, bias)
+
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        return linear(enter(x), module.weight, module.bias)
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        return rank.gather(columns(x), -1)
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        y = linear(x, module.weight, None)
+        y = rank.leave_scatter(y, 1) if inside else rank.leave(y)
+        return y if module.bias is None else y + module.bias
+
+    def split_rows(x: torch.Tensor) -> torch.Tensor:
+        return rows(rank.split(x, -1))
+
+    def embedding(ids: torch.Tensor) -> torch.Tensor:
+        start, size = bounds(whole.weight.shape[0], rank.size, rank.rank)
+        mine = (ids >= start) & (ids < start + size)
+        padding = whole.padding_idx
+        local_padding = padding - start if padding is not None and start <= padding < start + size else None
+        found = F.embedding((ids - start).masked_fill(~mine, 0), module.weight, local_padding) * mine.unsqueeze(-1)
+        scale = embedding_scale(module)
+        return rank.leave(found if scale is None else found * scale)
+
+    def keys(x: torch.Tensor) -> torch.Tensor:
+        assert kv_heads is not None
+        width, head = out_features(whole) // kv_heads, rank.rank * kv_heads // rank.size
+        rows = slice(head * width, (head + 1) * width)
+        return linear(enter(x), module.weight[rows], None if module.bias is None else module.bias[rows])
+
+    forwards = {"colwise": columns, "colwise_gather_output": gathered, "vocab_head": gathered, "rowwise": rows}
+    forwards |= {"rowwise_split_input": split_rows, "embedding_rowwise": embedding, "kv_replicated": keys}
+    return forwards.get(style, module.forward)
+
+
+def shard_sequence(model: nn.Module, plan: TensorPlan, rank: Rank, blocks: tuple[str, ...]) -> None:
+    def replace(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (function(args[0]), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"])}
+
+        return hook
+
+    def gather_output(_module: nn.Module, _args: object, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        whole = rank.gather(first, 1)
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    model.get_submodule(blocks[0]).register_forward_pre_hook(replace(lambda x: rank.split(x, 1)), with_kwargs=True)
+    for region in plan.regions:
+        model.get_submodule(region).register_forward_pre_hook(replace(lambda x: rank.gather_sum(x, 1)), with_kwargs=True)
+    model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(gather_output)
+
+
+def partial_gradients(model: nn.Module, plan: TensorPlan, *, sequence: bool, blocks: tuple[str, ...]) -> set[str]:
+    """Whole parameters whose gradients the ranks must sum."""
+    styles = plan.styles
+    names = set()
+    for name, _ in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        style = styles.get(owner)
+        if style in ("replicated_with_grad_allreduce", "kv_replicated"):
+            names.add(name)
+        in_block = any(owner.startswith(f"{block}.") for block in blocks)
+        if sequence and (owner in plan.norms or (in_block and leaf == "bias" and style in ("rowwise", "rowwise_split_input"))):
+            names.add(name)
+    return names
+
+
+@contextmanager
+def threads_fail_together(ranks: Ranks, failures: list[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as failure:  # noqa: BLE001
+        failures.append(failure)
+        ranks.barrier.abort()
+
+
+def check(model: nn.Module, plan: TensorPlan, call: Call, *, blocks: tuple[str, ...], sequence: bool = False, tolerance: float = 1e-6) -> None:
+    """Assert that `call(model)`, and gradients of a fixed weighting of it, are the same under `plan` on threads as without."""
+    expected, gradients = run(model, call)
+    ranks = Ranks(plan.tp)
+    results: list[Any] = [None] * plan.tp
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        with threads_fail_together(ranks, failures):
+            made = split_model(model, plan, Rank(ranks, index), sequence=sequence, blocks=blocks)
+            results[index] = run(made, call)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(plan.tp)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+    partial = partial_gradients(model, plan, sequence=sequence, blocks=blocks)
+    for index, (output, found) in enumerate(results):
+        close(output, expected, "the output", tolerance)
+        for name, gradient in gradients.items():
+            dim = plan.dims[name]
+            mine = found[name]
+            if name in partial:
+                mine = sum(other[name] for _, other in results if other[name] is not None)
+            if dim is not None and gradient is not None:
+                gradient = gradient.narrow(dim, *bounds(gradient.shape[dim], plan.tp, index))
+            assert (mine is None) == (gradient is None), f"{name} has a gradient on one side only"
+            if gradient is not None and mine is not None:
+                close(mine, gradient, name, tolerance)
+
+
+def run(model: nn.Module, call: Call) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    model.zero_grad()
+    output = call(model)
+    weighting = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(3))
+    (output * weighting).sum().backward()
+    return output.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, name: str, tolerance: float) -> None:
+    assert found.shape == expected.shape, f"{name}: {tuple(found.shape)} for {tuple(expected.shape)}"
+    difference, size = (found - expected).abs().max(), expected.abs().max()
+    assert difference <= tolerance * (1 + size), f"{name} differs by {difference:.3g} of {size:.3g}"
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """In place: every parameter random, so that no gradient vanishes and no bias is zero; dropout off by evaluation mode."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.5 if parameter.ndim < 2 else min(parameter.shape) ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale)
+    return model.eval()
+
+
+__all__ = ["Mapping", "check", "randomise"]

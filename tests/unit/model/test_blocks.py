@@ -1,0 +1,56 @@
+"""Finding the repeated blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait.errors import ModelError
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts, tied_names
+
+
+def layer(width: int = 8) -> nn.Module:
+    """A block with a list of its own inside."""
+    return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(width, width) for _ in range(3))})
+
+
+def model() -> nn.Module:
+    """An encoder, a decoder, a small stem and a tied head."""
+    made = nn.ModuleDict(
+        {
+            "stem": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            "embed": nn.Embedding(20, 8),
+            "encoder": nn.ModuleList(layer() for _ in range(2)),
+            "decoder": nn.ModuleList(layer() for _ in range(3)),
+            "head": nn.Linear(8, 20, bias=False),
+        }
+    )
+    made["head"].weight = made["embed"].weight
+    return made
+
+
+def test_outermost_lists_of_one_class() -> None:
+    """Both stacks, not the experts inside them, not the stem."""
+    assert find_blocks(model()) == ("encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2")
+    assert find_blocks(nn.Linear(2, 2)) == ()
+
+
+def test_patterns() -> None:
+    """Every pattern must match; of nested matches the outermost counts."""
+    assert find_blocks(model(), ["decoder.*"]) == ("decoder.0", "decoder.1", "decoder.2")
+    with pytest.raises(ModelError, match=r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0"):
+        find_blocks(model(), ["layers.*"])
+
+
+def test_facts() -> None:
+    """Tied parameters once, owners, counts; nothing needs data."""
+    with torch.device("meta"):
+        made = model()
+    facts = model_facts(made, find_blocks(made))
+    embed = next(p for p in facts.parameters if p.name == "embed.weight")
+    assert embed.also == ("head.weight",) and embed.unit == -1 and embed.numel == 160
+    assert facts.numel == sum(p.numel() for p in made.parameters())
+    assert {p.unit for p in facts.parameters} == {-1, 0, 1, 2, 3, 4}
+    assert tied_names(made) == (("embed.weight", "head.weight"),)

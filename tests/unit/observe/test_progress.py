@@ -1,0 +1,74 @@
+"""What a person sees: lines in a pipe, one live line on a terminal, rates over the last steps."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.observe.progress import ProgressLines, Window
+
+
+def _step(step: int, *, tokens: int = 1000, seconds: float = 0.5, skipped: bool = False) -> StepDone:
+    return StepDone(step, 3.25, 0.5, 1e-3, 64.0, skipped, 10.0, tokens, seconds, 300 * 1024**2)
+
+
+def _shown(*events: Event, terminal: bool = False, every: int = 2) -> str:
+    stream = io.StringIO()
+    lines = ProgressLines(Console(file=stream, force_terminal=terminal, width=100), every=every)
+    lines(RunStarted(0, 5, 2, 100, "dp_shard=2", "runs/x"))
+    for event in events:
+        lines(event)
+    lines.close()
+    return stream.getvalue()
+
+
+def test_lines_in_a_pipe_have_no_control_characters() -> None:
+    text = _shown(_step(1), _step(2), Validated(2, 1.0, 4096.0, 0.1), _step(3), CheckpointSaved(3, "c/step-3", 0.25), _step(5))
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert text.splitlines() == [
+        "step 2  loss 3.2500  2,000 tokens/s  1.5 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
+        "step 2  validation loss 1.0000, perplexity 2.7, 4,096 targets",
+        "step 3  checkpoint c/step-3, 0.2 s",
+        "step 5  loss 3.2500  2,000 tokens/s  0.0 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
+    ]
+
+
+def test_a_terminal_shows_every_step_in_place_and_keeps_the_same_lines() -> None:
+    text = _shown(_step(1), _step(2), _step(3), terminal=True)
+    assert "\x1b" in text
+    assert "3/5" in text
+    assert text.count("step 2  loss") == 1
+    assert "step 3  loss" not in text
+
+
+def test_a_skipped_step_is_always_told() -> None:
+    assert "skipped, overflow at scale 64" in _shown(_step(1, skipped=True))
+
+
+def test_brackets_in_a_text_are_not_markup() -> None:
+    text = _shown(Sampled(5, "def ", "def f(x: list[int]) -> [bold]x:\n    return x[0]"), RunEnded(5, "finished", 61.0, "runs/x"))
+    assert "    def f(x: list[int]) -> [bold]x:\n        return x[0]\n" in text
+    assert text.endswith("step 5  finished after 1:01\n")
+
+
+def test_rates_are_those_of_the_last_steps() -> None:
+    window = Window()
+    window.add(_step(1, seconds=19.0))
+    assert window.seconds_per_step == 19.0
+    window.add(_step(2, seconds=1.0))
+    assert window.seconds_per_step == 1.0, "the first step is slower than all others"
+    for step in range(100):
+        window.add(_step(step, seconds=10.0))
+    for step in range(100):
+        window.add(_step(step, seconds=1.0))
+    assert window.tokens_per_second == 1000.0
+    assert window.seconds_per_step == 1.0
+    window.add(_step(0, seconds=100.0))
+    assert window.seconds_per_step == 100.0, "one step may be longer than the window"
+
+
+def test_a_huge_loss_has_a_perplexity_too() -> None:
+    assert "perplexity inf" in _shown(Validated(2, 1e4, 10.0, 0.1))

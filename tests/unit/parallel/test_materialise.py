@@ -1,0 +1,65 @@
+"""What cannot be initialised is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait.errors import ModelError
+from plait.parallel import materialise
+
+
+class Computed(nn.Module):
+    """Fills its tensors in the constructor only, which a `meta` model has already run."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        if buffer:
+            self.register_buffer("table", torch.arange(4))
+        else:
+            self.scale = nn.Parameter(torch.ones(4))
+
+
+def initialise(model: nn.Module) -> nn.Module:
+    """Materialise a `meta` model in this process."""
+    template = materialise.template_of(model)
+    materialise.allocate(model, torch.device("cpu"))
+    materialise.initialise(model, template, (), seed=1)
+    return model
+
+
+@pytest.mark.parametrize(("buffer", "name"), [(True, "1.table"), (False, "1.scale")])
+def test_uninitialised_tensors_are_named(buffer: bool, name: str) -> None:
+    """Instead of training on whatever the memory held."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Computed(buffer=buffer))
+    with pytest.raises(ModelError, match=rf"{name} was not initialised: Computed computes it only in its constructor"):
+        initialise(model)
+
+
+def test_seed_and_name_decide() -> None:
+    """Another seed draws other weights, equal modules of other names differ, the global generator is left alone."""
+
+    def made(seed: int) -> nn.Module:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        template = materialise.template_of(model)
+        materialise.allocate(model, torch.device("cpu"))
+        materialise.initialise(model, template, (), seed=seed)
+        return model
+
+    before = torch.get_rng_state()
+    first, again, other = made(1), made(1), made(2)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first[0].weight, again[0].weight)  # type: ignore[index]
+    assert not torch.equal(first[0].weight, other[0].weight)  # type: ignore[index]
+    assert not torch.equal(first[0].weight, first[1].weight)  # type: ignore[index]
+
+
+def test_half_a_meta_model_is_refused() -> None:
+    """It could only be filled in part."""
+    with torch.device("meta"):
+        inner = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"1\.weight is on meta and other parameters are not"):
+        materialise.is_meta(nn.Sequential(nn.Linear(2, 2), inner))

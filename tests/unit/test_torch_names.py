@@ -1,0 +1,76 @@
+"""Every private torch name that Plait uses exists and does what Plait needs. Run this first on a new torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from plait import _torch
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    """Rank 1 of a fake world of 2."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_after_backward() -> None:
+    """Called once, after the last gradient."""
+    x = torch.ones(2, requires_grad=True)
+    order = []
+    x.register_hook(lambda grad: _torch.after_backward(lambda: order.append("after")))
+    x.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
+    (x * 2).sum().backward()
+    assert order == ["gradient", "after"]
+
+
+def sharded() -> nn.Module:
+    """A block and a root, 3 rows over 2 ranks."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def test_sharded_state() -> None:
+    """Units, gathered copies and unsharded gradients are found and measured."""
+    model = sharded()
+    assert len(_torch.sharded_modules(model)) == 2
+    assert _torch.gathered_parameters(model[0]) == []  # type: ignore[index, arg-type]
+    assert _torch.unsharded_parameter_bytes(model) == 0
+    model.set_requires_gradient_sync(False)  # type: ignore[operator]
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    model(torch.ones(1, 4)).sum().backward()
+    pairs = _torch.gathered_parameters(model[0])  # type: ignore[index, arg-type]
+    assert [tuple(unsharded.shape) for _, unsharded in pairs] == [(3, 4), (3,)]
+    assert _torch.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), "padded to whole rows a rank"
+    assert _torch.unsharded_gradient_bytes(model) == 4 * (3 * 4 + 3 + 4 * 3 + 4)
+    _torch.reduce_unused_parameters(model)
+
+
+def test_windows_and_locals() -> None:
+    """The last rank of an uneven split."""
+    tensor = distribute_tensor(torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+    assert _torch.local_window(tensor) == (slice(3, 5), slice(0, 3))
+    assert torch.equal(_torch.local_tensor(tensor), torch.arange(9.0, 15.0).view(2, 3))
+    plain = torch.ones(2)
+    assert _torch.local_tensor(plain) is plain
+
+
+def test_multiply_all() -> None:
+    """In place, mixed dtypes, number or tensor."""
+    tensors = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
+    _torch.multiply_all(tensors, 2.0)
+    _torch.multiply_all(tensors, torch.tensor(3.0, dtype=torch.float64))
+    assert [t.tolist() for t in tensors] == [[6, 6], [6, 6, 6]]
+    assert tensors[0].dtype == torch.float32

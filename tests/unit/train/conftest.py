@@ -1,0 +1,20 @@
+"""A tokenizer of 300 tokens, trained once, for the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.config.sections import DataSection
+from plait.data.text import Corpus
+from plait.data.tokenizer import load_tokenizer, trained_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pytest.importorskip("tokenizers")
+    cache: Path = tmp_path_factory.mktemp("tokenizer")
+    corpus = Corpus("made up", "1", lambda: iter([f"def add_{n}(a, b):\n    return a + b\n" * 3 for n in range(50)]))
+    return load_tokenizer(trained_tokenizer(corpus, DataSection(vocab_size=300), cache=cache, say=lambda text: None))

@@ -1,0 +1,92 @@
+"""Models from their section: on meta, fit for the tokenizer; everything Transformers would swallow silently is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.config.sections import ModelSection
+from plait.errors import ConfigError, InputError
+from plait.train.build import build_model
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def _section(kind: str = "llama", **changes: Any) -> ModelSection:
+    return ModelSection(config={"model_type": kind, **SMALL, **changes})
+
+
+def test_a_model_has_shapes_and_no_memory(tokenizer: Any) -> None:
+    built = build_model(_section(), tokenizer, positions=64)
+    assert {parameter.device.type for parameter in built.model.parameters()} == {"meta"}
+    assert built.weights is None
+    assert built.model.training
+    assert built.identity["model.hidden_size"] == 32
+
+
+def test_the_vocabulary_and_the_end_mark_follow_the_tokenizer(tokenizer: Any) -> None:
+    config = build_model(_section(), tokenizer, positions=64).model.config
+    assert config.vocab_size == 300
+    assert config.eos_token_id == tokenizer.eos_token_id == 0
+
+
+def test_what_the_file_says_goes_before_the_tokenizer(tokenizer: Any) -> None:
+    assert build_model(_section(vocab_size=320), tokenizer, positions=64).model.config.vocab_size == 320
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_the_dtype_is_the_parameters(tokenizer: Any, name: str) -> None:
+    section = _section().model_copy(update={"dtype": name})
+    assert {p.dtype for p in build_model(section, tokenizer, positions=64).model.parameters()} == {getattr(torch, name)}
+
+
+def test_older_names_of_an_architecture_are_known(tokenizer: Any) -> None:
+    section = ModelSection(config={"model_type": "gpt2", "hidden_size": 32, "n_layer": 2, "num_attention_heads": 2, "n_positions": 64})
+    config = build_model(section, tokenizer, positions=64).model.config
+    assert (config.n_embd, config.n_head, config.n_positions) == (32, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (_section(hiden_act="gelu"), r"model\.config\.hiden_act = 'gelu': a 'llama' configuration has no such field; use 'hidden_act'"),
+        (_section(num_layers=3, rope=1), r"(?s)model\.config\.num_layers.*model\.config\.rope"),
+        (_section("lama"), r"model\.config\.model_type = 'lama'.*use 'llama'"),
+        (_section(dtype="bfloat16"), r"set model\.dtype"),
+        (_section(hidden_size=33), r"33.*not a multiple"),
+        (_section(hidden_size="wide"), r"hidden_size|int"),
+        (_section(vocab_size=299), r"model vocab_size = 299: the tokenizer has 300 tokens and the model's embedding 299 rows"),
+        (_section(max_position_embeddings=63), r"has 63 positions and the run needs 64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tokenizer: Any, section: ModelSection, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build_model(section, tokenizer, positions=64)
+
+
+def test_an_architecture_without_a_language_model_is_refused(tokenizer: Any) -> None:
+    section = ModelSection(config={"model_type": "vit"})
+    with pytest.raises(InputError, match="not a causal language model"):
+        build_model(section, tokenizer, positions=64)
+
+
+def test_weights_come_with_their_configuration(tokenizer: Any, tmp_path: Path) -> None:
+    saved = build_model(_section(), tokenizer, positions=64).model.to_empty(device="cpu")
+    saved.save_pretrained(tmp_path / "saved")
+    built = build_model(ModelSection(path=str(tmp_path / "saved")), tokenizer, positions=64)
+    assert built.weights == tmp_path / "saved"
+    assert built.model.config.hidden_size == 32
+    assert {parameter.device.type for parameter in built.model.parameters()} == {"meta"}
+
+
+def test_a_folder_without_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"needs config\.json and \*\.safetensors"):
+        build_model(ModelSection(path=str(tmp_path)), tokenizer, positions=64)
+    with pytest.raises(InputError, match="there is no such folder"):
+        build_model(ModelSection(path=str(tmp_path / "missing")), tokenizer, positions=64)

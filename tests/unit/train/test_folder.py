@@ -1,0 +1,62 @@
+"""A run's folder: what it goes on with, what it refuses, and starting over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.errors import CheckpointError, ConfigError, InputError
+from plait.train.folder import RunFolder
+from plait.train.loop import Position
+
+IDENTITY = {"model.hidden_size": 64, "model.rope": {"theta": 1.5}, "run.seed": 0, "model.tuple": (1, 2)}
+
+
+def _checkpoint(folder: Path, state: dict[str, object]) -> None:
+    (folder / "checkpoints" / "step-7").mkdir(parents=True)
+    (folder / "checkpoints" / "latest").write_text("step-7")
+    (folder / "checkpoints" / "step-7" / "plait.json").write_text(json.dumps({"client_state": state}))
+
+
+def test_an_empty_folder_starts_at_the_beginning(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path / "new").position(IDENTITY) == Position(0, 0)
+
+
+def test_the_same_run_goes_on(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, {"identity": IDENTITY, "step": 7, "samples": 56})
+    assert RunFolder(tmp_path).position(IDENTITY) == Position(7, 56)
+
+
+def test_each_difference_is_named(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, {"identity": IDENTITY, "step": 7, "samples": 56})
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(tmp_path).position({**IDENTITY, "model.hidden_size": 32, "data.text": "new"})
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["data.text = 'new'", "model.hidden_size = 32"]
+    assert "was made with 64" in lines[1]
+    assert "--fresh" in lines[1]
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, {"epoch": 3})
+    with pytest.raises(CheckpointError, match="not written by plait train"):
+        RunFolder(tmp_path).position(IDENTITY)
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        RunFolder(tmp_path / "run").position(IDENTITY)
+
+
+def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert run.set_aside() is None
+    for number in (1, 2):
+        _checkpoint(run.path, {"identity": IDENTITY, "step": number, "samples": 0})
+        assert run.set_aside() == tmp_path / f"run.old-{number}"
+        assert not run.path.exists()
+    state = json.loads((tmp_path / "run.old-1" / "checkpoints" / "step-7" / "plait.json").read_text())
+    assert state["client_state"]["step"] == 1

@@ -1,0 +1,211 @@
+"""The order of events in a run, its cadence, a clean stop, resuming, and what happens when the loss is lost. No model: a made-up engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plait.config.sections import RunSection, SampleSection
+from plait.data.loader import Loader
+from plait.data.packing import Sequences
+from plait.errors import PlaitError
+from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.train.loop import Job, Position, train
+from plait.train.stop import StopRequest
+
+BEGINNING = Position()
+
+
+@dataclass
+class FakeEngine:
+    """Remembers what it was given. `before(step)` runs inside a step."""
+
+    before: Callable[[int], None] = lambda step: None
+    loss: Callable[[int], float] = lambda step: 1.0 / step
+    skipped: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    batches: list[list[int]] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+
+    def train_batch(self, batch: Any) -> Any:
+        self.batches.append(batch["input_ids"][:, 0].tolist())
+        step = len(self.batches)
+        self.before(step)
+        return SimpleNamespace(
+            loss=torch.tensor(self.loss(step)),
+            weight=torch.tensor(6.0),
+            grad_norm=torch.tensor(0.5),
+            skipped=self.skipped,
+            learning_rate=0.1,
+            loss_scale=1.0,
+        )
+
+    def eval_batch(self, batch: Any) -> tuple[float, float]:
+        return 6.0, 3.0
+
+    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None) -> Path:
+        path = Path(folder) / str(tag)
+        path.mkdir(parents=True)
+        (path / "plait.json").write_text(json.dumps(client_state))
+        (Path(folder) / "latest").write_text(str(tag))
+        self.states.append(dict(client_state))
+        return path
+
+
+def _run(folder: Path, engine: FakeEngine, *, start: Position = BEGINNING, batches: int = 2, **section: Any) -> tuple[int, list[Event]]:
+    events: list[Event] = []
+    sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
+    with StopRequest() as stop:
+        job = Job(
+            engine=engine,
+            section=RunSection(**section),
+            loader=Loader(sequences, 2, seed=0),
+            validation=lambda: iter([{}] * batches),
+            sample=lambda: "def f",
+            checkpoints=folder / "checkpoints",
+            client_state={"identity": {"a": 1}},
+            started=RunStarted(start.step, section["steps"], 1, 10, "one process", str(folder)),
+            stop=stop,
+            emit=events.append,
+        )
+        return train(job, start), events
+
+
+def _told(events: list[Event]) -> list[tuple[str, int]]:
+    return [(type(event).__name__, event.first_step if isinstance(event, RunStarted) else event.step) for event in events]
+
+
+def test_a_whole_run_in_order(tmp_path: Path) -> None:
+    ended, events = _run(tmp_path, FakeEngine(), steps=5, validate_every=2, checkpoint_every=3, sample=SampleSection())
+    assert ended == 0
+    assert _told(events) == [
+        ("RunStarted", 0),
+        ("StepDone", 1),
+        ("StepDone", 2),
+        ("Validated", 2),
+        ("StepDone", 3),
+        ("CheckpointSaved", 3),
+        ("StepDone", 4),
+        ("Validated", 4),
+        ("StepDone", 5),
+        ("Validated", 5),
+        ("CheckpointSaved", 5),
+        ("Sampled", 5),
+        ("RunEnded", 5),
+    ]
+    step = next(event for event in events if isinstance(event, StepDone))
+    assert (step.loss, step.weight, step.tokens, step.learning_rate) == (1.0, 6.0, 8, 0.1)
+    assert next(event for event in events if isinstance(event, Validated)).loss == 2.0
+
+
+def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:
+    _, events = _run(tmp_path, FakeEngine(), steps=4, validate_every=2, checkpoint_every=2)
+    assert _told(events)[-4:] == [("StepDone", 4), ("Validated", 4), ("CheckpointSaved", 4), ("RunEnded", 4)]
+
+
+def test_no_validation_text_means_no_validation(tmp_path: Path) -> None:
+    _, events = _run(tmp_path, FakeEngine(), batches=0, steps=2)
+    assert not any(isinstance(event, Validated) for event in events)
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    _run(tmp_path, FakeEngine(), steps=5, checkpoint_every=1, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
+    engine = FakeEngine(before=lambda step: os.kill(os.getpid(), number) if step == 2 else None)
+    ended, events = _run(tmp_path, engine, steps=9, sample=SampleSection())
+    assert ended == number
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].reason == "interrupted"
+    assert _told(events)[-3:] == [("StepDone", 2), ("CheckpointSaved", 2), ("RunEnded", 2)]
+    assert engine.states == [{"identity": {"a": 1}, "step": 2, "samples": 4}]
+
+
+def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> None:
+    engine = FakeEngine(before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 2 else None)
+    ended, events = _run(tmp_path, engine, steps=2, sample=SampleSection())
+    assert ended == 0
+    assert any(isinstance(event, Sampled) for event in events)
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    def twice(step: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path, FakeEngine(before=twice), steps=9)
+
+
+def test_handlers_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    _run(tmp_path, FakeEngine(), steps=1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(tmp_path: Path) -> None:
+    whole, second = FakeEngine(), FakeEngine()
+    first = FakeEngine(before=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None)
+    _run(tmp_path / "whole", whole, steps=8)
+    _run(tmp_path / "parts", first, steps=8)
+    state = first.states[-1]
+    _, events = _run(tmp_path / "parts", second, start=Position(state["step"], state["samples"]), steps=8)
+    assert first.batches + second.batches == whole.batches
+    assert _told(events)[:2] == [("RunStarted", 3), ("StepDone", 4)]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_lost_loss_stops_the_run_and_keeps_the_checkpoints(tmp_path: Path, loss: float) -> None:
+    engine = FakeEngine(loss=lambda step: loss if step == 3 else 1.0)
+    with pytest.raises(PlaitError, match=rf"step 3: loss = {loss}"):
+        _run(tmp_path, engine, steps=9, checkpoint_every=1, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def test_a_skipped_step_may_overflow(tmp_path: Path) -> None:
+    ended, events = _run(tmp_path, FakeEngine(loss=lambda step: math.inf, skipped=True), steps=2)
+    assert ended == 0
+    assert all(event.skipped for event in events if isinstance(event, StepDone))
+
+
+def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path) -> None:
+    """The engine only says that it is on a GPU; what counts is when its results are read."""
+    reads: list[tuple[int, int]] = []
+    engine = FakeEngine()
+
+    class Loss(float):
+        step = 0
+
+        def __float__(self) -> float:
+            reads.append((self.step, len(engine.batches)))
+            return 1.0
+
+    def train_batch(batch: Any) -> Any:
+        engine.batches.append([])
+        loss = Loss()
+        loss.step = len(engine.batches)
+        return SimpleNamespace(loss=loss, weight=1.0, grad_norm=1.0, skipped=False, learning_rate=0.1, loss_scale=1.0)
+
+    engine.train_batch = train_batch  # type: ignore[method-assign]
+    engine.device = torch.device("meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopRequest, "shared", lambda self, device: torch.tensor([float(self.number)]))
+        patch.setattr("plait.train.loop.peak_memory_bytes", lambda device: 0)
+        _, events = _run(tmp_path, engine, steps=5, checkpoint_every=3)
+    assert reads == [(1, 2), (2, 3), (3, 3), (4, 5), (5, 5)], "a checkpoint and the end wait for all numbers"
+    assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5]
+    assert sum(isinstance(event, CheckpointSaved) for event in events) == 2
