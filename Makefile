@@ -4,14 +4,16 @@
 #   make test          the tests; ARGS="-k topology" passes options to pytest
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the whole test matrix (hours)
+#   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make coverage-docs docs/coverage.md from the last test runs
+#   make lock          requirements.lock from what .venv holds now
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.
-# PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" installs torch without CUDA, much smaller, on Linux.
+# PIP_ARGS="--index-url https://..." passes options to pip, for a mirror. Without an NVIDIA GPU, torch is installed without CUDA.
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test proof lint format types layers coverage-docs clean
+.PHONY: help environment quickstart test proof lint format types layers bench-step coverage-docs lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -48,8 +50,14 @@ types: environment
 layers: environment
 	$(VENV)/bin/lint-imports
 
+bench-step: environment
+	$(RUN) -m benchmarks.training_step $(ARGS)
+
 coverage-docs: environment
 	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)
+
+lock:
+	bash tools/lock.sh $(RUN)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from tests.pool import Pool
 
 torch.set_num_threads(1)  # the machine is shared with the workers

@@ -31,7 +31,16 @@ find_python() {
     return 1
 }
 
+# PyPI's torch for Linux brings CUDA, some GB that a machine without a GPU has no use for. Where PyTorch's own index cannot be reached,
+# the lock file's line takes what PyPI or the configured index has.
+cpu_torch() {
+    [[ $(uname -s) == Linux && ! -e /proc/driver/nvidia/version && -z ${PIP_ARGS:-} ]] || return 0
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet --no-deps --retries 0 --timeout 15 \
+        --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements.lock)" >/dev/null 2>&1 || true
+}
+
 install() {
+    cpu_torch
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet ${PIP_ARGS:-} -r requirements.lock &&
         "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet --no-deps --no-build-isolation -e .
 }

@@ -16,7 +16,8 @@ import psutil
 def busy_seconds() -> float:
     """Processor seconds, over all cores, that were not idle since boot. Stolen time counts: it was not ours."""
     times = psutil.cpu_times()
-    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    # The kernel counts a guest's time in `user` as well.
+    return float(sum(times)) - sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
 
 
 def own_seconds(pids: Iterable[int]) -> float:

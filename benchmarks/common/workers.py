@@ -11,6 +11,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,7 +46,7 @@ def _serve(start: Start, argument: Any, environment: Mapping[str, str], log: str
             pipe.send(("answer", handle(message)))
     except EOFError:
         pass
-    except BaseException:  # noqa: BLE001 whatever ends a worker has to reach the parent
+    except BaseException:  # whatever ends a worker has to reach the parent
         pipe.send(("failed", traceback.format_exc()))
 
 
@@ -98,12 +99,14 @@ class Team:
         deadline = time.monotonic() + timeout_seconds
         answers: dict[int, Any] = {}
         while len(answers) < len(self.pipes):
-            waiting = {self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in answers}
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
             left = deadline - time.monotonic()
-            for pipe in wait(list(waiting), timeout=max(0.0, left)):
-                rank = waiting[pipe]  # type: ignore[index]
+            spoken = wait(waiting, timeout=max(0.0, left))
+            for rank, pipe in enumerate(self.pipes):
+                if pipe not in spoken:
+                    continue
                 try:
-                    said, value = pipe.recv()  # type: ignore[union-attr]
+                    said, value = pipe.recv()
                 except EOFError:
                     raise TeamError(f"{self.name}: rank {rank} died{self._last_words(rank)}") from None
                 if said != kind:
@@ -124,10 +127,8 @@ class Team:
     def stop(self, *, patience_seconds: float = 10) -> None:
         """End the workers: asked first, then killed."""
         for pipe in self.pipes:
-            try:
+            with suppress(OSError):  # it may have ended by itself
                 pipe.send(None)
-            except OSError:
-                pass
         deadline = time.monotonic() + patience_seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -7,6 +7,7 @@ that was killed leaves a lock on which every later start waits for ever without 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from benchmarks.training_step.workload import Workload, adamw_arguments, build_m
 
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
 """Must be set before deepspeed is imported."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 _COMPILE = """
 from deepspeed.ops.op_builder.cpu import FusedAdamBuilder, ShareMemCommBuilder
@@ -75,30 +78,33 @@ def build(workload: Workload, *, stage: int, zero: dict[str, Any] | None = None,
 
 def prepare(*, timeout_seconds: float = 900) -> str | None:
     """Compile DeepSpeed's CPU operators. Returns why that failed, or None."""
+    build = subprocess.Popen(
+        [sys.executable, "-c", _COMPILE],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _COMPILE],
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
+        _, said = build.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(build.pid, signal.SIGKILL)  # the compilers it started, too
+        build.wait()
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
         return (
-            f"compiling DeepSpeed's operators took more than {timeout_seconds:.0f} s; an earlier build that was killed leaves a file "
-            f"named `lock` below {folder}, which blocks every later one: remove it and run again"
+            f"compiling DeepSpeed's operators took more than {timeout_seconds:.0f} s; a build that was killed leaves a file named `lock` "
+            f"below {folder}, which blocks every later one: remove it and run again"
         )
-    if done.returncode:
-        return "DeepSpeed's operators do not compile: " + (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if build.returncode:
+        return "DeepSpeed's operators do not compile: " + (said.strip().splitlines() or ["no message"])[-1]
     return None
 
 
 def clean(*, started: float) -> list[str]:
     """Remove the shared-memory files that DeepSpeed leaves behind; only this user's, and only those made since `started` (epoch)."""
     removed = []
-    for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
+    for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"):
         facts = path.stat()
         if facts.st_uid == os.getuid() and facts.st_mtime >= started:
             path.unlink(missing_ok=True)

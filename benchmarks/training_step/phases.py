@@ -82,7 +82,7 @@ def _attached(clock: Clock, is_root: Callable[[nn.Module], bool]) -> Iterator[No
             handle.remove()
 
 
-def measure(step: Callable[[], None], *, steps: int, root: str) -> dict[str, float]:
+def measure(step: Callable[[], object], *, steps: int, root: str) -> dict[str, float]:
     """Milliseconds a step: `<phase>` wall time and `<phase> waiting` for each of PHASES, `total`, and `threads`, the processor time of
     all other threads of this process. `root` is the class name of the model."""
     clock = Clock()

@@ -36,16 +36,14 @@ def zero_redundancy(workload: Workload, *, parameters_as_bucket_view: bool = Fal
     return _step(model, optimizer, workload)
 
 
-def fully_sharded(workload: Workload, *, freed: bool, split_root: bool = False) -> Step:
-    """FSDP2 a block. Parameters are freed after forward (`freed`, ZeRO 3) or kept until backward has used them (ZeRO 2)."""
+def fully_sharded(workload: Workload, *, freed: bool) -> Step:
+    """FSDP2 a block. A block's parameters are freed after its forward (`freed`, ZeRO 3) or kept until its backward (ZeRO 2); those of the
+    root, which both ends of a pass use, are kept either way, torch's default."""
     dist.init_process_group("gloo")
     model = build_model(workload)
-    for block in model.model.layers:
+    for block in model.get_submodule("model.layers").children():
         fully_shard(block, reshard_after_forward=freed)
-    if split_root:
-        fully_shard(model.model.embed_tokens, reshard_after_forward=freed)
-        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
-    fully_shard(model, reshard_after_forward=freed)
+    fully_shard(model, reshard_after_forward=False)
     return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
 
 

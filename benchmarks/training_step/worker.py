@@ -26,7 +26,7 @@ def start(argument: tuple[Contestant, Workload]) -> Callable[[tuple[str, dict[st
     contestant, workload = argument
     torch.set_num_threads(workload.threads)
     runner = Runner(contestant.build(workload), workload)
-    verbs = {"turn": runner.turn, "phases": runner.phases, "operators": runner.operators}
+    verbs: dict[str, Callable[..., Any]] = {"turn": runner.turn, "phases": runner.phases, "operators": runner.operators}
 
     def handle(message: tuple[str, dict[str, Any]]) -> Any:
         verb, arguments = message

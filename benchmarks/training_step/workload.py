@@ -71,7 +71,8 @@ def build_model(workload: Workload) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(workload.seed)
-    return LlamaForCausalLM(LlamaConfig(**model_config(workload))).train()
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**model_config(workload)))
+    return model.train()
 
 
 def batch(workload: Workload, *, step: int, rank: int) -> dict[str, Tensor]:

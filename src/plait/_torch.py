@@ -59,7 +59,7 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
                 parameter.unsharded_accumulated_grad,
                 parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None,
             ):
-                total += grad.untyped_storage().nbytes() if grad is not None else 0
+                total += local_tensor(grad).untyped_storage().nbytes() if grad is not None else 0
     return total
 
 
@@ -76,13 +76,15 @@ def reduce_unused_parameters(model: nn.Module) -> None:
 def local_window(tensor: DTensor) -> tuple[slice, ...]:
     """Which slice of the global tensor this rank holds.
 
-    `fully_shard` over an already split dimension splits the shard again; torch writes that as `_StridedShard` on an outer mesh dimension, which is applied
-    last. Shards are torch.chunk's, so the result is one rectangle.
+    `fully_shard` over an already split dimension splits the shard again; torch writes that as `_StridedShard` on an outer mesh dimension,
+    which is applied last. Shards are torch.chunk's, so the result is one rectangle.
     """
     starts, sizes = [0] * tensor.ndim, list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    splits = [(isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
+    splits = [
+        (isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)
+    ]
     for _, axis, dim in sorted(splits):
         chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
         offset = min(coordinate[axis] * chunk, sizes[dim])

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.parity import cases
-from tests.parity.test_data_parallel import settings
 
 import plait
 from plait.config.resolve import Resolved, load, resolve
@@ -22,6 +20,8 @@ from plait.parallel.order import account_all
 from plait.parallel.precision import Precision
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
 
 FakeWorld = Callable[..., None]
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import cases
-from tests.parity.test_data_parallel import settings
-from tests.pool import Pool
 
 import plait
 from plait.verify.parity import whole
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
+from tests.pool import Pool
 
 GLOBAL = 12
 """Micro-batches of a step over the whole world: every layout below deals out the same ones."""

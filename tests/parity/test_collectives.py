@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.pool import Pool
 
 from plait.comm import collectives as c
+from tests.pool import Pool
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

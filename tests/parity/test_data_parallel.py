@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import cases
-from tests.pool import Pool
 
 import plait
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.pool import Pool
 
 CLIPPING = 0.5
 SEED = 3

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity import cases
-from tests.parity.test_data_parallel import CLIPPING, SEED
-from tests.parity.test_data_parallel import materialised as one_process_model
-from tests.pool import Pool
 
 import plait
 from plait.verify.islands import lifted_islands
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING, SEED
+from tests.parity.test_data_parallel import materialised as one_process_model
+from tests.pool import Pool
 
 FAMILIES = ["llama", "qwen3", "gemma", "gemma2", "mistral", "phi3", "gpt2", "gpt_neox", "opt", "gptj", "bloom", "falcon", "stablelm"]
 

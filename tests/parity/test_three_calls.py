@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parity import cases
-from tests.parity.test_data_parallel import CLIPPING, materialised, settings
-from tests.pool import Pool
 
 import plait
 from plait.verify.parity import whole
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING, materialised, settings
+from tests.pool import Pool
 
 Weights = dict[str, torch.Tensor]
 STEPS, ACCUMULATION = 3, 2

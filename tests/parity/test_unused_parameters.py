@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.parity import cases
-from tests.parity.test_data_parallel import CLIPPING, materialised, settings
-from tests.pool import Pool
 
 import plait
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING, materialised, settings
+from tests.pool import Pool
 
 
 def steps(micro_batches: int) -> list[list[dict[str, Any]]]:

@@ -1,8 +1,8 @@
 """Training checkpoints by torch's distributed checkpoint (DCP): sharded files that load on any layout.
 
-A checkpoint is a folder `<tag>`, written under a temporary name and renamed when every rank has finished, then named in the file `latest`. A
-reader therefore never sees half a checkpoint. Tensors are keyed by parameter name; the rest (steps, data position, configuration) is
-`plait.json`.
+A checkpoint is a folder `<tag>`, written under a temporary name and renamed when every rank has finished, then named in the file
+`latest`. A reader therefore never sees half a checkpoint. Tensors are keyed by parameter name; the rest (steps, data position,
+configuration) is `plait.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(
-    folder: Path, tag: str, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, random: dict[str, torch.Tensor], facts: dict[str, Any]
+    folder: Path,
+    tag: str,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    random: dict[str, torch.Tensor],
+    facts: dict[str, Any],
 ) -> Path:
     """Write `folder/tag`. Collective; returns when it is complete on disk and named in `latest`.
 

@@ -1,7 +1,7 @@
 """Weights from a Hugging Face folder of safetensors, each rank reading only the slices it holds.
 
-Names in the files must be the model's parameter names (true for most dense families; a family whose files Transformers converts while loading
-is refused with the names that differ).
+Names in the files must be the model's parameter names (true for most dense families; a family whose files Transformers converts while
+loading is refused with the names that differ).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str,
     left = sorted(set(files) - set(source.values()) - {other for group in ties.values() for other in group})
     if missing or left:
         raise CheckpointError(
-            f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold {len(left)} that it "
-            f"does not have ({', '.join(left[:3]) or 'none'}); check the model type, or load it with Transformers and pass the real model"
+            f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold "
+            f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); check the model type, or load it with Transformers and pass the real model"
         )
     return source
 
@@ -79,7 +79,9 @@ def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str,
 def _read(stored: object, target: torch.Tensor, name: str, path: Path) -> None:
     shape = tuple(stored.get_shape())  # type: ignore[attr-defined]
     if shape != tuple(target.shape):
-        raise CheckpointError(f"{path}: {name} has shape {shape}, the model's is {tuple(target.shape)}; the folder is of another configuration")
+        raise CheckpointError(
+            f"{path}: {name} has shape {shape}, the model's is {tuple(target.shape)}; the folder is of another configuration"
+        )
     if not isinstance(target, DTensor):
         target.copy_(stored[...] if shape else stored[...].reshape(()))  # type: ignore[index]
         return

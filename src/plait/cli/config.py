@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from plait.config.degrees import processes
 from plait.config.explain import Explanation, explain
 from plait.config.json_schema import json_schema
 from plait.errors import ConfigError
@@ -30,7 +31,9 @@ def explain_command(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="A value that wins over the file. Repeatable.")
     ] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Number of processes. Default: as few as the file's degrees allow.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes. Default: run.processes, or as few as the degrees allow.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Every key of FILE with what it means here, and every resolved value with where it came from. Exit code 2 if FILE cannot be run."""
@@ -54,7 +57,7 @@ def schema_command() -> None:
 
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
-    return f"keys of {explanation.name}", f"resolved for {explanation.world_size} processes"
+    return f"keys of {explanation.name}", f"resolved for {processes(explanation.world_size or 1)} (--world-size sets how many)"
 
 
 def _as_json(explanation: Explanation) -> dict[str, Any]:

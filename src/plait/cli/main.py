@@ -10,17 +10,18 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from plait import __version__
 from plait.errors import PlaitError
 
 VERBS = {
     "train": ("plait.cli.train", "Train a model as one JSON file says."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
+    "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }
 """Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""
@@ -53,7 +54,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"plait {metadata.version('plait')}")
+        typer.echo(f"plait {__version__}")
         raise typer.Exit
 
 

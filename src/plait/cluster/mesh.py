@@ -77,7 +77,9 @@ def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timed
         if owns:
             dist.destroy_process_group()
         raise ConfigError(
-            Problem("parallel", str(layout), f"the layout needs {layout.world_size} processes and {world} exist", f"start {layout.world_size}")
+            Problem(
+                "parallel", str(layout), f"the layout needs {layout.world_size} processes and {world} exist", f"start {layout.world_size}"
+            )
         )
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")

@@ -1,4 +1,4 @@
-"""Which machines there are, and where in them this process sits: read from the launcher's variables, the machine, or a cluster file.
+"""Which machines there are, and where in them this process sits: read from the launcher's variables and the machine itself.
 
 This module and `plait.cli` are the only readers of the environment. It makes no process group; where a default group already exists,
 its rank and size are the truth and variables that contradict it are refused. Nothing is guessed: what cannot be known is an error that
@@ -7,43 +7,31 @@ names the variable to set.
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Literal
 
 from plait.cluster.launchers import Claim, claim
-from plait.errors import ConfigError, InputError, Problem
+from plait.cluster.machines import Node, Topology, load
+from plait.errors import ConfigError, Problem
 
-
-@dataclass(frozen=True)
-class Node:
-    """One machine. A device is what one process drives: a GPU, or on a machine without GPUs the process's share of the cores."""
-
-    name: str
-    devices: int
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The machines of a run, in rank order. `memory_bytes` is that of one device, or None where it is not known."""
-
-    nodes: tuple[Node, ...]
-    device_type: Literal["cpu", "cuda"]
-    memory_bytes: int | None = None
-
-    @property
-    def world_size(self) -> int:
-        """Number of devices, which is the number of processes."""
-        return sum(node.devices for node in self.nodes)
+__all__ = [
+    "Node",
+    "Place",
+    "Topology",
+    "cpu_count",
+    "default_processes",
+    "device_count",
+    "discover",
+    "init_method",
+    "load",
+    "place",
+    "thread_count",
+]
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ def discover() -> Topology:
             Problem(
                 "WORLD_SIZE",
                 here.world_size,
-                f"not a multiple of the {here.local_world_size} processes on this machine, so the machines differ and only this one is visible",
+                f"not a multiple of the {here.local_world_size} processes on this machine, and the other machines cannot be seen from here",
                 "describe the machines in a cluster file",
             )
         )
@@ -97,32 +85,6 @@ def discover() -> Topology:
     names = [socket.gethostname() if index == here.node_rank else f"node{index}" for index in range(count)]
     device_type: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     return Topology(tuple(Node(name, per_node) for name in names), device_type, _device_memory_bytes(gpus, per_node))
-
-
-def load(path: str | Path) -> Topology:
-    """Machines described in a YAML or JSON file, for planning where they are not at hand:
-
-        device_type: cuda
-        memory_bytes: 85_899_345_920     # of one device; may be left out
-        nodes:
-          - {name: a01, devices: 8}
-          - {name: a02, devices: 8}
-
-    `nodes: 128` with `devices_per_node: 8` describes equal machines. Raises InputError for a file that cannot be read and ConfigError for
-    what it says.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cluster file {path}: {getattr(error, 'strerror', None) or error}; name a readable YAML or JSON file") from None
-    try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"cluster file {path} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"cluster file {path}: holds {type(content).__name__}, not keys and values; begin with `nodes:`")
-    return _topology(content, str(path))
 
 
 def cpu_count() -> int:
@@ -169,7 +131,7 @@ def init_method() -> str:
             missing[0],
             None,
             "not set, so the processes do not know where to meet",
-            "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to a host name of rank 0 and MASTER_PORT to a free port there",
+            "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there",
         )
     )
 
@@ -186,14 +148,10 @@ def _agree(found: Claim | None, rank: int, world_size: int, backend: str) -> Cla
     if found is None:
         return Claim(launcher="the process group", rank=rank, world_size=world_size)
     if (found.rank, found.world_size) != (rank, world_size) and backend != "fake":
-        raise ConfigError(
-            Problem(
-                found.names[0],
-                found.rank,
-                f"rank {found.rank} of {found.world_size} says {found.launcher}, rank {rank} of {world_size} says the existing {backend} process group",
-                "make the process group with the launcher's rank and world size, or unset the launcher's variables",
-            )
-        )
+        said = f"rank {found.rank} of {found.world_size} says {found.launcher}"
+        rule = f"{said}, rank {rank} of {world_size} says the existing {backend} process group"
+        remedy = "make the process group with the launcher's rank and world size, or unset the launcher's variables"
+        raise ConfigError(Problem(found.names[0], found.rank, rule, remedy))
     return found
 
 
@@ -251,74 +209,3 @@ def _device_memory_bytes(gpus: int, processes: int) -> int | None:
     with suppress(OSError, ValueError):  # no container limit: the file is missing or says `max`
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total // processes
-
-
-_KEYS = ("nodes", "devices_per_node", "device_type", "memory_bytes")
-
-
-def _topology(content: Mapping[str, Any], source: str) -> Topology:
-    problems = [_unknown(f"{source}: {key}", key, _KEYS) for key in content if key not in _KEYS]
-    nodes = content.get("nodes")
-    per_node = content.get("devices_per_node")
-    machines: list[Node] = []
-    if isinstance(nodes, int) and _is_count(nodes):
-        if isinstance(per_node, int) and _is_count(per_node):
-            machines = [Node(f"node{index}", per_node) for index in range(nodes)]
-        else:
-            problems.append(
-                Problem(
-                    f"{source}: devices_per_node",
-                    per_node,
-                    f"`nodes: {nodes}` needs a whole number of devices, at least 1",
-                    "set it, for example 8",
-                )
-            )
-    elif isinstance(nodes, list) and nodes:
-        machines, found = _machines(nodes, per_node, source)
-        problems += found
-    else:
-        problems.append(
-            Problem(f"{source}: nodes", nodes, "neither a list of machines nor a count of at least 1", "list `{name: a01, devices: 8}`")
-        )
-    device_type = content.get("device_type", "cuda")
-    if device_type not in ("cpu", "cuda"):
-        problems.append(Problem(f"{source}: device_type", device_type, "not a device type that Plait runs on", "use cuda or cpu"))
-    memory = content.get("memory_bytes")
-    if memory is not None and not _is_count(memory):
-        problems.append(
-            Problem(f"{source}: memory_bytes", memory, "not a whole number of bytes", "set the bytes of one device, or leave it out")
-        )
-    if problems:
-        raise ConfigError(*problems)
-    return Topology(tuple(machines), device_type, memory)
-
-
-def _machines(nodes: list[Any], per_node: Any, source: str) -> tuple[list[Node], list[Problem]]:
-    machines: list[Node] = []
-    problems: list[Problem] = []
-    for index, entry in enumerate(nodes):
-        where = f"{source}: nodes[{index}]"
-        if not isinstance(entry, dict):
-            problems.append(Problem(where, entry, "not a machine with its devices", "write `{name: a01, devices: 8}`"))
-            continue
-        problems += [_unknown(f"{where}.{key}", key, ("name", "devices")) for key in entry if key not in ("name", "devices")]
-        name, devices = entry.get("name", f"node{index}"), entry.get("devices", per_node)
-        if not isinstance(name, str):
-            problems.append(Problem(f"{where}.name", name, "not a name", "quote it"))
-        if not _is_count(devices):
-            problems.append(
-                Problem(f"{where}.devices", devices, "not a whole number of at least 1", "set the number of devices, for example 8")
-            )
-        if any(machine.name == name for machine in machines):
-            problems.append(Problem(f"{where}.name", name, "named twice", "give every machine its own name"))
-        machines.append(Node(name, devices))
-    return machines, problems
-
-
-def _unknown(field: str, key: object, known: tuple[str, ...]) -> Problem:
-    near = difflib.get_close_matches(str(key), known, n=1)
-    return Problem(field, None, "unknown key", f"did you mean `{near[0]}`?" if near else f"use {', '.join(known)}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

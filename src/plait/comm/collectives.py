@@ -1,4 +1,5 @@
-"""Differentiable collectives for tensor parallelism, also for hand-made layers: each names what it does forward, and its backward is the adjoint.
+"""Differentiable collectives for tensor parallelism, also for hand-made layers: each names what it does forward, and its backward is the
+adjoint.
 
     function           forward                          backward                          used where
     enter              identity                         all-reduce                        replicated input of a column-split layer
@@ -8,8 +9,8 @@
     gather_sum         all-gather along dim             reduce-scatter                    sequence-sharded input of a column-split layer
     leave_scatter      reduce-scatter along dim         all-gather                        partial output back to sequence shards
 
-`gather` and `split` assume that what follows (came before) is computed alike on every rank; `gather_sum` sums what differs. Shards follow `shard_sizes`:
-torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
+`gather` and `split` assume that what follows (came before) is computed alike on every rank; `gather_sum` sums what differs. Shards follow
+`shard_sizes`: torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from plait.policy import Policy
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
+CALLERS = "the caller's"
+"""Source of a micro-batch size that the file does not give."""
 ACCUMULATION = "gradient_accumulation_steps"
 
 

@@ -493,8 +493,8 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal("torch.compile is called with `backend` and `mode` and nothing else", "set compile.mode", {"compile.kwargs": _PRESENT}),
     Refusal(
-        "rules of tensor parallelism come from the model",
-        "leave it out",
+        "layers are split by the plan of the model's family, or by parallel.plan",
+        "leave it out, or write its rules as parallel.plan",
         {
             "tensor_parallel.partition_config": _GIVEN,
             "tensor_parallel.injection_policy_tuple": _GIVEN,

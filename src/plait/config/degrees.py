@@ -18,11 +18,16 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     if world_size % model:
         below, above = world_size // model * model, (world_size // model + 1) * model
         product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
-        rule = f"{product} and {world_size} processes % {model} = {world_size % model}"
+        rule = f"{product} and {world_size} % {model} = {world_size % model}"
         working = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(Problem("parallel", None, rule, f"start {working} processes, or change a degree"))
     replicate, shard = _data_degrees(parallel, stage=stage, dp=world_size // model, world_size=world_size)
     return Layout(pp=parallel.pp, dp_replicate=replicate, dp_shard=shard, cp=parallel.cp, tp=parallel.tp)
+
+
+def processes(count: int) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{count} process" if count == 1 else f"{count} processes"
 
 
 def smallest_world(parallel: ParallelSection) -> int:
@@ -55,9 +60,9 @@ def _data_degrees(parallel: ParallelSection, *, stage: int, dp: int, world_size:
     assert replicate is not None
     if replicate * shard != dp:
         product = f"dp_replicate {replicate} x dp_shard {shard} = {replicate * shard}"
-        rule = f"{product}, and {world_size} processes leave {dp} for data parallelism"
+        rule = f"{product}, and {processes(world_size)} leave {dp} for data parallelism"
         left_out = "dp_replicate" if stage == 0 else "one of the two"
-        remedy = f"start {world_size // dp * replicate * shard} processes, or leave {left_out} out"
+        remedy = f"start {processes(world_size // dp * replicate * shard)}, or leave {left_out} out"
         raise ConfigError(Problem("parallel", None, rule, remedy))
     if stage > 0 and shard == 1 and dp > 1:
         raise ConfigError(
@@ -79,7 +84,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
             Problem(
                 f"parallel.{name}",
                 degree,
-                f"{world_size} processes leave {dp} for data parallelism and {dp} % {degree} = {dp % degree}",
+                f"{processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} = {dp % degree}",
                 f"use {shown}, or start {world_size // dp * degree * max(1, dp // degree)} processes",
             )
         )

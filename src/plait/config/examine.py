@@ -126,8 +126,9 @@ def _visit_known_section(written: tuple[str, ...], path: tuple[str, ...], value:
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
         found.rows.append(Row(shown, value, Status.MEANINGLESS, "false: the section is left out", dotted))
     else:
-        example = ", ".join(keys.inside(dotted)[:4])
-        found.problems.append(Problem(shown, value, "is a section and needs an object", f"write {{...}} with its keys ({example}, ...)"))
+        inside = keys.inside(dotted)
+        example = next((name for name in ("enabled", "stage", "type", "device", "tp_size", "path") if name in inside), inside[0])
+        found.problems.append(Problem(shown, value, "is a section and needs an object", f'write for example {{"{example}": ...}}'))
 
 
 def _visit_alias(written: tuple[str, ...], dotted: str, value: Any, found: Examined) -> None:
@@ -160,6 +161,7 @@ _FREE = {
     "optimizer.params": "a parameter of the optimizer",
     "scheduler.params": "a parameter of the schedule",
     "model.config": "a field of the Transformers configuration",
+    "parallel.plan": "a pattern of modules and how they are split",
 }
 
 

@@ -13,7 +13,7 @@ from plait.config.deepspeed import Status
 from plait.config.degrees import smallest_world
 from plait.config.parts import has_buckets
 from plait.config.resolve import Resolved, finish, look, resolve
-from plait.config.schema import Row
+from plait.config.schema import Config, Row
 from plait.config.source import Source
 from plait.errors import ConfigError, Problem
 from plait.units import MIB
@@ -44,7 +44,7 @@ class Explanation:
 
 
 def explain(source: Source, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Explanation:
-    """Read, check and resolve `source` for `world_size` processes, by default as few as its degrees allow.
+    """Read, check and resolve `source` for `world_size` processes, by default `run.processes`, or else as few as its degrees allow.
 
     Raises ConfigError only where there are no keys to show (no such file, no JSON).
     """
@@ -52,17 +52,23 @@ def explain(source: Source, overrides: Sequence[str] = (), *, world_size: int | 
     rows = tuple(found.rows)
     try:
         config = finish(document, found)
-        world_size = world_size or smallest_world(config.parallel)
+        world_size = world_size or _processes(config)
         resolved = resolve(config, world_size=world_size)
     except ConfigError as error:
         return Explanation(document.name, world_size, rows, (), error.problems)
     return Explanation(document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(resolved), ())
 
 
+def _processes(config: Config) -> int:
+    given = config.run.processes if config.run is not None else "auto"
+    return given if isinstance(given, int) else smallest_world(config.parallel)
+
+
 # ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
 
 _FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _DYNAMIC = _FP16[1:]
+_TENSOR = ("sequence_parallel", "loss_parallel", "plan")
 
 _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (
@@ -76,6 +82,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         lambda r: r.precision.loss_scale is not None and r.precision.loss_scale.static > 0,
         "the loss scale is constant (fp16.loss_scale)",
     ),
+    (tuple(f"parallel.{name}" for name in _TENSOR), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (("bf16.check_grad_overflow",), lambda r: r.precision.compute != "bfloat16", "bf16 is off"),
     (("compile.backend", "compile.mode"), lambda r: not r.compile.enabled, "compile is off"),
 )
@@ -83,7 +90,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
 
 def _idle(row: Row, resolved: Resolved) -> Row:
     for paths, is_idle, why in _IDLE:
-        if row.path in paths and row.status in (Status.SUPPORTED, Status.RENAMED) and is_idle(resolved):
+        if (
+            (row.path in paths or row.path.rpartition(".")[0] in paths)
+            and row.status in (Status.SUPPORTED, Status.RENAMED)
+            and is_idle(resolved)
+        ):
             return replace(row, status=Status.MEANINGLESS, meaning=why)
     return row
 
@@ -104,6 +115,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": resolved.batch.micro_batch_size,
         "gradient_accumulation_steps": resolved.batch.accumulation,
         **{f"parallel.{axis}": degree for axis, degree in resolved.layout.degrees.items()},
+        **{f"parallel.{name}": getattr(resolved.tensor_parallel, name) for name in _TENSOR},
         "parallel.blocks": list(resolved.blocks) or "found in the model",
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,

@@ -100,7 +100,8 @@ def remedy_for(section: str, name: str) -> str:
     elsewhere = sorted(path for path in known() if path.rpartition(".")[2] == name)
     if elsewhere:
         return f"it belongs elsewhere: {' or '.join(elsewhere[:3])}"
-    return f"known here are {', '.join(inside(section))}"
+    here = inside(section)
+    return f"known here are {', '.join(here)}" if len(here) <= 40 else "`plait config schema` lists what is known"
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:

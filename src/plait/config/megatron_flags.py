@@ -77,6 +77,7 @@ FLAGS: dict[str, Flag] = {
     "tensor_model_parallel_size": _sets("parallel.tp"),
     "pipeline_model_parallel_size": _sets("parallel.pp"),
     "context_parallel_size": _sets("parallel.cp"),
+    "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
     "num_layers": _sets("num_layers"),
     "num_distributed_optimizer_instances": _sets("parallel.dp_replicate"),
     "use_distributed_optimizer": _sets("zero_optimization.stage", "switch", lambda on: 1),
@@ -111,7 +112,6 @@ FLAGS: dict[str, Flag] = {
     "log_interval": _sets("run.log_every"),
     **_ignored(_ALWAYS, "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step tp_comm_overlap", "switch"),
     **_ignored(_ALWAYS, "no_delay_grad_reduce delay_param_gather align_grad_reduce overlap_p2p_communication", "switch"),
-    **_ignored("how tensor parallelism stores activations is not a setting; results are the same", "sequence_parallel", "switch"),
     **_ignored("the strategy of sharding decides", "use_megatron_fsdp use_custom_fsdp", "switch"),
     **_ignored("buckets are sized in bytes by parallel.bucket_mib", "ddp_num_buckets"),
     **_ignored(

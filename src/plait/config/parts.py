@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from plait.cluster.layout import AXES, Layout
 from plait.config import optimizers
-from plait.config.batch import ACCUMULATION, MICRO, TRAIN, Batch, solve_batch
-from plait.config.degrees import solve_layout
+from plait.config.batch import ACCUMULATION, CALLERS, MICRO, TRAIN, Batch, solve_batch
+from plait.config.degrees import processes, solve_layout
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
@@ -22,6 +22,7 @@ from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.precision import ComputeDtype, Precision, ReduceDtype
+from plait.parallel.tensor import TensorParallel
 from plait.units import MIB, dtype_of
 
 T = TypeVar("T")
@@ -74,8 +75,8 @@ def layout(found: Findings, *, world_size: int) -> Layout:
     solved = solve_layout(parallel, stage=stage, world_size=world_size)
     for axis in AXES:
         given = isinstance(getattr(parallel, axis), int)
-        processes = f"derived: {world_size} processes / (pp {solved.pp} x cp {solved.cp} x tp {solved.tp}), ZeRO stage {stage}"
-        found.sources[f"parallel.{axis}"] = found.config.origin(f"parallel.{axis}") if given else processes
+        rest = f"derived: {processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp {solved.tp}), ZeRO stage {stage}"
+        found.sources[f"parallel.{axis}"] = found.config.origin(f"parallel.{axis}") if given else rest
     found.sources["zero_optimization.stage"] = found.config.origin("zero_optimization.stage")
     _check_against(found, solved, world_size)
     return solved
@@ -84,7 +85,7 @@ def layout(found: Findings, *, world_size: int) -> Layout:
 def _check_against(found: Findings, solved: Layout, world_size: int) -> None:
     expected = found.config.data_parallel_size
     if expected is not None and expected != solved.dp:
-        rule = f"{world_size} processes ({solved}) make dp_replicate {solved.dp_replicate} x dp_shard {solved.dp_shard} = {solved.dp}"
+        rule = f"{processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x dp_shard {solved.dp_shard} = {solved.dp}"
         found.problems.append(Problem("data_parallel_size", expected, rule, f"leave it out or set it to {solved.dp}"))
     layers = found.config.num_layers
     described = _described(found.config, "num_hidden_layers", "n_layer")
@@ -113,7 +114,7 @@ def batch(found: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
         given[name] = found.auto.get(name) if value == "auto" else value
         found.sources[name] = "auto: the caller's" if value == "auto" else found.config.origin(name)
     if given[TRAIN] is None and given[MICRO] is None and micro_batch_size is not None:
-        given[MICRO], found.sources[MICRO] = micro_batch_size, "the caller's"
+        given[MICRO], found.sources[MICRO] = micro_batch_size, CALLERS
     solved = solve_batch(given[TRAIN], given[MICRO], given[ACCUMULATION], dp)
     train, micro, accumulation = solved.train_batch_size, solved.micro_batch_size, solved.accumulation
     auto = found.config.gradient_accumulation_steps == "auto"
@@ -179,6 +180,15 @@ def _loss_scale(found: Findings, fp16: Fp16Section) -> LossScale:
         remedy = f"use at most {first:g}, or raise fp16.initial_scale_power"
         raise ConfigError(Problem("fp16.min_loss_scale", least, f"the first scale is 2^{power} = {first:g}, below it", remedy))
     return LossScale(**values)
+
+
+def tensor_parallel(found: Findings) -> TensorParallel:
+    """How layers are split over the tp axis."""
+    section = found.config.parallel
+    for name in ("sequence_parallel", "loss_parallel", "plan"):
+        origin = found.config.origin(f"parallel.{name}")
+        found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
+    return TensorParallel(sequence_parallel=section.sequence_parallel, loss_parallel=section.loss_parallel, plan=section.plan)
 
 
 def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None) -> DataParallel:

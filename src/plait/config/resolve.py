@@ -25,6 +25,7 @@ from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.precision import Precision
+from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
 
 __all__ = ["Batch", "Config", "Resolved", "Source", "load", "resolve", "smallest_world", "solve_batch", "solve_layout"]
@@ -37,6 +38,8 @@ class Resolved(Policy):
     """Who does what."""
     batch: Batch
     """How many samples, where."""
+    tensor_parallel: TensorParallel
+    """How layers are split over the tp axis."""
     data_parallel: DataParallel
     """ZeRO stage, and how gradients are reduced."""
     precision: Precision
@@ -87,8 +90,10 @@ def look(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Exami
     """
     if isinstance(source, str | Path | Mapping):
         document = read(source)
-    else:
+    elif isinstance(source, Sequence):
         document = megatron.read_flags(source)
+    else:
+        raise TypeError(f"a configuration is a path, a mapping or a list of Megatron's flags, not {type(source).__name__}")
     found = examine(document, [parse_override(text) for text in overrides])
     if isinstance(document, megatron.Flags):
         document.describe(found)
@@ -142,6 +147,7 @@ def resolve(
     return Resolved(
         layout=layout,
         batch=batch,
+        tensor_parallel=parts.tensor_parallel(found),
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,

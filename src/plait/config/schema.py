@@ -23,7 +23,7 @@ PLAIT_SECTIONS = ("model", "data", "run", "parallel")
 
 def _number(value: Any) -> Any:
     """Files write whole numbers as `5e8` and quote numbers; a truth value is not a number."""
-    if False:
+    if isinstance(value, bool):
         raise ValueError("must be a number, not true or false; write the number")
     if isinstance(value, str):
         try:
@@ -124,6 +124,13 @@ class ParallelSection(Policy):
     """Processes that share one sequence."""
     tp: Count = 1
     """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
+    sequence_parallel: bool = False
+    """With tp: shard norms and the residual stream along the sequence too."""
+    loss_parallel: bool = True
+    """With tp: leave logits split over the vocabulary in the loss, so that whole logits are never built in training."""
+    plan: dict[str, str] | None = None
+    """With tp: module pattern (`blocks.*.up`) to style (`colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`,
+    `embedding_rowwise`, `vocab_head`, `replicated_with_grad_allreduce`). Left out: the model family's own plan."""
     blocks: tuple[str, ...] = ()
     """Names or patterns (`model.layers.*`) of the repeated blocks that are sharded and compiled one by one. Left out: the longest list
     of equal modules in the model."""

@@ -173,18 +173,25 @@ def _given_twice(key: str, first: Any, second: Any) -> Problem:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with JSON's numbers (`5e-5` is one) and without dates; keys are text and given once."""
+    """YAML whose plain words are JSON's: `5e-5` is a number, `no`, `010` and `1:30` are not what YAML 1.1 makes of them, dates are text."""
 
+
+_WORDS = {
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "tag:yaml.org,2002:int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789"),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(?:(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))",
+        "-+0123456789.",
+    ),
+}
+_OTHERS = {*_WORDS, "tag:yaml.org,2002:timestamp"}
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*)(?:[eE][-+]?\d+)?|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"),
-    list("-+0123456789."),
-)
+for _tag, (_pattern, _first) in _WORDS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), list(_first))
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:

@@ -28,14 +28,16 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def micro_batches(batch: Any, *, count: int, size: int) -> list[Any]:
-    """Cut a step's batch into `count` micro-batches of `size` samples.
+def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:
+    """Cut a step's batch into `count` micro-batches of `size` samples, or into equal ones for None.
 
-    A mapping, tuple or tensor holds count x size samples in dim 0 of every tensor; entries that are no tensors go to every micro-batch. A list
-    or an iterator gives `count` ready micro-batches, whose lengths may differ. Raises InputError for any other amount.
+    A mapping, tuple or tensor holds count x size samples in dim 0 of every tensor; entries that are no tensors go to every micro-batch. A
+    list or an iterator gives `count` ready micro-batches, whose lengths may differ. Raises InputError for any other amount.
     """
     if isinstance(batch, Mapping | tuple | torch.Tensor):
         found = first_tensor(batch).shape[0]
+        if size is None:
+            size = max(1, found // count)
         if found != count * size:
             raise InputError(
                 f"train_batch got {found} samples; this rank's share of a step is {count * size} (train_micro_batch_size_per_gpu {size} x "

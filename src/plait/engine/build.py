@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from plait.parallel.order import apply_all
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
 
-ConfigLike = str | Path | Mapping[str, Any] | Config | Resolved
+ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -52,10 +53,11 @@ def initialize(
 ) -> Engine:
     """Shard `model` in place as `config` says and return the engine that trains it.
 
-    `config`: a path, a mapping or a loaded Config; a DeepSpeed file is valid as it is. `loss_fn(output, batch)` returns (sum, weight); with `weight_fn(batch)`
-    it may be a plain function. A model on `meta` is initialised by its own classes, the same bits on every layout, or filled from `weights` (a folder of
-    safetensors); a real model's weights are taken from rank 0. `optimizer` is an optimizer over the model's parameters without state, or a function of
-    a parameter list; by default the config's. An existing process group is adopted. Raises ConfigError, ModelError or InputError before any harm.
+    `config`: a path, a mapping or a loaded Config; a DeepSpeed file is valid as it is. `loss_fn(output, batch)` returns (sum, weight);
+    with `weight_fn(batch)` it may be a plain function. A model on `meta` is initialised by its own classes, the same bits on every
+    layout, or filled from `weights` (a folder of safetensors); a real model's weights are taken from rank 0. `optimizer` is an optimizer
+    over the model's parameters without state, or a function of a parameter list; by default the config's. An existing process group is
+    adopted. Raises ConfigError, ModelError or InputError before any harm.
     """
     _refuse_wrapped(model)
     loss = _as_loss(loss_fn, weight_fn)
@@ -86,8 +88,9 @@ def initialize(
 
 
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
-    """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel ranks,
-    as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with `plait.clip_grad_norm`."""
+    """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel
+    ranks, as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with
+    `plait.clip_grad_norm`."""
     _refuse_wrapped(model)
     resolved = _resolve(model, config)
     if resolved.precision.loss_scale is not None:
@@ -158,8 +161,8 @@ def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | Non
         return loss_fn
     if weight_fn is None:
         raise InputError(
-            "loss_fn is a plain function: train_batch divides by the global weight before the first backward, so it must know the weight from the batch; "
-            "pass weight_fn=lambda batch: ..., or use plait.causal_lm_loss or plait.per_sample(...)"
+            "loss_fn is a plain function: train_batch divides by the global weight before the first backward, so it must know the weight "
+            "from the batch; pass weight_fn=lambda batch: ..., or use plait.causal_lm_loss or plait.per_sample(...)"
         )
     return Weighted(loss_fn, weight_fn)
 
@@ -167,8 +170,14 @@ def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | Non
 def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = None) -> Resolved:
     if isinstance(config, Resolved):
         return config
+    loaded = load(config)
+    here = place()
+    note = loaded.provenance.warning()
+    if note and here.rank == 0:
+        warnings.warn(note, stacklevel=3)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
-    return resolve(load(config), world_size=place().world_size, hidden_size=hidden, total_steps=total_steps)
+    # A file without any batch size is enough: a step then takes whatever train_batch is given.
+    return resolve(loaded, world_size=here.world_size, hidden_size=hidden, total_steps=total_steps, micro_batch_size=1)
 
 
 def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | None) -> tuple[Mesh, Parts]:
@@ -183,7 +192,7 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
         model.to(mesh.device)
         materialise.broadcast(model)
     parts = Parts(model=model, blocks=blocks)
-    parts = apply_all((resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
+    parts = apply_all((resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
     if template is not None:
         materialise.allocate(model, mesh.device)
         if weights is None:
@@ -198,9 +207,9 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
 
 def _refuse_axes_without_technique(resolved: Resolved) -> None:
     problems = [
-        Problem(f"parallel.{axis}", degree, "this version runs data parallelism and ZeRO only", "use 1; the processes become data parallel")
+        Problem(f"parallel.{axis}", degree, "this version runs data and tensor parallelism", "use 1; the processes become data parallel")
         for axis, degree in resolved.layout.degrees.items()
-        if axis in ("pp", "cp", "tp") and degree > 1
+        if axis in ("pp", "cp") and degree > 1
     ]
     if problems:
         raise ConfigError(*problems)
@@ -212,11 +221,17 @@ def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module
     if not isinstance(given, torch.optim.Optimizer):
         return given([p for p in model.parameters() if p.requires_grad])
     if given.state:
-        raise InputError("the optimizer already holds state of the unsharded parameters; pass it before its first step, or pass a function of the parameters")
+        raise InputError(
+            "the optimizer already holds state of the unsharded parameters; pass it before its first step, "
+            "or pass a function of the parameters"
+        )
     now = dict(model.named_parameters())
     for group in given.param_groups:
         unknown = [p for p in group["params"] if id(p) not in named]
         if unknown:
-            raise InputError(f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is not the model's; build it over model.parameters()")
+            raise InputError(
+                f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is not the model's; "
+                "build it over model.parameters()"
+            )
         group["params"] = [now[named[id(p)]] for p in group["params"]]
     return given

@@ -6,8 +6,8 @@ samples are cut over ranks and micro-batches); the three calls take DeepSpeed's 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.mesh import Mesh
+from plait.config.batch import CALLERS, MICRO
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, micro_batches, to_device
 from plait.engine.loss import CausalLMLoss, Loss
-from plait.engine.step import Outcome, Stepper
 from plait.engine.state import load_engine, save_engine
+from plait.engine.step import Outcome, Stepper
 from plait.errors import InputError, PlaitError
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.technique import Parts
@@ -72,6 +73,8 @@ class Engine:
         self.skipped_steps = 0
         self._unused = unused
         self._forward = forward
+        # None where the file gives no batch size: a step then takes what it is given.
+        self._micro_batch_size = resolved.batch.micro_batch_size if resolved.sources.get(MICRO) != CALLERS else None
         self._dp_group = mesh.group("dp_replicate", "dp_shard")
         self._micro_step = 0
         self._boundary: bool | None = None
@@ -89,7 +92,7 @@ class Engine:
         """
         loss_fn = self._loss()
         count = self.config.batch.accumulation
-        pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self.config.batch.micro_batch_size)]
+        pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
         weight = self._global_weight([loss_fn.weight(piece) for piece in pieces])
         # A step without a single target has gradient 0, not 0 / 0.
         factor = self.stepper.loss_scale / torch.clamp(weight, min=torch.finfo(weight.dtype).tiny)
@@ -143,8 +146,8 @@ class Engine:
     def _loss(self) -> Loss:
         if self.loss_fn is None:
             raise PlaitError(
-                "this engine has no loss: pass loss_fn= to plait.initialize (plait.causal_lm_loss for a language model, plait.per_sample(...) for a mean "
-                "over samples), or use engine(...), engine.backward(loss), engine.step()"
+                "this engine has no loss: pass loss_fn= to plait.initialize (plait.causal_lm_loss for a language model, "
+                "plait.per_sample(...) for a mean over samples), or use engine(...), engine.backward(loss), engine.step()"
             )
         return self.loss_fn
 
@@ -179,8 +182,8 @@ class Engine:
     def backward(self, loss: torch.Tensor, *, weight: Any = None) -> torch.Tensor:
         """Backward of one micro-batch. `loss` is its mean.
 
-        Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's); with it (the number of targets that the mean
-        was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
+        Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's); with it (the number of targets that the
+        mean was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
         """
         if bool(self._weights) != (weight is not None) and self._micro_step % self.config.batch.accumulation != 0:
             raise InputError("backward(weight=...) must be given for every micro-batch of a step, on every rank, or for none")
@@ -232,8 +235,8 @@ class Engine:
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective. `client_state` must be JSON and equal on every
-        rank."""
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective. `client_state` must be JSON and equal on
+        every rank."""
         return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
 
     def load_checkpoint(self, folder: str | Path, *, tag: str | None = None) -> tuple[Path, dict[str, Any]] | None:

@@ -35,8 +35,9 @@ class Loss(Protocol):
 class CausalLMLoss:
     """Next-token cross entropy from a Transformers output.
 
-    `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here (position t predicts label t + 1), -100 ignored. Computed in
-    float32 (float64 for float64 logits); the weight is the number of targets. Logits that tensor parallelism left split along the vocabulary stay so.
+    `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here (position t predicts label t + 1), -100
+    ignored. Computed in float32 (float64 for float64 logits); the weight is the number of targets. Logits that tensor parallelism left
+    split along the vocabulary stay so.
     """
 
     def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The order of a step after the last backward: finish the reduction, find the global norm, decide, unscale and clip at once, update.
 
-Gradients are sharded over some axes and replicated over the rest; every one is counted once. The verdict "not finite" is the norm's, so every
-rank reaches the same one. A skipped step changes no state but the loss scale.
+Gradients are sharded over some axes and replicated over the rest; every one is counted once. The verdict "not finite" is the norm's, so
+every rank reaches the same one. A skipped step changes no state but the loss scale.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from plait.parallel.loss_scale import LossScaler
 class Scheduler(Protocol):
     """What a learning rate schedule must do; torch's and Plait's all do."""
 
-    def step(self) -> Any: ...  # noqa: D102
-    def get_last_lr(self) -> list[Any]: ...  # noqa: D102
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...  # noqa: D102
+    def step(self) -> Any: ...
+    def get_last_lr(self) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in lists):
             continue
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(child) for child in module}) == 1:
-            if 0 < total <= 20 * sum(p.numel() for p in module.parameters()):
-                lists.append(name)
-                blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(child) for child in module}) == 1
+        if repeated and 0 < total <= 20 * sum(p.numel() for p in module.parameters()):
+            lists.append(name)
+            blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
     return tuple(blocks)
 
 
@@ -38,7 +38,9 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = [name for name in names if name.count(".") == pattern.count(".")][:6]
-            raise ModelError(f"parallel.blocks = {pattern!r}: no module has such a name; modules of that depth are {', '.join(close) or 'none'}")
+            raise ModelError(
+                f"parallel.blocks = {pattern!r}: no module has such a name; modules of that depth are {', '.join(close) or 'none'}"
+            )
     # `*` also matches dots, so keep only the outermost of nested matches when one pattern gave both.
     blocks: list[str] = []
     for name in names:

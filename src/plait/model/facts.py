@@ -67,9 +67,7 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
     for key, (first, *also) in names.items():
         parameter = found[key]
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
-        listed.append(
-            ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also))
-        )
+        listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
     return ModelFacts(tuple(listed), tuple(blocks), tensor_plan)
 
 

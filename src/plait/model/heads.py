@@ -58,13 +58,14 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Atte
     for parent, columns in children.items():
         module = model.get_submodule(parent)
         leaves = {name: name.rpartition(".")[2] for name in columns}
-        named = [leaf for leaf in leaves.values() if leaf in QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES]
-        if not named and "attention" not in type(module).__name__.lower():
+        named = any(leaf in QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES for leaf in leaves.values())
+        counted = len(columns) >= 3 and count_attributes(module)
+        if not named and not counted and "attention" not in type(module).__name__.lower():
             continue
         heads, heads_field = _count(module, model, HEADS)
         kv_heads, kv_field = _count(module, model, KV_HEADS)
         keys_values = tuple(name for name, leaf in leaves.items() if leaf in KEY_VALUE_NAMES)
-        width = _width(module, model)
+        width = _count(module, model, WIDTHS)[0]
         if keys_values and width:
             kv_heads = _by_width(model, keys_values, width, kv_heads)
         if kv_heads is None:
@@ -75,8 +76,12 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Atte
 
 
 def head_width(model: nn.Module, attention: Attention) -> int | None:
-    """Width of one head of `attention`, where the model tells."""
-    return _width(model.get_submodule(attention.name), model)
+    """Width of one head of `attention`, where the model tells or its query projection shows."""
+    width = _count(model.get_submodule(attention.name), model, WIDTHS)[0]
+    queries = [name for name in attention.columns if name.rpartition(".")[2] in QUERY_NAMES]
+    if width is not None or attention.heads is None or not queries:
+        return width
+    return int(getattr(model.get_submodule(queries[0]), "out_features", 0)) // attention.heads or None
 
 
 def count_attributes(module: nn.Module) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ def check_heads(attentions: tuple[Attention, ...], tp: int) -> None:
 
 def possible_degrees(attentions: tuple[Attention, ...]) -> str:
     """`1, 2, 3 or 6`: the degrees that every attention module allows."""
-    most = min((attention.heads or 1) for attention in attentions)
+    most = min((attention.heads for attention in attentions if attention.heads is not None), default=1)
     degrees = [tp for tp in range(1, most + 1) if not any(_broken(attention, tp) for attention in attentions)]
     *rest, last = [str(degree) for degree in degrees]
     return f"{', '.join(rest)} or {last}" if rest else last
@@ -123,33 +128,26 @@ def _broken(attention: Attention, tp: int) -> str | None:
     if heads is None or kv_heads is None:
         return None
     if heads % tp:
-        return f"{attention.heads_field} is {heads} and {heads} % {tp} = {heads % tp}, but every rank computes whole heads"
+        return f"{attention.heads_field} is {heads} and {heads} % {tp} != 0"
     if kv_heads % tp == 0:
         return None
     if attention.fused:
-        return (
-            f"{attention.kv_field} is {kv_heads} and {kv_heads} % {tp} = {kv_heads % tp}, but {attention.fused[0].rpartition('.')[2]} computes them "
-            f"together with the queries"
-        )
+        fused = attention.fused[0].rpartition(".")[2]
+        return f"{attention.kv_field} is {kv_heads} and {kv_heads} % {tp} != 0, and {fused} computes keys together with queries"
     if tp % kv_heads:
         return f"{attention.kv_field} is {kv_heads}, and neither {kv_heads} % {tp} nor {tp} % {kv_heads} is 0"
     return None
 
 
 def _count(module: nn.Module, model: nn.Module, names: tuple[str, ...]) -> tuple[int | None, str]:
-    """The first of `names` on the module, its configuration or the model's; with the name to show."""
+    """The first of `names` on the module, its configuration or the model's; with the name that a user knows it by."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for owner in (module, getattr(module, "config", None), text):
-        for name in names:
-            value = _integer(owner, name)
-            if value is not None:
-                return value, name
-    return None, names[0]
-
-
-def _width(module: nn.Module, model: nn.Module) -> int | None:
-    return _count(module, model, WIDTHS)[0]
+    known = [(value, name) for owner in (module, getattr(module, "config", None), text) for name in names if (value := _integer(owner, name))]
+    if not known:
+        return None, names[0]
+    value = known[0][0]
+    return value, next((name for name in names if _integer(text, name) == value), known[0][1])
 
 
 def _by_width(model: nn.Module, keys_values: tuple[str, ...], width: int, counted: int | None) -> int | None:

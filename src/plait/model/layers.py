@@ -95,15 +95,15 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
     if style == "embedding_rowwise":
         if not is_embedding(module):
             raise ModelError(
-                f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Embedding with nn.Embedding's own forward and no max_norm, "
+                f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Embedding with that class's forward and no max_norm, "
                 f"scale_grad_by_freq or sparse; leave it out, which keeps it whole on every rank"
             )
         return
     parent = model.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
-        raise ModelError(f"{source}: {name} belongs to an nn.MultiheadAttention, which uses its weight without calling it; leave it out")
+        raise ModelError(f"{source}: {name} belongs to an nn.MultiheadAttention, which uses the weight without a call; leave it out")
     if not is_linear(module):
         raise ModelError(
-            f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Linear or Transformers' Conv1D with the forward of that class; leave it "
-            f"out, which keeps it whole on every rank"
+            f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Linear or Transformers' Conv1D with that class's forward; "
+            f"leave it out, which keeps it whole on every rank"
         )

@@ -1,8 +1,8 @@
 """Tensor parallel plans for model families that Transformers has none for, or whose plan does not hold for some configurations.
 
-Data, checked against the modeling code of Transformers 5.23. A family's attention is split between heads where its code reshapes by head counts
-that a rank can have its own values of; where queries, keys and values are fused one after another, or position biases are made for all heads
-outside, the layer is split but its output gathered, which is right for any layer.
+Data, checked against the modeling code of Transformers 5.23. A family's attention is split between heads where its code reshapes by head
+counts that a rank can have its own values of; where queries, keys and values are fused one after another, or position biases are made for
+all heads outside, the layer is split but its output gathered, which is right for any layer.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ _GPT2_MLP = _split("h.*.mlp", ("c_fc",), "c_proj")
 _4H_MLP = _split("h.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h")
 _LLAMA_MLP = _split("layers.*.mlp", ("gate_proj", "up_proj"), "down_proj")
 
+_BERT: dict[str, Style] = {
+    **{f"encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "encoder.layer.*.attention.output.dense": "rowwise",
+    "encoder.layer.*.intermediate.dense": "colwise",
+    "encoder.layer.*.output.dense": "rowwise",
+}
+
 FAMILIES: dict[str, tuple[Variant, ...]] = {
     "GPT2Model": (Variant({**_gathered("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}),),
     "GPTBigCodeModel": (
@@ -71,6 +78,11 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
         ),
     ),
     "BloomModel": (
+        # An option that reads the row-split layers' weights without calling them.
+        Variant(
+            {"h.*.self_attention.query_key_value": "colwise_gather_output", "h.*.mlp.dense_h_to_4h": "colwise_gather_output"},
+            when={"slow_but_exact": True},
+        ),
         # Its position biases (alibi) are made for all heads, outside the blocks.
         Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}),
     ),
@@ -106,6 +118,8 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
         Variant({**_gathered("blocks.*.attn", ("Wqkv",), "out_proj"), **_split("blocks.*.ffn", ("up_proj",), "down_proj")}),
     ),
 }
+for _kind in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Ernie", "Data2VecText", "XLMRobertaXL", "RobertaPreLayerNorm"):
+    FAMILIES[f"{_kind}Model"] = (Variant(_BERT),)
 """Class of the base model to its variants; the first whose `when` holds is used."""
 
 
@@ -123,7 +137,7 @@ def table_rules(model: nn.Module) -> RuleSet | None:
         whole_sequence = whole_sequence or variant.whole_sequence
     if not rules:
         return None
-    return RuleSet(tuple(rules), f"plait's plan of {', '.join(dict.fromkeys(families))}", tuple(counts), whole_sequence=whole_sequence)
+    return RuleSet(tuple(rules), f"plait's plan of {', '.join(dict.fromkeys(families))}", tuple(counts), optional=True, whole_sequence=whole_sequence)
 
 
 def _found(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:

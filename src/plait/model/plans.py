@@ -1,7 +1,8 @@
 """The tensor parallel plan of one model for one degree: every module with a style, every parameter with the dimension that is split.
 
-Made and checked from shapes alone, before any process group exists; `parallel.tensor` applies it. Splits follow torch.chunk's rule, so widths
-and vocabularies need not divide; heads must. Invariant: `dims` names every parameter of the model, and tied parameters have one answer.
+Made and checked from shapes alone, before any process group exists; `parallel.tensor` applies it. Splits follow torch.chunk's rule, so
+widths and vocabularies need not divide; heads must. Invariant: `dims` names every parameter of the model, and tied parameters have one
+answer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Literal
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
+from plait.model.ends import settle_ends
 from plait.model.facts import tied_names
 from plait.model.heads import (
     GROUPS,
@@ -21,13 +23,14 @@ from plait.model.heads import (
     check_heads,
     count_attributes,
     find_attentions,
-    head_width,
     local_count,
     replicates_keys,
 )
-from plait.model.layers import check_style, in_features, is_embedding, is_linear, is_norm, out_features, split_dims
-from plait.model.rules import COLUMN_STYLES, ROW_STYLES, RuleSet, Style, assign, matches, rules_for
+from plait.model.layers import check_style, in_features, out_features, split_dims
+from plait.model.partial import settle_inner
+from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, matches
 from plait.model.sequence import sequence_facts
+from plait.model.sources import rules_for
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,12 @@ class TensorPlan:
     kv_heads: Mapping[str, int]
     """Every `kv_replicated` module to its number of heads."""
     norms: tuple[str, ...]
-    """Modules with whole parameters that see sequence shards under sequence parallelism: norms that are children of blocks, and the final norm. Their
-    gradients are then summed over tp, as are the biases of row-split layers inside blocks."""
+    """Modules with whole parameters that see sequence shards under sequence parallelism: norms that are children of blocks, and the final
+    norm. Their gradients are then summed over tp, as are the biases of row-split layers inside blocks."""
     regions: tuple[str, ...]
-    """Children of blocks (attention, MLP) at whose door, under sequence parallelism, the first input is gathered along the sequence: they derive shapes
-    and positions from it. Row-split layers inside give sequence shards back. A column-split layer that is itself a child of a block is its own door."""
+    """Children of blocks (attention, MLP) at whose door, under sequence parallelism, the first input is gathered along the sequence: they
+    derive shapes and positions from it. Row-split layers inside give sequence shards back. A column-split layer that is itself a child of
+    a block is its own door."""
     final_norm: str | None
     head: str | None
     embedding: str | None
@@ -73,25 +77,27 @@ class TensorPlan:
 def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = None, blocks: Sequence[str]) -> TensorPlan:
     """Plan `model` (any device, `meta` included) for `tp` ranks.
 
-    `user` is `{pattern: style}`, used alone when given; `blocks` are the names of the repeated blocks. Raises ModelError for rules that do not
-    fit the model, ConfigError for a degree that does not fit its sizes.
+    `user` is `{pattern: style}`, used alone when given; `blocks` are the names of the repeated blocks. Raises ModelError for rules that
+    do not fit the model, ConfigError for a degree that does not fit its sizes.
     """
     rule_set = rules_for(model, user=user, blocks=blocks)
     styles = assign(model, rule_set)
-    head, embedding = _ends(model, styles, rule_set)
+    head, embedding = settle_ends(model, styles, rule_set)
     for name, style in styles.items():
         check_style(model, name, style, rule_set.source)
     styles = _spread(model, styles)
+    settle_inner(model, styles, rule_set, blocks)
     attentions = find_attentions(model, styles)
     check_heads(attentions, tp)
     styles, kv_heads = _share_keys(styles, attentions, tp)
-    _sum_head_norms(model, styles, attentions, rule_set)
     styles = {name: styles[name] for name, _ in model.named_modules() if name in styles}
     dims = _dims(model, styles)
     _check_tied(model, dims, rule_set.source)
     _check_widths(model, styles, attentions, tp)
     if all(dim is None for dim in dims.values()):
-        raise ModelError(f"{rule_set.source}: no parameter of {type(model).__name__} is split, so parallel.tp = {tp} would only repeat work; use 1")
+        raise ModelError(
+            f"{rule_set.source}: no parameter of {type(model).__name__} is split, so parallel.tp = {tp} would only repeat work; use 1"
+        )
     order = sequence_facts(model, styles, blocks, rule_set.whole_sequence)
     return TensorPlan(
         tp=tp,
@@ -107,67 +113,6 @@ def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = Non
         sequence_parallel=order.possible,
         source=rule_set.source,
     )
-
-
-def _ends(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:
-    """Names of the split head and embedding. Completes `styles` in place, unless the rules are complete.
-
-    Both are split along the vocabulary: tied ones must be, and the loss can then work on split logits.
-    """
-    embedding, head = _end(model, "get_input_embeddings"), _end(model, "get_output_embeddings")
-    if rule_set.complete:
-        embeddings = [name for name, style in styles.items() if style == "embedding_rowwise"]
-        heads = [name for name, style in styles.items() if style == "vocab_head"]
-        if head in styles and styles[head] == "colwise_gather_output":
-            styles[head] = "vocab_head"
-            heads.append(head)
-        return (heads[0] if heads else None), (embeddings[0] if embeddings else None)
-    whole = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding) and not is_embedding(module)}
-    for name in whole & set(styles):
-        del styles[name]
-    wanted: dict[str, Style] = {}
-    if embedding is not None and embedding not in whole:
-        wanted[embedding] = "embedding_rowwise"
-    if head is not None and is_linear(model.get_submodule(head)):
-        wanted[head] = "vocab_head"
-    for name, style in styles.items():
-        if style in ("embedding_rowwise", "vocab_head"):
-            wanted.setdefault(name, style)
-    for group in _tied_modules(model):
-        if any(name in whole or not _splits_rows(model.get_submodule(name)) for name in group):
-            for name in group:  # a weight that one of its owners needs whole is whole for all
-                wanted.pop(name, None)
-                styles.pop(name, None)
-        elif any(name in wanted for name in group):
-            for name in group:
-                wanted[name] = "embedding_rowwise" if is_embedding(model.get_submodule(name)) else "vocab_head"
-    styles.update(wanted)
-    return (head if styles.get(head or "") == "vocab_head" else None), (embedding if (embedding or "") in styles else None)
-
-
-def _end(model: nn.Module, getter: str) -> str | None:
-    """Name of the module that Transformers' `getter` returns; for other models the one that has, or reads, the vocabulary."""
-    if not hasattr(model, getter):
-        return None
-    try:
-        module = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None  # models of parts (vision, audio) have no such end
-    return next((name for name, other in model.named_modules() if other is module and name), None)
-
-
-def _tied_modules(model: nn.Module) -> list[list[str]]:
-    """Groups of modules that share a weight."""
-    groups = []
-    for names in tied_names(model):
-        owners = [name.rpartition(".")[0] for name in names if name.endswith(".weight")]
-        if len(owners) > 1:
-            groups.append(owners)
-    return groups
-
-
-def _splits_rows(module: nn.Module) -> bool:
-    return is_embedding(module) or (is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0)
 
 
 def _spread(model: nn.Module, styles: dict[str, Style]) -> dict[str, Style]:
@@ -198,34 +143,20 @@ def _share_keys(styles: dict[str, Style], attentions: Sequence[Attention], tp: i
                 raise ConfigError(Problem("parallel.tp", tp, rule, "use the style 'colwise'"))
     for name, style in styles.items():
         if style == "kv_replicated" and name not in kv_heads:
-            raise ModelError(f"{name} is 'kv_replicated', but its number of heads is not known; keep it on its module as num_key_value_heads")
+            raise ModelError(
+                f"{name} is 'kv_replicated', but its number of heads is not known; keep it on its module as num_key_value_heads"
+            )
     return changed, kv_heads
-
-
-def _sum_head_norms(model: nn.Module, styles: dict[str, Style], attentions: Sequence[Attention], rule_set: RuleSet) -> None:
-    """Norms over one head's width, shared by the heads, get partial gradients on every rank. Completes `styles` in place."""
-    for attention in attentions:
-        width = head_width(model, attention)
-        for leaf, module in model.get_submodule(attention.name).named_children():
-            name = f"{attention.name}.{leaf}"
-            own = [parameter for _, parameter in module.named_parameters(recurse=False)]
-            if name in styles or not own or not is_norm(module):
-                continue
-            if width is not None and all(tuple(parameter.shape) == (width,) for parameter in own):
-                styles[name] = "replicated_with_grad_allreduce"
-            elif attention.heads is not None and any(parameter.shape[0] == attention.heads and parameter.ndim > 1 for parameter in own):
-                raise ModelError(
-                    f"{rule_set.source}: {name} has weights for each of {attention.heads} heads, but a rank computes only some of them; use "
-                    f"'colwise_gather_output' and 'rowwise_split_input' for the layers of {attention.name}"
-                )
 
 
 def _dims(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
     dims: dict[str, int | None] = {}
+    first_names = {id(module): name for name, module in model.named_modules()}  # a module may sit in several places
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
-        style = styles.get(owner)
-        dims[name] = None if style is None else split_dims(model.get_submodule(owner), style)[leaf]
+        module = model.get_submodule(owner)
+        style = styles.get(first_names[id(module)])
+        dims[name] = None if style is None else split_dims(module, style)[leaf]
     return dims
 
 
@@ -258,7 +189,9 @@ def _check_widths(model: nn.Module, styles: Mapping[str, Style], attentions: Seq
         in_attention = any(name.startswith(f"{attention.name}.") for attention in attentions) and style in ("colwise", "rowwise")
         if local_size(size, tp, tp - 1) == 0:
             filled = -(-size // -(-size // tp))
-            problems.append(Problem("parallel.tp", tp, f"{name} has {size} {what}, so only {filled} ranks would get any", f"use at most {filled}"))
+            problems.append(
+                Problem("parallel.tp", tp, f"{name} has {size} {what}, so only {filled} ranks would get any", f"use at most {filled}")
+            )
         elif in_attention and size % tp:
             rule = f"{name} has {size} {what} and {size} % {tp} = {size % tp}, so a head would be cut"
             problems.append(Problem("parallel.tp", tp, rule, "use a divisor of the number of heads"))
@@ -319,4 +252,5 @@ def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
             notes.append(f"tied to {first[name]}")
         rows.append(PlanRow(name, shape, styles.get(name.rpartition(".")[0], "replicated"), local, "; ".join(notes)))
     return rows
-__all__ = ["COLUMN_STYLES", "ROW_STYLES"]
+
+

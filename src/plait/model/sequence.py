@@ -1,12 +1,13 @@
 """Whether the blocks of a model can work on sequence shards, and what their parts then do.
 
-Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence; attention and MLP gather them at their door and give shards
-back through their row-split layers; norms work on shards. Anything else that has parameters, or that mixes tokens between those doors, would
-compute something else, so it is a reason to refuse. Decided from the structure alone.
+Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence; attention and MLP gather them at their door and give
+shards back through their row-split layers; norms work on shards. Anything else that has parameters, or that mixes tokens between those
+doors, would compute something else, so it is a reason to refuse. Decided from the structure alone.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,8 @@ from torch import nn
 from plait.model.layers import is_norm
 from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
 
+_CROSS_WORDS = ("cross", "encoder_attn", "encoder_attention", "encdec")
+_SECOND_INPUTS = frozenset({"k", "v", "q", "key", "value", "query", "memory", "context", "encoder_hidden_states", "key_value_states"})
 _EMBEDDING_NORM_WORDS = ("embed", "emb_", "_pre", "pre_norm")
 
 
@@ -48,7 +51,7 @@ def _model_reasons(model: nn.Module, blocks: Sequence[str]) -> list[str]:
         return ["the model has no list of repeated blocks between which the sequence could stay sharded"]
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        return ["cross-attention reads a second sequence, which the blocks would have to gather as well"]
+        return ["cross-attention reads a second sequence, which would have to be gathered as well"]
     if len({block.rpartition(".")[0] for block in blocks}) > 1:
         return [f"the blocks are in several lists ({', '.join(sorted({block.rpartition('.')[0] for block in blocks}))})"]
     return []
@@ -60,6 +63,8 @@ def _look_at_block(
     """Sort the children of one block; adds to the three lists."""
     module = model.get_submodule(block)
     reasons += [f"{block} has a parameter of its own, {name}" for name, _ in module.named_parameters(recurse=False)]
+    crossing = [name for name, _ in module.named_modules() if any(word in name.lower() for word in _CROSS_WORDS)]
+    reasons += [f"{block}.{name} reads a second sequence, which would have to be gathered as well" for name in crossing[:1]]
     own = [style for name, style in styles.items() if name.rpartition(".")[0] == block]
     if ("rowwise" in own or "rowwise_split_input" in own) and not any(style in COLUMN_STYLES for style in own):
         reasons.append(f"{block} has a row-split layer without a column-split one before it")
@@ -88,6 +93,10 @@ def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) 
         return [f"{region} has no column-split layer that reads its input"]
     if not any(style in ROW_STYLES for style in inside.values()):
         return [f"{region} has no row-split layer at its end"]
+    inputs = [p.name for p in inspect.signature(model.get_submodule(region).forward).parameters.values() if p.default is p.empty]
+    second = [name for name in inputs[1:] if name in _SECOND_INPUTS]
+    if second:
+        return [f"{region} takes a second input, {second[0]}, which would have to be gathered as well"]
     gathered = all(style not in ("colwise", "kv_replicated") for style in inside.values())
     reasons = []
     for name, module in model.get_submodule(region).named_modules(prefix=region):
@@ -119,6 +128,10 @@ def _final_norm(model: nn.Module, blocks: Sequence[str]) -> str | None:
     owner = blocks[0].rpartition(".")[0].rpartition(".")[0]
     found = []
     for leaf, child in model.get_submodule(owner).named_children():
-        if is_norm(child) and next(child.parameters(), None) is not None and not any(word in leaf.lower() for word in _EMBEDDING_NORM_WORDS):
+        if (
+            is_norm(child)
+            and next(child.parameters(), None) is not None
+            and not any(word in leaf.lower() for word in _EMBEDDING_NORM_WORDS)
+        ):
             found.append(f"{owner}.{leaf}" if owner else leaf)
     return found[0] if len(found) == 1 else None

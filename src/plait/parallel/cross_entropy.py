@@ -18,8 +18,8 @@ from plait.comm.collectives import shard_range
 def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
     """Sum over tokens of the cross entropy; 0-dimensional, alike on every rank of the tp axis.
 
-    `logits` [..., vocab] split along the last dimension over a one-dimensional mesh; `targets` [...] int64, `ignored` ones count for nothing. Computed in
-    float32, in float64 for float64 logits.
+    `logits` [..., vocab] split along the last dimension over a one-dimensional mesh; `targets` [...] int64, `ignored` ones count for
+    nothing. Computed in float32, in float64 for float64 logits.
     """
     local = logits.to_local()
     group = logits.device_mesh.get_group()

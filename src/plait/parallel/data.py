@@ -9,8 +9,8 @@ A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: mi
     3      and parameters, freed after use    3 k P, less the root's kP  shards only
 
 Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the
-optimizer's (master) parameters sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside
-the `dp_shard` group and the reduced shards are all-reduced across, once per step.
+optimizer's (master) parameters sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay
+inside the `dp_shard` group and the reduced shards are all-reduced across, once per step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _refuse_unshardable(parts: Parts) -> None:
     owner: dict[int, tuple[str, str]] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:
-            raise ModelError(f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0")
+            raise ModelError(
+                f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0"
+            )
         block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
         first_name, first_block = owner.setdefault(id(parameter), (name, block))
         if block != first_block:
@@ -127,7 +129,9 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
     # One column a distinct shape, split and so on: models repeat a few shapes many times.
-    total = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole"), 0)
+    total = dict.fromkeys(
+        ("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole"), 0
+    )
     total = {key: np.zeros_like(n) for key in total}
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():

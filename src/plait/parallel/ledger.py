@@ -52,8 +52,8 @@ class Ledger:
     memory: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
     """Kind to bytes per rank."""
     traffic: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
-    """Collective to bytes that one rank sends per optimizer step, by the ring formulas: all-reduce 2 (n-1)/n, the others (n-1)/n of the full
-    tensor."""
+    """Collective to bytes that one rank sends per optimizer step, by the ring formulas: all-reduce 2 (n-1)/n, the others (n-1)/n of the
+    full tensor."""
 
     @classmethod
     def start(

@@ -1,8 +1,9 @@
-"""Real weights for a model that was built on `meta` and sharded there: the same bits on every layout, and never a whole model in one process.
+"""Real weights for a model that was built on `meta` and sharded there: the same bits on every layout, and never a whole model in one
+process.
 
-Each unit (a block, or an outer module without blocks) is built whole on the CPU, initialised by its own class, copied slice by slice into the
-sharded model, and freed. Every module draws from a generator seeded by its name, so the order of units and the layout do not matter. Memory is
-poisoned first (NaN): what the model's own initialisation does not fill is found and named, never trained on.
+Each unit (a block, or an outer module without blocks) is built whole on the CPU, initialised by its own class, copied slice by slice into
+the sharded model, and freed. Every module draws from a generator seeded by its name, so the order of units and the layout do not matter.
+Memory is poisoned first (NaN): what the model's own initialisation does not fill is found and named, never trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from plait.errors import ModelError
 from plait.model.facts import tied_names
 
 Initialise = Callable[[nn.Module], None]
-"""Fills the parameters and buffers that a module owns itself, in place (what Transformers' `_init_weights` and torch's `reset_parameters` do)."""
+"""Fills the parameters and buffers that a module owns itself, in place (what Transformers' `_init_weights` and torch's `reset_parameters`
+do)."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -66,8 +68,8 @@ def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *
         for name, value in _own_tensors(unit, prefix, recurse=recurse):
             if _is_poisoned(value):
                 raise ModelError(
-                    f"{name} was not initialised: {type(unit).__name__} computes it only in its constructor, which has run on meta; give the class "
-                    "a `reset_parameters` that fills it, load weights from a folder, or build the model with real weights"
+                    f"{name} was not initialised: {type(unit).__name__} computes it only in its constructor, which has run on meta; "
+                    "give the class a `reset_parameters` that fills it, load weights from a folder, or build the model with real weights"
                 )
             target = targets[name]
             if id(target) not in filled:  # a tied parameter takes the value of its first name
@@ -99,7 +101,9 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
         for leaf in wanted:
             value = module.get_buffer(leaf)
             if _is_poisoned(value):
-                raise ModelError(f"{_join(name, leaf)} is a buffer that no file holds and {type(module).__name__} cannot rebuild; make it persistent")
+                raise ModelError(
+                    f"{_join(name, leaf)} is a buffer that no file holds and {type(module).__name__} cannot rebuild; make it persistent"
+                )
             targets[_join(name, leaf)].copy_(value)
         module.to_empty(device="meta", recurse=False)
 
@@ -109,8 +113,8 @@ def _join(prefix: str, leaf: str) -> str:
 
 
 def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whole subtree?) such that every tensor of the model is in exactly one: blocks, outer modules without a block inside, and the
-    own tensors of the modules around them."""
+    """(name, module, whole subtree?) such that every tensor of the model is in exactly one: blocks, outer modules without a block inside,
+    and the own tensors of the modules around them."""
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         holds_block = any(block.startswith(f"{name}.") if name else True for block in blocks)
@@ -125,7 +129,8 @@ def _units(template: nn.Module, blocks: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def _rules(template: nn.Module) -> dict[str, Initialise]:
-    """Module name to its initialisation: the nearest enclosing Transformers model's `_init_weights`, or the module's own `reset_parameters`."""
+    """Module name to its initialisation: the nearest enclosing Transformers model's `_init_weights`, or the module's own
+    `reset_parameters`."""
     rules: dict[str, Initialise] = {}
 
     def walk(name: str, module: nn.Module, inherited: Initialise | None) -> None:

@@ -12,8 +12,9 @@ from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.precision import Precision
 from plait.parallel.technique import Parts, Technique
+from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (Compile, Precision, DataParallel)
+ORDER: tuple[type[Technique], ...] = (TensorParallel, Compile, Precision, DataParallel)
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
 
 

@@ -1,8 +1,8 @@
 """Data parallelism's gradient reduction for replicated parameters (ZeRO stage 0): buckets, all-reduced while backward still runs.
 
-The same idea as DistributedDataParallel's reducer, which cannot be used here because it wraps or hijacks the root module's forward, breaks under
-pipeline schedules and averages. This one listens to gradients only, so it works for any part of a model, in any schedule. Invariant: gradients
-live in the buckets (one copy), and all ranks launch the buckets in one fixed order.
+The same idea as DistributedDataParallel's reducer, which cannot be used here because it wraps or hijacks the root module's forward,
+breaks under pipeline schedules and averages. This one listens to gradients only, so it works for any part of a model, in any schedule.
+Invariant: gradients live in the buckets (one copy), and all ranks launch the buckets in one fixed order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _Slot:
 class Reducer:
     """All-reduces the gradients of `model` over `group` at the end of every synchronised backward, once attached.
 
-    `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are summed. `reduce_dtype` is the dtype on the
-    wire. With `track_unused`, a parameter that no rank used keeps `grad = None`; one small all-reduce a step finds out.
+    `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are summed. `reduce_dtype` is the dtype on
+    the wire. With `track_unused`, a parameter that no rank used keeps `grad = None`; one small all-reduce a step finds out.
     """
 
     model: nn.Module

@@ -8,7 +8,8 @@ Siblings that read the same input (q, k, v; gate, up) share one Entrance, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from plait._torch import local_tensor
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
+from plait.errors import ModelError
 
 SEQUENCE = 1
 """The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
@@ -136,20 +138,21 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
 
 
 def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
-    """Own rows of the vocabulary; tokens of other ranks give zeros, and the sum over ranks is the embedding."""
+    """Own rows of the vocabulary. Every token is some rank's own; that rank's result counts, the others add zeros, and the sum over ranks is the
+    embedding. The module's own forward computes it, so a subclass that scales its rows is right too."""
+    original = module.forward
     start, size = shard_range(module.num_embeddings, region.group)
     padding = module.padding_idx
     local_padding = padding - start if padding is not None and start <= padding < start + size else None
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = local_tensor(module.weight)
-        if not size:  # more ranks than rows
-            hidden = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
-        else:
-            own = (ids >= start) & (ids < start + size)
-            hidden = F.embedding((ids - start).masked_fill(~own, 0), weight, local_padding)
-            hidden = hidden * own.unsqueeze(-1)
-        return leave(hidden, region.group)
+        if not size:  # more ranks than rows: no token is this rank's own
+            return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
+        own = (ids >= start) & (ids < start + size)
+        with own_values(module, {"weight": weight}, padding_idx=local_padding):
+            hidden = original((ids - start).masked_fill(~own, 0))
+        return leave(hidden * own.unsqueeze(-1), region.group)
 
     return forward
 
@@ -193,22 +196,39 @@ def summed_gradient(module: nn.Module, region: Region) -> Forward:
     names = [name for name, _ in module.named_parameters(recurse=False)]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {name: module._parameters.pop(name) for name in names}
-        try:
-            for name, parameter in own.items():
-                # In __dict__, so that `self.weight` finds the tensor instead of the parameter during this call.
-                module.__dict__[name] = enter(parameter, region.group) if parameter is not None else None
+        with own_values(module, {name: enter(getattr(module, name), region.group) for name in names}):
             return original(*args, **kwargs)
-        finally:
-            for name, parameter in own.items():
-                del module.__dict__[name]
-                module._parameters[name] = parameter
 
     return forward
 
 
+@contextmanager
+def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any) -> Iterator[None]:
+    """For the length of a call, `module.name` is the given tensor instead of the parameter, and attributes are as given."""
+    parameters = {name: module._parameters.pop(name) for name in tensors}
+    before = {name: getattr(module, name) for name in attributes}
+    module.__dict__.update(tensors | attributes)
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            del module.__dict__[name]
+            module._parameters[name] = parameter
+        module.__dict__.update(before)
+
+
+def refuse_custom_forward(module: nn.Module, name: str, style: str) -> None:
+    """A layer whose class computes something of its own cannot be split by a style that replaces its forward."""
+    if not (type(module).forward is nn.Linear.forward or _is_transposed(module)):
+        raise ModelError(
+            f"{name} is a {type(module).__name__}, whose forward is not nn.Linear's; style {style!r} would replace it. Leave it out of "
+            "parallel.plan, or split its inner layer"
+        )
+
+
 def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int) -> Forward:
-    """A key or value projection with fewer heads than ranks: the weight stays whole, each rank computes the one head that its queries use."""
+    """A key or value projection with fewer heads than ranks: the weight stays whole, each rank computes the one head that its queries
+    use."""
     ranks, rank = region.group.size(), region.group.rank()
     head = rank * heads // ranks
     rows = _out_features(module) // heads

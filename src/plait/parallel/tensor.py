@@ -1,7 +1,8 @@
 """Tensor parallelism over the tp axis: layers split by columns and rows, vocabulary-parallel embedding and head, and sequence parallelism.
 
-Which module gets which style is data (`model.plans`); what a style does is in `styles`; here they meet. Parameters keep their names and global
-shapes: split ones become DTensors over tp, replicated ones stay plain and have equal values and gradients on every rank of the axis.
+Which module gets which style is data (`model.plans`); what a style does is in `styles`; here they meet. Parameters keep their names and
+global shapes: split ones become DTensors over tp, replicated ones stay plain and have equal values and gradients on every rank of the
+axis.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region) -> None:
 
 
 def _forward(module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, entrance: Entrance, *, sequence: bool) -> styles.Forward:
+    if entry.style not in ("embedding_rowwise", "replicated_with_grad_allreduce"):
+        styles.refuse_custom_forward(module, entry.name, entry.style)
     match entry.style:
         case "colwise":
             return styles.colwise(module, region, entrance)
@@ -125,7 +128,8 @@ def _forward(module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region
 
 
 def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]) -> None:
-    """Hidden states are sharded along the sequence from the first block's door to the end of the final norm (of the last block, without one).
+    """Hidden states are sharded along the sequence from the first block's door to the end of the final norm (of the last block, without
+    one).
 
     Outside the model sees whole sequences, so positions, masks and shapes that it derives from them are right.
     """

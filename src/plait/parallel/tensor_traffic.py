@@ -1,7 +1,7 @@
 """Bytes that tensor parallelism sends over the tp axis per optimizer step, from the plan and the shapes alone.
 
-With T tokens a micro-batch, w features, e bytes an element, n ranks, a collective moves T w e (n-1)/n, twice that for an all-reduce (ring). Per
-micro-batch:
+With T tokens a micro-batch, w features, e bytes an element, n ranks, a collective moves T w e (n-1)/n, twice that for an all-reduce
+(ring). Per micro-batch:
 
     door of column-split siblings    backward all-reduce             sequence parallel: forward all-gather, backward reduce-scatter
     row-split layer                  forward all-reduce              sequence parallel: forward reduce-scatter, backward all-gather
@@ -9,8 +9,8 @@ micro-batch:
     vocabulary-parallel embedding    forward all-reduce
     loss over a split vocabulary     forward all-reduces of 3 T numbers
 
-It grows with the activations and not with the parameters (MISSION T3), but for the replicated weights that ranks use on different tokens or heads,
-whose gradients are all-reduced. Sequence lengths are taken to divide by n.
+It grows with the activations and not with the parameters (MISSION T3), but for the replicated weights that ranks use on different tokens
+or heads, whose gradients are all-reduced. Sequence lengths are taken to divide by n.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ if TYPE_CHECKING:
 
 def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: TensorParallel) -> dict[str, Array]:
     """Collective to bytes that one rank sends per optimizer step."""
-    features, parameters = _features(facts, plan, ledger, technique)
+    features, gathered, parameters = _features(facts, plan, technique)
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n = ledger.tp
     sent = {}
+    padded = sum(-(-width // n) * n for width in gathered)  # collectives want equal parts
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
-        count = features[collective] * ledger.tokens * itemsize
+        count = (features[collective] + (padded if collective == "all_gather" else 0)) * ledger.tokens * itemsize
         if collective == "all_reduce":
             count = 2 * (count + parameters * itemsize + features["loss"] * ledger.tokens * loss_itemsize)
         sent[collective] = ledger.accumulation * count * (n - 1) // n
     return sent
 
 
-def _features(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: TensorParallel) -> tuple[Counter[str], int]:
-    """Collective to the features of a token that it moves (`loss`: float32 numbers), and the elements of all-reduced parameter gradients."""
+def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) -> tuple[Counter[str], list[int], int]:
+    """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the elements of
+    all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
     moved: Counter[str] = Counter()
+    gathered: list[int] = []
     summed = 0
     doors: set[str] = set()
     for entry in plan.modules:
@@ -60,15 +63,17 @@ def _features(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: Te
                 doors.add(door)
                 moved.update({"all_gather": inputs, "reduce_scatter": inputs} if sequence else {"all_reduce": inputs})
         if entry.style == "colwise_gather_output":
-            moved["all_gather"] += outputs
-        if entry.style == "vocab_head":
-            moved["loss" if technique.loss_parallel else "all_gather"] += 3 if technique.loss_parallel else outputs
+            gathered.append(outputs)
+        if entry.style == "vocab_head" and technique.loss_parallel:
+            moved["loss"] += 3
+        elif entry.style == "vocab_head":
+            gathered.append(outputs)
         if entry.style in ("rowwise", "rowwise_split_input"):
             moved.update({"all_gather": outputs, "reduce_scatter": outputs} if sequence else {"all_reduce": outputs})
             bias = shape_of.get(f"{entry.name}.bias")
             summed += bias.numel if sequence and bias is not None else 0
         if entry.style == "rowwise_split_input":
-            moved["all_gather"] += inputs
+            gathered.append(inputs)
         if entry.style == "embedding_rowwise":
             moved["all_reduce"] += weight.shape[1]
         if entry.style in ("replicated_with_grad_allreduce", "kv_replicated"):
@@ -77,7 +82,7 @@ def _features(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: Te
         summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] in plan.norms)
         hidden = next(shape_of[f"{name}.weight"].shape[-1] for name in plan.norms)
         moved["all_gather"] += 2 * hidden  # backward of the first block's door, forward of the last
-    return moved, summed
+    return moved, gathered, summed
 
 
 def _widths(weight: ParameterFacts, plan: TensorPlan) -> tuple[int, int]:

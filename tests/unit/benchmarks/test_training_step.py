@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 import torch
 
-from benchmarks.training_step import agreement, report, rounds
+from benchmarks.training_step import agreement, deepspeed_peer, report, rounds
 from benchmarks.training_step.__main__ import main
 from benchmarks.training_step.contestants import ALL, BY_NAME
 from benchmarks.training_step.deepspeed_peer import configuration as deepspeed_configuration
@@ -147,3 +148,27 @@ def test_a_wrong_argument_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--contestants", "dpp"])
     assert stopped.value.code == 2 and "invalid choice: 'dpp'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("pass", None),
+        ("raise OSError('no compiler')", "do not compile: OSError: no compiler"),
+        ("import time; time.sleep(60)", "took more than 2 s; a build that was killed leaves a file named `lock`"),
+    ],
+)
+def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected):
+    monkeypatch.setattr(deepspeed_peer, "_COMPILE", program)
+    problem = deepspeed_peer.prepare(timeout_seconds=2 if "sleep" in program else 60)
+    assert problem is None if expected is None else expected in problem
+
+
+def test_only_shared_memory_of_this_run_is_removed(monkeypatch, tmp_path):
+    old, new, other = (tmp_path / name for name in ("deepspeed_allreduce_buffer_a", "deepspeed_allreduce_buffer_b", "torch_c"))
+    for path in (old, new, other):
+        path.touch()
+    os.utime(old, (1.0, 1.0))
+    monkeypatch.setattr(deepspeed_peer, "SHARED_MEMORY", tmp_path)
+    assert deepspeed_peer.clean(started=1000.0) == [new.name]
+    assert old.exists() and other.exists()

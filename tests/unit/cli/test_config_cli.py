@@ -39,7 +39,7 @@ def test_explain_in_a_pipe_prints_aligned_lines(file: str, capsys: pytest.Captur
     lines = out.splitlines()
     assert lines[0] == f"keys of {file}"
     assert lines[2].split()[:3] == ["zero_optimization.overlap_comm", "true", "meaningless"]
-    assert "resolved for 8 processes" in lines
+    assert "resolved for 8 processes (--world-size sets how many)" in lines
     assert any(line.split()[:2] == ["parallel.dp_shard", "4"] and "derived: 8 processes" in line for line in lines)
     columns = {line.index("supported") for line in lines[1:5] if "supported" in line}
     assert len(columns) == 1
@@ -88,7 +88,7 @@ def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file
         (["nowhere.json"], "nowhere.json: there is no such file"),
         (["{file}", "--set", "zero_optimization.stge=3"], "did you mean zero_optimization.stage?"),
         (["{file}", "--set", "nonsense"], "--set = 'nonsense': an override is a dotted key"),
-        (["{file}", "--world-size", "3"], "3 processes % 2 = 1; start 2 or 4 processes"),
+        (["{file}", "--world-size", "3"], "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes"),
         (["{file}", "--world-size", "0"], "greater than or equal to 1"),
         (["{file}", "{file}"], "one FILE is explained at a time and 2 are given"),
         ([], "Missing argument"),

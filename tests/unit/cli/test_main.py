@@ -41,6 +41,12 @@ def test_every_verb_is_there_and_explains_itself(verb: str, capsys: pytest.Captu
     assert f"Usage: plait {verb}" in capsys.readouterr().out
 
 
+def test_no_verb_is_left_out() -> None:
+    files = Path(command.__file__).parent.glob("*.py")
+    modules = {f"plait.cli.{file.stem}" for file in files if file.stem not in ("__init__", "main")}
+    assert modules == {module for module, _ in command.VERBS.values()}
+
+
 def test_the_modules_of_the_verbs_do_not_import_torch() -> None:
     modules = [module for module, _ in command.VERBS.values() if module != "plait.cli.config"]
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('torch' in sys.modules)"

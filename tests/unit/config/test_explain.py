@@ -51,6 +51,9 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow", "meaningless"),
         ({"bfloat16": {"check_overflow": False}}, "bfloat16.check_overflow", "meaningless"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow", "supported"),
+        ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel", "meaningless"),
+        ({"parallel": {"sequence_parallel": True, "tp": 2}}, "parallel.sequence_parallel", "supported"),
+        ({"parallel": {"plan": {"x": "colwise"}}}, "parallel.plan.x", "meaningless"),
         ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
         ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "meaningless"),
@@ -93,6 +96,12 @@ def test_all_of_a_resolved_configuration_is_shown() -> None:
     assert {f"fp16.{name}" for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")} <= shown
     assert {"scheduler.type", "scheduler.params.warmup_num_steps", "compile.enabled", "parallel.blocks", "parallel.bucket_mib"} <= shown
     assert set(shown) <= set(made.sources) | {"optimizer.type"}
+
+
+def test_the_number_of_processes_is_the_files_or_the_least() -> None:
+    assert explain({**BATCH, "parallel": {"tp": 2}}).world_size == 2
+    assert explain({**BATCH, "parallel": {"tp": 2}, "run": {"processes": 4}}).world_size == 4
+    assert explain({**BATCH, "run": {"processes": 4}}, world_size=6).world_size == 6
 
 
 def test_what_cannot_be_resolved_still_shows_its_keys() -> None:

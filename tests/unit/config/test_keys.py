@@ -139,6 +139,7 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs() -> None:
 
 
 def test_a_name_unlike_any_other_gets_the_list() -> None:
+    assert keys.remedy_for("", "qqqqqqq") == "`plait config schema` lists what is known"
     assert keys.remedy_for("bf16", "qqqqqqq").startswith("known here are auto_cast, bf16_master_weights_and_grads, ")
 
 

@@ -48,6 +48,7 @@ def test_a_training_command() -> None:
     config = load(flags)
     made = resolve(config, world_size=16)
     assert (made.layout.tp, made.layout.cp, made.layout.dp_shard, made.data_parallel.stage) == (2, 2, 4, 1)
+    assert made.tensor_parallel.sequence_parallel
     assert (made.batch.accumulation, made.gradient_clipping, made.seed) == (4, 0.5, 1234)
     assert made.optimizer.params == {"lr": 3e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
     assert (made.precision.compute, made.precision.reduce) == ("bfloat16", "float32")

@@ -269,6 +269,12 @@ def test_a_configuration_made_in_python_knows_its_sources() -> None:
     assert not Config.model_validate({"parallel": {}}).is_deepspeed
 
 
+@pytest.mark.parametrize("source", [5, None])
+def test_what_is_no_configuration_is_an_error_of_the_program(source: Any) -> None:
+    with pytest.raises(TypeError, match="a configuration is a path, a mapping or a list of Megatron's flags, not"):
+        load(source)
+
+
 def test_the_warning_names_the_keys_that_mean_nothing() -> None:
     assert load({"bf16": {"enabled": True}}).provenance.warning() is None
     names = ("overlap_comm", "contiguous_gradients", "sub_group_size", "reduce_scatter", "allgather_partitions")

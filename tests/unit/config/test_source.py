@@ -44,8 +44,12 @@ def test_numbers_in_any_notation(tmp_path: Path) -> None:
 
 def test_yaml_with_the_numbers_of_json_and_without_dates(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("a: 5e-5\nb: 1E+8\nc: .5\nd: 2024-01-01\ne: [1, 2.5, x]\nf: true\ng: 12\nh: v1.2.3\ni: -3\n")
-    assert read(path).tree == {
+    path.write_text(
+        "j: no\nk: 010\nl: 1:30\nm: False\na: 5e-5\nb: 1E+8\nc: .5\nd: 2024-01-01\ne: [1, 2.5, x]\nf: true\ng: 12\nh: v1.2.3\ni: -3\n"
+    )
+    tree = read(path).tree
+    assert {key: tree.pop(key) for key in "jklm"} == {"j": "no", "k": 10, "l": "1:30", "m": False}
+    assert tree == {
         "a": 5e-5,
         "b": 1e8,
         "c": 0.5,

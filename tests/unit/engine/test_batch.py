@@ -64,3 +64,10 @@ def test_other_losses() -> None:
     assert isinstance(mean, Loss) and mean(torch.ones(3), (torch.zeros(4, 2), None)) == (3, 4)
     assert isinstance(Weighted(lambda o, b: (o, 1), lambda b: 1), Loss)
     assert not isinstance(lambda o, b: (o, 1), Loss)
+
+
+def test_without_a_size_the_batch_decides() -> None:
+    """A file that gives no batch size; what accumulation does not divide is still refused."""
+    assert [len(piece) for piece in micro_batches(torch.zeros(6), count=2, size=None)] == [3, 3]
+    with pytest.raises(InputError, match="got 7 samples"):
+        micro_batches(torch.zeros(7), count=2, size=None)

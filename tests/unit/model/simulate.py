@@ -204,7 +204,7 @@ def partial_gradients(model: nn.Module, plan: TensorPlan, *, sequence: bool, blo
 def threads_fail_together(ranks: Ranks, failures: list[BaseException]) -> Iterator[None]:
     try:
         yield
-    except BaseException as failure:  # noqa: BLE001
+    except BaseException as failure:
         failures.append(failure)
         ranks.barrier.abort()
 
@@ -235,7 +235,8 @@ def check(model: nn.Module, plan: TensorPlan, call: Call, *, blocks: tuple[str, 
             dim = plan.dims[name]
             mine = found[name]
             if name in partial:
-                mine = sum(other[name] for _, other in results if other[name] is not None)
+                parts = [other[name] for _, other in results if other[name] is not None]
+                mine = torch.stack(parts).sum(0) if parts else None
             if dim is not None and gradient is not None:
                 gradient = gradient.narrow(dim, *bounds(gradient.shape[dim], plan.tp, index))
             assert (mine is None) == (gradient is None), f"{name} has a gradient on one side only"

@@ -1,0 +1,73 @@
+"""The two ends of a language model under tensor parallelism: the embedding and the head, both split along the vocabulary or both whole.
+
+Tied ones share a weight, so they must agree; and a loss can work on logits that are split along the vocabulary. What a family's rules
+leave open is completed here; a user's rules are taken as they are.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from plait.model.facts import tied_names
+from plait.model.layers import is_embedding, is_linear, split_dims
+from plait.model.rules import RuleSet, Style
+
+
+def settle_ends(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:
+    """Names of the split head and of the split embedding, None where there is none. Changes `styles` in place."""
+    embedding, head = _end(model, "get_input_embeddings"), _end(model, "get_output_embeddings")
+    if head is not None and styles.get(head) == "colwise_gather_output":
+        styles[head] = "vocab_head"
+    if not rule_set.complete:
+        _complete(model, styles, embedding, head)
+    heads = [name for name, style in styles.items() if style == "vocab_head"]
+    embeddings = [name for name, style in styles.items() if style == "embedding_rowwise"]
+    return _preferred(head, heads), _preferred(embedding, embeddings)
+
+
+def _preferred(first: str | None, names: list[str]) -> str | None:
+    return first if first in names else (names[0] if names else None)
+
+
+def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None, head: str | None) -> None:
+    modules = dict(model.named_modules())
+    for name, style in list(styles.items()):
+        if style == "embedding_rowwise" and not is_embedding(modules[name]):
+            del styles[name]  # Transformers marks every input embedding, also those that compute more than a lookup
+    if embedding is not None and is_embedding(modules[embedding]):
+        styles[embedding] = "embedding_rowwise"
+    if head is not None and is_linear(modules[head]):
+        styles[head] = "vocab_head"
+    for owners in _sharing_a_weight(model):
+        ends = [name for name in owners if styles.get(name) in ("embedding_rowwise", "vocab_head")]
+        if not ends:
+            continue
+        if all(_splits_rows(modules[name]) for name in owners):
+            styles.update({name: "embedding_rowwise" if is_embedding(modules[name]) else "vocab_head" for name in owners})
+        else:
+            for name in ends:  # what one owner needs whole is whole for all
+                del styles[name]
+
+
+def _end(model: nn.Module, getter: str) -> str | None:
+    """Name of the module that Transformers' `getter` returns."""
+    if not hasattr(model, getter):
+        return None
+    try:
+        module = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None  # models of several parts (vision, audio) may have no such end
+    return next((name for name, other in model.named_modules() if name and other is module), None)
+
+
+def _sharing_a_weight(model: nn.Module) -> list[list[str]]:
+    groups = []
+    for names in tied_names(model):
+        owners = [name.rpartition(".")[0] for name in names if name.endswith(".weight")]
+        if len(owners) > 1:
+            groups.append([name for name in owners if name in dict(model.named_modules())])
+    return groups
+
+
+def _splits_rows(module: nn.Module) -> bool:
+    return is_embedding(module) or (is_linear(module) and split_dims(module, "vocab_head")["weight"] == 0)

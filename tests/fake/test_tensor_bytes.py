@@ -1,0 +1,81 @@
+"""Tensor parallelism's memory and traffic on a fake world: measured equals the ledger's, and traffic grows with activations, not parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.config.resolve import load, resolve
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts
+from plait.model.plans import make_plan
+from plait.parallel.ledger import Ledger
+from plait.parallel.order import account_all
+from plait.verify.memory import measure_step
+from plait.verify.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.test_tensor_parallel import settings
+
+FakeWorld = Callable[..., None]
+SAMPLES, LENGTH = 2, 8
+
+
+def step(kind: str, config: dict[str, Any], *, samples: int = SAMPLES, length: int = LENGTH) -> tuple[dict[str, int], dict[str, int], Ledger]:
+    """(memory, traffic, ledger) of rank 0 for one step."""
+    world = config["parallel"]["tp"] * config["parallel"]["dp_replicate"] * config["parallel"]["dp_shard"]
+    model = cases.build(kind, tied=False, dtype=torch.float32)
+    blocks = find_blocks(model)
+    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=config["parallel"]["tp"], blocks=blocks))
+    resolved = resolve(load({**config, "train_micro_batch_size_per_gpu": samples}), world_size=world)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    accumulation = config["gradient_accumulation_steps"]
+    ids = torch.arange(samples * accumulation * length).view(-1, length) % cases.VOCABULARY
+    batch = {"input_ids": ids, "labels": ids}
+    held = measure_step(engine, batch)
+    with count_traffic() as traffic:
+        engine.train_batch(batch)
+    layout = resolved.layout
+    start = Ledger.start(
+        dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, accumulation=accumulation, tp=layout.tp, tokens=samples * length
+    )
+    techniques = (resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel)
+    sent = {name: count for name, count in traffic.bytes().items() if name != "control"}
+    return held, sent, account_all(techniques, start, facts)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(("world", "tp", "stage", "replicas"), [(2, 2, 0, 1), (4, 2, 0, 1), (4, 2, 1, 1), (4, 2, 3, 1), (8, 2, 2, 2)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_memory_and_traffic(fake_world: FakeWorld, kind: str, world: int, tp: int, stage: int, replicas: int, sequence: bool, accumulation: int) -> None:
+    """Exact, for every kind and collective."""
+    fake_world(world)
+    held, sent, ledger = step(kind, settings(world, tp, stage, replicas, accumulation, sequence))
+    assert held == {name: int(count[0]) for name, count in ledger.memory.items()}
+    assert sent == {name: int(count[0]) for name, count in ledger.traffic.items() if count[0]}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "gpt_neox"])
+def test_other_families(fake_world: FakeWorld, kind: str) -> None:
+    """Gathered outputs, sliced inputs, biases."""
+    fake_world(2)
+    held, sent, ledger = step(kind, settings(2, 2, 0, 1, 1))
+    assert held == {name: int(count[0]) for name, count in ledger.memory.items()}
+    assert sent == {name: int(count[0]) for name, count in ledger.traffic.items() if count[0]}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+def test_traffic_grows_with_activations_only(fake_world: FakeWorld, sequence: bool) -> None:
+    """MISSION T3: twice the samples, twice the bytes (but for the gradients of replicated norms under sequence parallelism)."""
+    fake_world(2)
+    config = settings(2, 2, 0, 1, 1, sequence)
+    _, once, _ = step("llama", config)
+    _, twice, _ = step("llama", config, samples=2 * SAMPLES)
+    _, longer, _ = step("llama", config, length=2 * LENGTH)
+    norms = 2 * 5 * 32 * 4 // 2 if sequence else 0  # five norms of 32 float32 gradients, all-reduced over 2 ranks
+    for doubled in (twice, longer):
+        assert sum(doubled.values()) - norms == 2 * (sum(once.values()) - norms)

@@ -1,0 +1,54 @@
+"""Casts inside a float64 model are left out, elsewhere they stay."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait.verify.lift import lifted, roundings
+
+
+class Islands(nn.Module):
+    """Every way in which Transformers casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = x.dtype
+        x = self.inner(x)
+        x = x + x.to(torch.float32).pow(2).to(kind) + x.float().to(kind) + x.to(dtype=torch.bfloat16).to(kind)
+        x = x + F.softmax(x, dim=-1, dtype=torch.float32).to(kind) + torch.softmax(x, -1, torch.float32)
+        return x + x.type(torch.float32) + x.to(torch.zeros((), dtype=torch.float32)) + x.sum(-1, keepdim=True, dtype=torch.float32)
+
+
+def test_a_model_stays_in_float64() -> None:
+    model, data = Islands().double(), torch.randn(3, 4, dtype=torch.float64)
+    assert roundings(lambda: model(data))
+    with lifted(model):
+        assert not roundings(lambda: model(data))
+        assert not roundings(lambda: copy.deepcopy(model)(data)), "copies, as techniques make them, are lifted too"
+        assert data.float().dtype == torch.float32, "outside the model's forward a cast is a cast"
+        model(data).sum().backward()
+    assert roundings(lambda: model(data)), "and afterwards it is as before"
+
+
+def test_float32_models_are_left_alone() -> None:
+    model, data = Islands(), torch.randn(3, 4)
+    plain = model(data)
+    with lifted(model):
+        assert torch.equal(model(data), plain)
+
+
+def test_optimizers_that_narrow() -> None:
+    model = nn.Linear(4, 4).double()
+    model(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer = torch.optim.Muon([model.weight], lr=0.1)
+    assert roundings(optimizer.step)
+    with lifted(model, torch.optim.Muon):
+        assert not roundings(optimizer.step)
+    assert roundings(optimizer.step)

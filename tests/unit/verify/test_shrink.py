@@ -1,0 +1,139 @@
+"""Shrinking: small, and cut by a layout as the large one is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from plait.cluster.layout import Layout
+from plait.verify import shrink
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 32001,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.1,
+    "eos_token_id": [2, 32000],
+}
+
+degrees = st.lists(st.integers(2, 9), max_size=3)
+
+
+@given(value=st.integers(1, 100_000), target=st.integers(1, 200), degrees=degrees)
+def test_like_keeps_what_divides(value: int, target: int, degrees: list[int]) -> None:
+    found = shrink.like(value, target, degrees)
+    assert [found % d == 0 for d in degrees] == [value % d == 0 for d in degrees]
+    assert found >= target or found == value
+
+
+@given(heads=st.integers(1, 71), groups=st.integers(1, 16), degrees=degrees)
+def test_heads_are_cut_the_same_way(heads: int, groups: int, degrees: list[int]) -> None:
+    kv = max(1, heads // groups)
+    h, k = shrink.shrink_heads(heads, kv, degrees)
+    assert h <= heads and k <= kv
+    assert (h == k, k == 1, h % k == 0) == (heads == kv, kv == 1, heads % kv == 0)
+    for d in degrees:
+        assert (h % d == 0, k % d == 0) == (heads % d == 0, kv % d == 0)
+        assert (k < d) == (kv < d), "key-value heads that had to be replicated still have to be"
+        assert min(h // d, 2) == min(heads // d, 2), "two heads on a rank, where there were two"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "degrees", "expected"),
+    [(32, 8, (), (4, 2)), (32, 8, (2,), (8, 4)), (32, 32, (2,), (4, 4)), (32, 1, (4,), (8, 1)), (71, 71, (2,), (5, 5)), (2, 2, (), (2, 2))],
+)
+def test_heads(heads: int, kv: int, degrees: tuple[int, ...], expected: tuple[int, int]) -> None:
+    assert shrink.shrink_heads(heads, kv, degrees) == expected
+
+
+def test_llama() -> None:
+    layout = Layout(tp=2, dp_shard=2)
+    small = shrink.with_small_rest(shrink.with_width(shrink.with_depth(LLAMA, 2), layout, head_size=8), layout)
+    assert small["num_hidden_layers"] == 2
+    assert (small["num_attention_heads"], small["num_key_value_heads"], small["head_dim"]) == (8, 4, 8)
+    assert small["hidden_size"] == 64
+    assert small["vocab_size"] % 2 == 1, "32001 rows are sharded unevenly, so the small vocabulary is too"
+    assert small["attention_dropout"] == 0.0
+    assert max(small["eos_token_id"]) < small["vocab_size"]
+    assert LLAMA["num_hidden_layers"] == 32, "the given configuration stays as it is"
+    told = [str(change) for change in shrink.changes(LLAMA, small)]
+    assert "num_hidden_layers 32 -> 2" in told
+    assert "attention_dropout 0.1 -> 0.0" in told
+    assert not any("model_type" in line for line in told)
+
+
+def test_every_kind_of_layer_stays() -> None:
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
+    fields = {**LLAMA, "num_hidden_layers": 24, "layer_types": kinds, "mlp_only_layers": [0, 20], "first_k_dense_replace": 3}
+    small = shrink.with_depth(fields, 2)
+    assert small["num_hidden_layers"] == 2
+    assert small["layer_types"] == ["sliding_attention", "full_attention"]
+    assert small["mlp_only_layers"] == [0]
+    assert small["first_k_dense_replace"] == 1
+    assert shrink.with_depth(fields, 4)["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
+
+
+def test_a_hidden_size_of_its_own_stays_one() -> None:
+    """Gemma: heads x head size is not the hidden size. A transposed weight must not fit."""
+    fields = {**LLAMA, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+    small = shrink.with_width(fields, Layout(tp=2), head_size=8)
+    assert small["hidden_size"] != small["num_attention_heads"] * small["head_dim"]
+
+
+def test_experts() -> None:
+    fields = {**LLAMA, "num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    small = shrink.with_width(fields, Layout(), head_size=8)
+    assert small["num_local_experts"] == 16
+    assert small["num_experts_per_tok"] == 8
+    assert small["moe_intermediate_size"] < 100
+    grouped = shrink.with_width({**fields, "n_group": 8}, Layout(), head_size=8)
+    assert grouped["num_local_experts"] == 128, "groups of experts would have to fit"
+
+
+@given(layers=st.integers(1, 60), depth=st.integers(1, 8))
+def test_depth(layers: int, depth: int) -> None:
+    assert shrink.depth_of(shrink.with_depth({"n_layer": layers}, depth)) == min(layers, depth)
+
+
+def test_without_heads() -> None:
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        shrink.with_width({"hidden_size": 4}, Layout(), head_size=8)
+
+
+class Model(nn.Module):
+    """Dropout in three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3) for _ in range(5))
+        self.final = nn.Dropout(0.2)
+        self.attention_dropout = 0.1
+        self.p = 0.5
+
+
+def test_cut_blocks() -> None:
+    model = Model()
+    assert shrink.cut_blocks(model, [f"layers.{i}" for i in range(5)], 2) == 5
+    assert len(model.layers) == 2
+    assert shrink.cut_blocks(model, ["layers.0", "layers.1"], 2) is None
+    assert shrink.cut_blocks(model, ["layers.0", "final"], 1) is None
+
+
+def test_without_dropout() -> None:
+    model = Model()
+    shrink.without_dropout(model)
+    assert model.attention_dropout == 0.0
+    assert model.p == 0.5, "only a dropout layer's p is a probability of dropping"
+    data = torch.randn(3, 2, 8)
+    assert torch.equal(model.final(model.layers[0](data)), model.final(model.layers[0](data)))
