@@ -1,8 +1,9 @@
 """Pools of spawned gloo workers that live for a test session: starting processes and importing torch is paid once for every world size.
 
-`pool.run(world_size, function, *args)` calls a module-level `function(rank, world_size, *args)` in every worker and returns the results by rank. The workers of
-a world size share one default process group, which `function` finds and must not destroy (torch caches by mesh, so a group that came and went would
-be remembered). A worker that raises fails the test with its traceback; a hang is ended by killing the workers.
+`pool.run(world_size, function, *args)` calls a module-level `function(rank, world_size, *args)` in every worker and returns the results
+by rank. The workers of a world size share one default process group, which `function` finds and must not destroy (torch caches by mesh,
+so a group that came and went would be remembered). A worker that raises fails the test with its traceback; a hang is ended by killing the
+workers.
 """
 
 from __future__ import annotations

@@ -50,16 +50,24 @@ def predicted(resolved: Resolved, facts: ModelFacts, rank: int) -> Ledger:
     """What the techniques' `account` says."""
     layout = resolved.layout
     start = Ledger.start(
-        dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, accumulation=resolved.batch.accumulation, shard_rank=rank % layout.dp_shard
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        accumulation=resolved.batch.accumulation,
+        shard_rank=rank % layout.dp_shard,
     )
     return account_all((resolved.compile, resolved.precision, resolved.data_parallel), start, facts)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("world", "stage", "replicas", "rank"), [(4, 0, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)])
+@pytest.mark.parametrize(
+    ("world", "stage", "replicas", "rank"),
+    [(4, 0, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)],
+)
 @pytest.mark.parametrize("kind", ["llama", "frozen"])
-def test_memory_and_traffic(fake_world: FakeWorld, kind: str, world: int, stage: int, replicas: int, rank: int, accumulation: int, precision: str) -> None:
+def test_memory_and_traffic(
+    fake_world: FakeWorld, kind: str, world: int, stage: int, replicas: int, rank: int, accumulation: int, precision: str
+) -> None:
     """Every kind, exact."""
     fake_world(world, rank)
     config = settings(world, stage, replicas, accumulation, **PRECISIONS[precision])

@@ -1,4 +1,5 @@
-"""Tensor parallelism's memory and traffic on a fake world: measured equals the ledger's, and traffic grows with activations, not parameters."""
+"""Tensor parallelism's memory and traffic on a fake world: measured equals the ledger's, and traffic grows with activations, not
+parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ FakeWorld = Callable[..., None]
 SAMPLES, LENGTH = 2, 8
 
 
-def step(kind: str, config: dict[str, Any], *, samples: int = SAMPLES, length: int = LENGTH) -> tuple[dict[str, int], dict[str, int], Ledger]:
+def step(
+    kind: str, config: dict[str, Any], *, samples: int = SAMPLES, length: int = LENGTH
+) -> tuple[dict[str, int], dict[str, int], Ledger]:
     """(memory, traffic, ledger) of rank 0 for one step."""
     world = config["parallel"]["tp"] * config["parallel"]["dp_replicate"] * config["parallel"]["dp_shard"]
     model = cases.build(kind, tied=False, dtype=torch.float32)
@@ -51,7 +54,9 @@ def step(kind: str, config: dict[str, Any], *, samples: int = SAMPLES, length: i
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(("world", "tp", "stage", "replicas"), [(2, 2, 0, 1), (4, 2, 0, 1), (4, 2, 1, 1), (4, 2, 3, 1), (8, 2, 2, 2)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_memory_and_traffic(fake_world: FakeWorld, kind: str, world: int, tp: int, stage: int, replicas: int, sequence: bool, accumulation: int) -> None:
+def test_memory_and_traffic(
+    fake_world: FakeWorld, kind: str, world: int, tp: int, stage: int, replicas: int, sequence: bool, accumulation: int
+) -> None:
     """Exact, for every kind and collective."""
     fake_world(world)
     held, sent, ledger = step(kind, settings(world, tp, stage, replicas, accumulation, sequence))

@@ -90,7 +90,14 @@ def transformers_config(kind: str, *, tied: bool) -> Any:
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         },
-        "opt": {"hidden_size": 32, "ffn_dim": 53, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32, "dropout": 0.0},
+        "opt": {
+            "hidden_size": 32,
+            "ffn_dim": 53,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 32,
+            "dropout": 0.0,
+        },
         "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         "stablelm": {**llama_like, "hidden_dropout": 0.0},
@@ -99,9 +106,11 @@ def transformers_config(kind: str, *, tied: bool) -> Any:
     return AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind]})
 
 
-def ragged_steps(micro_batches: int, *, steps: int = 3, size: int = 2, keys: tuple[str, ...] = ("attention_mask",)) -> list[list[dict[str, torch.Tensor]]]:
-    """Steps of micro-batches of different lengths, right-padded rows, unequal target counts; the second micro-batch of the first step has no
-    target at all."""
+def ragged_steps(
+    micro_batches: int, *, steps: int = 3, size: int = 2, keys: tuple[str, ...] = ("attention_mask",)
+) -> list[list[dict[str, torch.Tensor]]]:
+    """Steps of micro-batches of different lengths, right-padded rows, unequal target counts; the second micro-batch of the first step has
+    no target at all."""
     generator = torch.Generator().manual_seed(1)
     plan = []
     for step in range(steps):

@@ -20,7 +20,9 @@ GLOBAL = 12
 
 def config(world: int, stage: int, replicas: int) -> dict[str, Any]:
     """The same global batch on every layout."""
-    return settings(world, stage, replicas, GLOBAL // world, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}})
+    return settings(
+        world, stage, replicas, GLOBAL // world, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 3}}
+    )
 
 
 def run(rank: int, world: int, conf: dict[str, Any], folder: str, first: int, last: int, save: bool) -> dict[str, Any]:
@@ -41,7 +43,8 @@ def run(rank: int, world: int, conf: dict[str, Any], folder: str, first: int, la
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, 3, 1), (2, 3, 1)), ((2, 3, 1), (3, 1, 1)), ((4, 2, 2), (2, 0, 1)), ((1, 0, 1), (4, 3, 1)), ((3, 2, 1), (1, 3, 1))]
+    ("before", "after"),
+    [((2, 3, 1), (2, 3, 1)), ((2, 3, 1), (3, 1, 1)), ((4, 2, 2), (2, 0, 1)), ((1, 0, 1), (4, 3, 1)), ((3, 2, 1), (1, 3, 1))],
 )
 def test_resume_on_any_layout(pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]) -> None:
     """Losses, parameters and learning rate go on as if nothing had happened."""

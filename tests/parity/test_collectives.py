@@ -59,7 +59,13 @@ def test_forward_and_adjoint(pool: Pool, ranks: int, length: int) -> None:
 def test_no_group_is_the_identity() -> None:
     """An axis of degree 1 costs nothing."""
     x = torch.ones(2, 3)
-    for y in (c.enter(x, None), c.leave(x, None), c.gather(x, None, dim=0, length=2), c.split(x, None, dim=0), c.gather_sum(x, None, dim=0, length=2)):
+    for y in (
+        c.enter(x, None),
+        c.leave(x, None),
+        c.gather(x, None, dim=0, length=2),
+        c.split(x, None, dim=0),
+        c.gather_sum(x, None, dim=0, length=2),
+    ):
         assert y is x
     assert c.leave_scatter(x, None, dim=0) is x
 

@@ -17,7 +17,21 @@ from tests.pool import Pool
 
 CLIPPING = 0.5
 SEED = 3
-LAYOUTS = [(1, 0, 1), (1, 3, 1), (2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (3, 0, 1), (3, 1, 1), (3, 2, 1), (3, 3, 1), (4, 0, 1), (4, 1, 1), (4, 2, 1)]
+LAYOUTS = [
+    (1, 0, 1),
+    (1, 3, 1),
+    (2, 0, 1),
+    (2, 1, 1),
+    (2, 2, 1),
+    (2, 3, 1),
+    (3, 0, 1),
+    (3, 1, 1),
+    (3, 2, 1),
+    (3, 3, 1),
+    (4, 0, 1),
+    (4, 1, 1),
+    (4, 2, 1),
+]
 LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
 """(ranks, ZeRO stage, dp_replicate)."""
 
@@ -46,7 +60,8 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 
 
 def materialised(kind: str, *, tied: bool) -> torch.nn.Module:
-    """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in test_weights.py)."""
+    """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in
+    test_weights.py)."""
     model = cases.build(kind, tied=tied)
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))

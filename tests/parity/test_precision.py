@@ -75,7 +75,8 @@ def test_half_precision_is_close_to_full(pool: Pool, stage: int, name: str) -> N
 
 
 def test_dtypes_on_the_wire(pool: Pool) -> None:
-    """Gathers in the compute dtype; reductions in float32 for a Plait file, in the compute dtype for a DeepSpeed file, or as told (MISSION D4)."""
+    """Gathers in the compute dtype; reductions in float32 for a Plait file, in the compute dtype for a DeepSpeed file, or as told
+    (MISSION D4)."""
     plait_file = settings(2, 2, 1, 1, bf16={"enabled": True})
     deepspeed_file = {k: v for k, v in plait_file.items() if k not in ("run", "parallel")}
     told = {**plait_file, "communication_data_type": "bf16"}

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallelism against one process in float64, for model families with and without a plan of their own, with every ZeRO stage."""
+"""Tensor and sequence parallelism against one process in float64, for model families with and without a plan of their own, with every
+ZeRO stage."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ FAMILIES = ["llama", "qwen3", "gemma", "gemma2", "mistral", "phi3", "gpt2", "gpt
 def settings(world: int, tp: int, stage: int, replicas: int, accumulation: int, sequence: bool = False, **more: Any) -> dict[str, Any]:
     """A configuration file."""
     dp = world // tp
-    parallel = {"tp": tp, "dp_replicate": replicas if stage else dp, "dp_shard": dp // replicas if stage else 1, "sequence_parallel": sequence}
+    parallel = {
+        "tp": tp,
+        "dp_replicate": replicas if stage else dp,
+        "dp_shard": dp // replicas if stage else 1,
+        "sequence_parallel": sequence,
+    }
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,

@@ -80,7 +80,8 @@ def close(found: Weights, wanted: Weights) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
-# The side branch is unused here, so in a loop of one's own its sharded gradient is zero instead of None (AdamW then decays it); the engine keeps None.
+# The side branch is unused here, so in a loop of one's own its sharded gradient is zero instead of None (AdamW then decays it); the
+# engine keeps None.
 USED = [name for name, _ in materialised("plain", tied=True).named_parameters() if ".side." not in name]
 
 

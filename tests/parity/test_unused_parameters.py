@@ -1,4 +1,5 @@
-"""Parameters that a step leaves unused: by every rank (the optimizer must skip them) and by some ranks only (the others' gradient counts)."""
+"""Parameters that a step leaves unused: by every rank (the optimizer must skip them) and by some ranks only (the others' gradient
+counts)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights are bitwise the same on every layout: after initialisation on `meta`, after loading a folder, and from real models that differ."""
+"""Weights are bitwise the same on every layout: after initialisation on `meta`, after loading a folder, and from real models that
+differ."""
 
 from __future__ import annotations
 

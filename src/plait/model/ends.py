@@ -50,23 +50,21 @@ def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None,
 
 
 def _end(model: nn.Module, getter: str) -> str | None:
-    """Name of the module that Transformers' `getter` returns."""
-    if not hasattr(model, getter):
+    """Name of the module that Transformers' `getter` returns, asked of the model or, in a wrapper, of the outermost part that has it."""
+    owner = next((module for module in model.modules() if hasattr(module, getter)), None)
+    if owner is None:
         return None
     try:
-        module = getattr(model, getter)()
+        module = getattr(owner, getter)()
     except (AttributeError, NotImplementedError):
         return None  # models of several parts (vision, audio) may have no such end
     return next((name for name, other in model.named_modules() if name and other is module), None)
 
 
 def _sharing_a_weight(model: nn.Module) -> list[list[str]]:
-    groups = []
-    for names in tied_names(model):
-        owners = [name.rpartition(".")[0] for name in names if name.endswith(".weight")]
-        if len(owners) > 1:
-            groups.append([name for name in owners if name in dict(model.named_modules())])
-    return groups
+    modules = dict(model.named_modules())
+    groups = [[name.rpartition(".")[0] for name in names if name.endswith(".weight")] for names in tied_names(model)]
+    return [[name for name in owners if name in modules] for owners in groups]
 
 
 def _splits_rows(module: nn.Module) -> bool:

@@ -50,8 +50,8 @@ def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[Rule, ...]:
     for block in blocks or ("",):
         for name, module in _owners(model.get_submodule(block), block):
             prefix = f"{name}." if name else ""
-            layers = {leaf: child for leaf, child in module.named_children() if is_linear(child) and not _reads_weight(type(module), leaf)}
-            layers = {leaf: child for leaf, child in layers.items() if prefix + leaf not in ends}
+            linear = {leaf: child for leaf, child in module.named_children() if is_linear(child) and prefix + leaf not in ends}
+            layers = {leaf: child for leaf, child in linear.items() if not _reads_weight(type(module), leaf)}
             found |= {prefix + leaf: style for leaf, style in _split_of(module, layers, tried).items()}
     if not found:
         where = f"the blocks {blocks[0]} to {blocks[-1]}" if blocks else type(model).__name__

@@ -143,11 +143,12 @@ def _count(module: nn.Module, model: nn.Module, names: tuple[str, ...]) -> tuple
     """The first of `names` on the module, its configuration or the model's; with the name that a user knows it by."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    known = [(value, name) for owner in (module, getattr(module, "config", None), text) for name in names if (value := _integer(owner, name))]
-    if not known:
-        return None, names[0]
-    value = known[0][0]
-    return value, next((name for name in names if _integer(text, name) == value), known[0][1])
+    for owner in (module, getattr(module, "config", None), text):
+        for name in names:
+            value = _integer(owner, name)
+            if value is not None:
+                return value, next((field for field in names if _integer(text, field) == value), name)
+    return None, names[0]
 
 
 def _by_width(model: nn.Module, keys_values: tuple[str, ...], width: int, counted: int | None) -> int | None:

@@ -137,7 +137,8 @@ def table_rules(model: nn.Module) -> RuleSet | None:
         whole_sequence = whole_sequence or variant.whole_sequence
     if not rules:
         return None
-    return RuleSet(tuple(rules), f"plait's plan of {', '.join(dict.fromkeys(families))}", tuple(counts), optional=True, whole_sequence=whole_sequence)
+    source = f"plait's plan of {', '.join(dict.fromkeys(families))}"
+    return RuleSet(tuple(rules), source, tuple(counts), optional=True, whole_sequence=whole_sequence)
 
 
 def _found(model: nn.Module) -> Iterator[tuple[str, str, Variant]]:

@@ -149,14 +149,18 @@ def _share_keys(styles: dict[str, Style], attentions: Sequence[Attention], tp: i
     return changed, kv_heads
 
 
+def _parameter_styles(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style | None]:
+    """Every parameter, under all its names, to the style of the module that owns it."""
+    first_names = {id(module): name for name, module in model.named_modules()}  # a module may sit in several places
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: styles.get(first_names[id(owner)]) for name, owner in owners.items()}
+
+
 def _dims(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, int | None]:
     dims: dict[str, int | None] = {}
-    first_names = {id(module): name for name, module in model.named_modules()}  # a module may sit in several places
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name, style in _parameter_styles(model, styles).items():
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        style = styles.get(first_names[id(module)])
-        dims[name] = None if style is None else split_dims(module, style)[leaf]
+        dims[name] = None if style is None else split_dims(model.get_submodule(owner), style)[leaf]
     return dims
 
 
@@ -171,7 +175,7 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
             continue
         shown = ", ".join(f"{name} along {'no dimension' if dims[name] is None else f'dimension {dims[name]}'}" for name in names)
         raise ModelError(
-            f"{source}: one tied parameter would be split {shown}; give all its modules 'embedding_rowwise' or 'vocab_head', or none of them a style"
+            f"{source}: one tied parameter would be split {shown}; give all its modules 'embedding_rowwise' or 'vocab_head', or none a style"
         )
 
 
@@ -189,9 +193,9 @@ def _check_widths(model: nn.Module, styles: Mapping[str, Style], attentions: Seq
         in_attention = any(name.startswith(f"{attention.name}.") for attention in attentions) and style in ("colwise", "rowwise")
         if local_size(size, tp, tp - 1) == 0:
             filled = -(-size // -(-size // tp))
-            problems.append(
-                Problem("parallel.tp", tp, f"{name} has {size} {what}, so only {filled} ranks would get any", f"use at most {filled}")
-            )
+            most = next(degree for degree in range(tp - 1, 0, -1) if local_size(size, degree, degree - 1))
+            rule = f"{name} has {size} {what}, of which only {filled} ranks would get some"
+            problems.append(Problem("parallel.tp", tp, rule, f"use {most}"))
         elif in_attention and size % tp:
             rule = f"{name} has {size} {what} and {size} % {tp} = {size % tp}, so a head would be cut"
             problems.append(Problem("parallel.tp", tp, rule, "use a divisor of the number of heads"))
@@ -222,6 +226,9 @@ def local_size(length: int, tp: int, rank: int) -> int:
     return max(0, min(chunk, length - rank * chunk))
 
 
+REPLICATED = "replicated"
+
+
 @dataclass(frozen=True)
 class PlanRow:
     """One parameter of a plan, for printing."""
@@ -229,28 +236,29 @@ class PlanRow:
     parameter: str
     shape: tuple[int, ...]
     style: str
-    """The style of its module, or "replicated"."""
+    """The style of its module, or `REPLICATED`."""
     local_shape: tuple[int, ...]
     """On rank 0, which has the largest part."""
     note: str
-    """What a reader should know: an uneven split, a tied name."""
+    """What a reader should know: an uneven split, shared key heads, a tied name."""
 
 
 def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
     """Every parameter of `model` under `plan`, in model order."""
-    styles, first = plan.styles, {name: group[0] for group in tied_names(model) for name in group[1:]}
+    first = {name: group[0] for group in tied_names(model) for name in group[1:]}
+    styles = _parameter_styles(model, plan.styles)
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        dim, shape = plan.dims[name], tuple(parameter.shape)
+        dim, shape, style = plan.dims[name], tuple(parameter.shape), styles[name]
         local = tuple(local_size(size, plan.tp, 0) if axis == dim else size for axis, size in enumerate(shape))
         notes = []
         if dim is not None and shape[dim] % plan.tp:
             last = local_size(shape[dim], plan.tp, plan.tp - 1)
             excess = prod(local) * plan.tp / prod(shape) - 1
             notes.append(f"uneven: {local[dim]} to {last} of {shape[dim]}, {100 * excess:.1f} % above an equal share")
+        if style == "kv_replicated":
+            notes.append(f"{plan.kv_heads[name.rpartition('.')[0]]} heads for {plan.tp} ranks: each computes one")
         if name in first:
             notes.append(f"tied to {first[name]}")
-        rows.append(PlanRow(name, shape, styles.get(name.rpartition(".")[0], "replicated"), local, "; ".join(notes)))
+        rows.append(PlanRow(name, shape, style or REPLICATED, local, "; ".join(notes)))
     return rows
-
-

@@ -138,8 +138,8 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
 
 
 def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
-    """Own rows of the vocabulary. Every token is some rank's own; that rank's result counts, the others add zeros, and the sum over ranks is the
-    embedding. The module's own forward computes it, so a subclass that scales its rows is right too."""
+    """Own rows of the vocabulary. Every token is some rank's own; that rank's result counts, the others add zeros, and the sum over ranks
+    is the embedding. The module's own forward computes it, so a subclass that scales its rows is right too."""
     original = module.forward
     start, size = shard_range(module.num_embeddings, region.group)
     padding = module.padding_idx

@@ -45,8 +45,8 @@ def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, techniqu
 
 
 def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) -> tuple[Counter[str], list[int], int]:
-    """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the elements of
-    all-reduced parameter gradients."""
+    """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the
+    elements of all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
     moved: Counter[str] = Counter()
     gathered: list[int] = []

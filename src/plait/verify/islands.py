@@ -1,7 +1,7 @@
 """Float32 islands: places where a model casts to float32 whatever its dtype (Transformers' norms and softmax).
 
-In a float64 comparison they round differently on every layout and hide errors below 1e-7. For the length of a comparison, casts from float64 to float32
-are left out. Only verification does this; a run never does.
+In a float64 comparison they round differently on every layout and hide errors below 1e-7. For the length of a comparison, casts from
+float64 to float32 are left out. Only verification does this; a run never does.
 """
 
 from __future__ import annotations

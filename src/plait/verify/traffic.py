@@ -1,7 +1,7 @@
 """Bytes on the wire, counted where they leave: every collective that torch dispatches on this rank, by kind.
 
-A ring moves 2 (n-1)/n of a tensor for an all-reduce and (n-1)/n for the others; that is what is counted, whatever algorithm the backend takes.
-Works on any backend, the fake one included.
+A ring moves 2 (n-1)/n of a tensor for an all-reduce and (n-1)/n for the others; that is what is counted, whatever algorithm the backend
+takes. Works on any backend, the fake one included.
 """
 
 from __future__ import annotations

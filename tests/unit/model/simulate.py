@@ -1,7 +1,8 @@
 """What a tensor parallel plan means, computed by threads in one process: a second, slow implementation to judge plans with.
 
-Every rank is a thread with its own copy of the model; collectives are sums and concatenations of what the threads put down. It knows nothing of
-Plait's own implementation and needs no process group. `check` compares with the unsplit model: outputs, and every parameter's gradient.
+Every rank is a thread with its own copy of the model; collectives are sums and concatenations of what the threads put down. It knows
+nothing of Plait's own implementation and needs no process group. `check` compares with the unsplit model: outputs, and every parameter's
+gradient.
 """
 
 from __future__ import annotations
@@ -108,9 +109,7 @@ def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: boo
         inside = sequence and any(entry.name.startswith(f"{block}.") for block in blocks)
         door = inside and not any(entry.name.startswith(f"{region}.") for region in plan.regions)
         module, whole = made.get_submodule(entry.name), model.get_submodule(entry.name)
-        module.forward = styled_forward(
-            module, whole, entry.style, rank, kv_heads=plan.kv_heads.get(entry.name), inside=inside, door=door
-        )
+        module.forward = styled_forward(module, whole, entry.style, rank, kv_heads=plan.kv_heads.get(entry.name), inside=inside, door=door)
     for name, attribute, value in plan.attributes:
         setattr(made.get_submodule(name), attribute, value)
     if sequence:
@@ -209,7 +208,9 @@ def threads_fail_together(ranks: Ranks, failures: list[BaseException]) -> Iterat
         ranks.barrier.abort()
 
 
-def check(model: nn.Module, plan: TensorPlan, call: Call, *, blocks: tuple[str, ...], sequence: bool = False, tolerance: float = 1e-6) -> None:
+def check(
+    model: nn.Module, plan: TensorPlan, call: Call, *, blocks: tuple[str, ...], sequence: bool = False, tolerance: float = 1e-6
+) -> None:
     """Assert that `call(model)`, and gradients of a fixed weighting of it, are the same under `plan` on threads as without."""
     expected, gradients = run(model, call)
     ranks = Ranks(plan.tp)

@@ -40,7 +40,9 @@ def test_outermost_lists_of_one_class() -> None:
 def test_patterns() -> None:
     """Every pattern must match; of nested matches the outermost counts."""
     assert find_blocks(model(), ["decoder.*"]) == ("decoder.0", "decoder.1", "decoder.2")
-    with pytest.raises(ModelError, match=r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0"):
+    with pytest.raises(
+        ModelError, match=r"parallel\.blocks = 'layers\.\*': no module has such a name; modules of that depth are .*encoder\.0"
+    ):
         find_blocks(model(), ["layers.*"])
 
 
