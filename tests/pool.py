@@ -12,6 +12,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -91,10 +92,8 @@ class _Crew:
             if kill:
                 process.kill()
             else:
-                try:
+                with suppress(BrokenPipeError, OSError):
                     connection.send(None)
-                except (BrokenPipeError, OSError):
-                    pass
         for process, connection in zip(self._processes, self._connections, strict=True):
             process.join(10)
             if process.is_alive():

@@ -34,9 +34,8 @@ def run(rank: int, world: int, conf: dict[str, Any], folder: str, first: int, la
         assert engine.global_steps == first
         assert loaded[1] == {"position": first}
     count = GLOBAL // world
-    losses = []
-    for step in cases.ragged_steps(GLOBAL, steps=4, keys=())[first:last]:
-        losses.append(float(engine.train_batch(step[rank * count : (rank + 1) * count]).loss))
+    steps = cases.ragged_steps(GLOBAL, steps=4, keys=())[first:last]
+    losses = [float(engine.train_batch(step[rank * count : (rank + 1) * count]).loss) for step in steps]
     if save:
         engine.save_checkpoint(folder, client_state={"position": last})
     return {"losses": losses, "weights": {name: whole(p) for name, p in engine.model.named_parameters()}, "lr": engine.get_lr()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait.verify.islands import lifted_islands
+from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 from tests.parity.test_data_parallel import CLIPPING, SEED
@@ -43,8 +43,9 @@ def settings(world: int, tp: int, stage: int, replicas: int, accumulation: int, 
 def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
     """Runs in a worker."""
     dp = world // config["parallel"]["tp"]
-    with lifted_islands():
-        engine = plait.initialize(cases.build(kind, tied=tied), config, loss_fn=plait.causal_lm_loss)
+    model = cases.build(kind, tied=tied)
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"]))
     return trace if rank == 0 else None
 
@@ -52,9 +53,10 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 @cache
 def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
     """One plain process on the whole batch."""
-    with lifted_islands():
+    model = one_process_model(kind, tied=tied)
+    with lifted(model):
         return reference_trace(
-            one_process_model(kind, tied=tied),
+            model,
             cases.steps_for(kind, micro_batches),
             loss_fn=plait.causal_lm_loss,
             optimizer=cases.adamw,
@@ -133,11 +135,10 @@ def test_linear_4096_on_4_devices(pool: Pool) -> None:
 
 def logits(rank: int, world: int, config: dict[str, Any] | None) -> torch.Tensor:
     """What a caller of the model gets outside training. Runs in a worker."""
-    with lifted_islands():
-        if config is None:
-            model = one_process_model("llama", tied=False)
-        else:
-            model = plait.initialize(cases.build("llama", tied=False), config, loss_fn=plait.causal_lm_loss).model
+    model = one_process_model("llama", tied=False) if config is None else cases.build("llama", tied=False)
+    with lifted(model):
+        if config is not None:
+            plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         with torch.no_grad():
             return model(input_ids=torch.arange(14).view(2, 7)).logits
 

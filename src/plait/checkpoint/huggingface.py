@@ -71,7 +71,8 @@ def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str,
     if missing or left:
         raise CheckpointError(
             f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold "
-            f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); check the model type, or load it with Transformers and pass the real model"
+            f"{len(left)} that it does not have ({', '.join(left[:3]) or 'none'}); "
+            "check the model type, or load it with Transformers and pass the real model"
         )
     return source
 

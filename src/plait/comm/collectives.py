@@ -121,7 +121,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(grad, ctx.group), None
 
 
@@ -135,7 +135,7 @@ class _Leave(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -146,7 +146,7 @@ class _Gather(torch.autograd.Function):
         return all_gather_dim(x, group, dim=dim, length=length)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return slice_dim(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
@@ -157,7 +157,7 @@ class _Split(torch.autograd.Function):
         return slice_dim(x, group, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None
 
 
@@ -168,7 +168,7 @@ class _GatherSum(torch.autograd.Function):
         return all_gather_dim(x, group, dim=dim, length=length)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return reduce_scatter_dim(grad, ctx.group, dim=ctx.dim), None, None, None
 
 
@@ -179,5 +179,5 @@ class _LeaveScatter(torch.autograd.Function):
         return reduce_scatter_dim(x, group, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_gather_dim(grad, ctx.group, dim=ctx.dim, length=ctx.length), None, None

@@ -141,7 +141,7 @@ def _remember(model: nn.Module, parts: Parts, mesh: Mesh) -> None:
 def _recall(model: nn.Module) -> tuple[Parts, Mesh]:
     if not hasattr(model, _ATTRIBUTE):
         raise InputError(f"this {type(model).__name__} was not sharded by plait.parallelize; call it first, and pass the same object")
-    return getattr(model, _ATTRIBUTE)  # type: ignore[no-any-return]
+    return getattr(model, _ATTRIBUTE)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

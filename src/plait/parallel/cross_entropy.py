@@ -48,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counted, sums[0].log() - sums[1], 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         probabilities, index, own, counted = ctx.saved_tensors
         local = probabilities * counted[:, None]
         if local.shape[1]:

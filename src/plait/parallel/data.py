@@ -129,10 +129,8 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
     # One column a distinct shape, split and so on: models repeat a few shapes many times.
-    total = dict.fromkeys(
-        ("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole"), 0
-    )
-    total = {key: np.zeros_like(n) for key in total}
+    kinds = ("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole")
+    total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         rows, row_numel = _local_rows(shape, tensor_dim, ledger)
@@ -157,8 +155,8 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     }
     for kind in ("parameters", "gradients", "optimizer"):
         ledger = ledger.add_memory(kind, total[kind])
-    for kind, count in between.items():
-        ledger = ledger.add_memory(kind, count)
+    for kind, extra in between.items():
+        ledger = ledger.add_memory(kind, extra)
     gathers = np.where(stage == 3, 2 * k, 1) * total["wire_gather_block"] + np.where(stage == 3, k, 1) * total["wire_gather_root"]
     reduces = np.where(stage >= 2, k, 1) * total["wire_reduce"]
     ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n, 0))

@@ -70,7 +70,9 @@ class Ledger:
     ) -> Ledger:
         """A ledger for scalars or arrays of candidates, broadcast against each other."""
         given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, tokens)
-        return cls(*np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given)), **fields)
+        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "tokens")
+        arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
+        return cls(**dict(zip(names, arrays, strict=True)), **fields)
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
         """More bytes of a kind (see MEMORY_KINDS)."""

@@ -140,12 +140,16 @@ def _rules(template: nn.Module) -> dict[str, Initialise]:
         if inherited is not None:
             rules[name] = inherited
         elif own is not None:
-            rules[name] = lambda _module, reset=own: reset()
+            rules[name] = _resetting(own)
         for child_name, child in module.named_children():
             walk(_join(name, child_name), child, inherited)
 
     walk("", template, None)
     return rules
+
+
+def _resetting(reset: Callable[[], None]) -> Initialise:
+    return lambda _module: reset()
 
 
 def _run(rule: Initialise | None, module: nn.Module, name: str, seed: int) -> None:

@@ -24,6 +24,8 @@ from plait._torch import local_tensor
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.errors import ModelError
 
+LINEAR_CLASSES = ("Conv1D", "FalconLinear")
+"""Classes of Transformers that write a Linear's forward in their own words."""
 SEQUENCE = 1
 """The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
 
@@ -104,7 +106,7 @@ def colwise(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
     """Own columns of the output."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return _matmul(module, entrance(x), local_tensor(module.weight), _bias(module))
+        return _matmul(module, entrance(x), _weight(module), _bias(module))
 
     return forward
 
@@ -114,7 +116,7 @@ def colwise_gather_output(module: nn.Module, region: Region, entrance: Entrance)
     features = _out_features(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _matmul(module, entrance(x), local_tensor(module.weight), _bias(module))
+        y = _matmul(module, entrance(x), _weight(module), _bias(module))
         return gather(y, region.group, dim=-1, length=features)
 
     return forward
@@ -126,7 +128,7 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
     def forward(x: torch.Tensor) -> torch.Tensor:
         if split_input:
             x = split(x, region.group, dim=-1)
-        y = _matmul(module, x, local_tensor(module.weight), None)
+        y = _matmul(module, x, _weight(module), None)
         y = leave_scatter(y, region.group, dim=SEQUENCE) if sequence else leave(y, region.group)
         bias = getattr(module, "bias", None)
         if bias is None:
@@ -146,7 +148,7 @@ def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
     local_padding = padding - start if padding is not None and start <= padding < start + size else None
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        weight = local_tensor(module.weight)
+        weight = _weight(module)
         if not size:  # more ranks than rows: no token is this rank's own
             return leave(weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum(), region.group)
         own = (ids >= start) & (ids < start + size)
@@ -162,7 +164,7 @@ def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward
     features = _out_features(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _matmul(module, entrance(x), local_tensor(module.weight), _bias(module))
+        y = _matmul(module, entrance(x), _weight(module), _bias(module))
         if region.gather_logits:
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
@@ -219,7 +221,7 @@ def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes
 
 def refuse_custom_forward(module: nn.Module, name: str, style: str) -> None:
     """A layer whose class computes something of its own cannot be split by a style that replaces its forward."""
-    if not (type(module).forward is nn.Linear.forward or _is_transposed(module)):
+    if type(module).forward is not nn.Linear.forward and type(module).__name__ not in LINEAR_CLASSES:
         raise ModelError(
             f"{name} is a {type(module).__name__}, whose forward is not nn.Linear's; style {style!r} would replace it. Leave it out of "
             "parallel.plan, or split its inner layer"
@@ -235,13 +237,18 @@ def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, head
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         dim = 1 if _is_transposed(module) else 0
-        weight = enter(local_tensor(module.weight), region.group).narrow(dim, head * rows, rows)
+        weight = enter(_weight(module), region.group).narrow(dim, head * rows, rows)
         bias = getattr(module, "bias", None)
         if bias is not None:
             bias = enter(local_tensor(bias), region.group).narrow(0, head * rows, rows)
         return _matmul(module, entrance(x), weight, bias)
 
     return forward
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    assert isinstance(module.weight, torch.Tensor)
+    return local_tensor(module.weight)
 
 
 def _bias(module: nn.Module) -> torch.Tensor | None:

@@ -65,4 +65,4 @@ class Technique(Policy):
     @classmethod
     def sweep(cls, **arrays: Any) -> Self:
         """A technique whose fields are arrays, one entry a candidate layout; only for `account`."""
-        return cls.model_construct(**arrays)
+        return cls.model_construct(**arrays)  # type: ignore[return-value]

@@ -101,7 +101,7 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region) -> None:
         entrance = entrances.setdefault(parent, Entrance(region, sequence=in_block, opened=opened, uses=0))
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             entrance.uses += 1
-        module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block)  # type: ignore[method-assign]
+        module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block)
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
 
@@ -135,7 +135,7 @@ def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: 
     """
     for name in plan.norms:
         module = model.get_submodule(name)
-        module.forward = styles.summed_gradient(module, region)  # type: ignore[method-assign]
+        module.forward = styles.summed_gradient(module, region)
 
     def shard(hidden: torch.Tensor) -> torch.Tensor:
         region.length = hidden.shape[SEQUENCE]

@@ -85,7 +85,7 @@ class count_traffic(TorchDispatchMode):
         super().__init__()
         self.traffic = Traffic()
 
-    def __enter__(self) -> Traffic:  # type: ignore[override]
+    def __enter__(self) -> Traffic:
         super().__enter__()
         return self.traffic
 
