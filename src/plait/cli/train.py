@@ -96,7 +96,7 @@ def _check(config: Config, *, world_size: int, console: Console) -> Checked:
 
     given = config.data.cache if config.data is not None else None
     cache = Path(given or os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
-    return check(config, world_size=world_size, cache=cache, say=lambda text: console.print(f"{text} ..."))
+    return check(config, world_size=world_size, cache=cache, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 
 def _train(checked: Checked, console: Console, *, again: str, patient: bool) -> int:

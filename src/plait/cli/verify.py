@@ -105,7 +105,9 @@ def verify(
         if not as_json:
             _tell(plan)
         traces = _start(plan, seconds=timeout)
-    _finish(_judged(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
+    from plait.verify.run import judge
+
+    _finish(judge(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
 
 
 def _plan(
@@ -191,36 +193,11 @@ def _work(plan: Plan, *, seconds: float) -> Traces | None:
     return traces if first else None
 
 
-def _judged(plan: Plan, traces: Traces, *, tolerance: float | None) -> Report:
-    """One process's side, and the verdict."""
-    from plait.verify.report import Report, judge_configured, judge_float64
-    from plait.verify.run import references
-
-    sections = []
-    for name, found in traces.items():
-        truth = references(plan, name, found)
-        if truth.single is None:
-            sections.append(judge_float64(plan, truth.exact, found, tolerance=tolerance))
-        else:
-            sections.append(judge_configured(plan, truth.exact, truth.single, found))
-    facts = {
-        "engine": plan.engine,
-        "processes": plan.world_size,
-        "device": plan.device,
-        "layout": plan.resolved.layout.degrees,
-        "zero_stage": plan.resolved.data_parallel.stage,
-        "steps": plan.steps,
-        "notes": [f"{topic}: {line}" for topic, line in plan.lines],
-    }
-    return Report(tuple(sections), plan.blocks, facts)
-
-
 def _tell(plan: Plan) -> None:
     told = ""
     for topic, line in plan.lines:
         typer.echo(f"{topic if topic != told else '':<8}{line}")
         told = topic
-    typer.echo("")
 
 
 def _finish(report: Report, *, everything: bool, as_json: bool) -> None:

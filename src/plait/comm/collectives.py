@@ -75,28 +75,33 @@ def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> t
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
-    """Concatenate shards of `shard_sizes(length, ranks)` along `dim`."""
+    """Concatenate shards of `shard_sizes(length, ranks)` along `dim`; contiguous."""
     ranks = group.size()
-    sizes = shard_sizes(length, ranks)
-    front = x.movedim(dim, 0).contiguous()
-    if front.shape[0] < sizes[0]:  # collectives want equal parts
-        front = torch.cat([front, front.new_zeros(sizes[0] - front.shape[0], *front.shape[1:])])
-    whole = front.new_empty(ranks * sizes[0], *front.shape[1:])
-    _all_gather_single(whole, front, group=group)
+    size = -(-length // ranks)
+    if x.shape[dim] < size:  # collectives want equal parts
+        padding = list(x.shape)
+        padding[dim] = size - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(padding)], dim)
+    stacked = x.new_empty(ranks, *x.shape)
+    _all_gather_single(stacked.view(ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+    whole = stacked.movedim(0, dim).reshape(*x.shape[:dim], ranks * size, *x.shape[dim + 1 :])
     # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
-    return whole[:length].movedim(0, dim)
+    return whole if ranks * size == length else whole.narrow(dim, 0, length).contiguous()
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
-    """Sum over ranks, of which this rank keeps its shard along `dim`."""
+    """Sum over ranks, of which this rank keeps its shard along `dim`; contiguous."""
     ranks, length = group.size(), x.shape[dim]
-    sizes = shard_sizes(length, ranks)
-    front = x.movedim(dim, 0).contiguous()
-    if ranks * sizes[0] > length:
-        front = torch.cat([front, front.new_zeros(ranks * sizes[0] - length, *front.shape[1:])])
-    mine = front.new_empty(sizes[0], *front.shape[1:])
-    _reduce_scatter_single(mine, front, group=group)
-    return mine[: sizes[group.rank()]].movedim(0, dim)
+    size = -(-length // ranks)
+    if ranks * size > length:
+        padding = list(x.shape)
+        padding[dim] = ranks * size - length
+        x = torch.cat([x, x.new_zeros(padding)], dim)
+    stacked = x.unflatten(dim, (ranks, size)).movedim(dim, 0).contiguous()
+    mine = x.new_empty(stacked.shape[1:])
+    _reduce_scatter_single(mine, stacked.view(ranks * mine.shape[0], *mine.shape[1:]), group=group)
+    kept = shard_sizes(length, ranks)[group.rank()]
+    return mine if kept == size else mine.narrow(dim, 0, kept).contiguous()
 
 
 def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 
 from torch import nn
 
@@ -46,18 +45,22 @@ def guess_rules(model: nn.Module, blocks: Sequence[str]) -> tuple[Rule, ...]:
     """
     found: Split = {}
     tried: dict[object, Split | None] = {}
+    readers: dict[tuple[type, str], bool] = {}
     ends = _vocabulary(model, blocks)
     for block in blocks or ("",):
         for name, module in _owners(model.get_submodule(block), block):
             prefix = f"{name}." if name else ""
             linear = {leaf: child for leaf, child in module.named_children() if is_linear(child) and prefix + leaf not in ends}
-            layers = {leaf: child for leaf, child in linear.items() if not _reads_weight(type(module), leaf)}
+            for leaf in linear:
+                if (type(module), leaf) not in readers:
+                    readers[type(module), leaf] = _reads_weight(type(module), leaf)
+            layers = {leaf: child for leaf, child in linear.items() if not readers[type(module), leaf]}
             found |= {prefix + leaf: style for leaf, style in _split_of(module, layers, tried).items()}
     if not found:
-        where = f"the blocks {blocks[0]} to {blocks[-1]}" if blocks else type(model).__name__
+        where = f"{blocks[0]} to {blocks[-1]}" if blocks else "the model"
         raise ModelError(
-            f"no plan is known for {type(model).__name__}, and in {where} there is no nn.Linear that is known to be called as a module; give "
-            f"parallel.plan as {{pattern: style}}, or use parallel.tp = 1"
+            f"no plan is known for {type(model).__name__}, and in {where} there is no nn.Linear that is known to be called as a module; "
+            f"give parallel.plan as {{pattern: style}}, or use parallel.tp = 1"
         )
     return _as_patterns(model, found | ends)
 
@@ -74,8 +77,7 @@ def _owners(root: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-@cache
-def _reads_weight(kind: type[nn.Module], leaf: str) -> bool:
+def _reads_weight(kind: type, leaf: str) -> bool:
     """Whether the code of a class computes with a child's weight itself, without calling the child, or cannot be read."""
     pattern = re.compile(rf"\bself\.{re.escape(leaf)}\.(weight|bias)\b")
     for base in kind.__mro__:

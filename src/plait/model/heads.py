@@ -106,7 +106,7 @@ def replicates_keys(attention: Attention, tp: int) -> bool:
 
 def check_heads(attentions: tuple[Attention, ...], tp: int) -> None:
     """Raise ConfigError, with every rule broken and the degrees that would do, unless `tp` ranks can each take whole heads."""
-    problems = {}
+    problems: dict[str, Problem] = {}
     for attention in attentions:
         broken = _broken(attention, tp)
         if broken:
@@ -141,8 +141,9 @@ def _broken(attention: Attention, tp: int) -> str | None:
 
 def _count(module: nn.Module, model: nn.Module, names: tuple[str, ...]) -> tuple[int | None, str]:
     """The first of `names` on the module, its configuration or the model's; with the name that a user knows it by."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = getattr(model, "config", None)
+    if text is not None and hasattr(text, "get_text_config"):
+        text = text.get_text_config()
     for owner in (module, getattr(module, "config", None), text):
         for name in names:
             value = _integer(owner, name)

@@ -175,7 +175,7 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
             continue
         shown = ", ".join(f"{name} along {'no dimension' if dims[name] is None else f'dimension {dims[name]}'}" for name in names)
         raise ModelError(
-            f"{source}: one tied parameter would be split {shown}; give all its modules 'embedding_rowwise' or 'vocab_head', or none a style"
+            f"{source}: one tied parameter would be split {shown}; give its modules 'embedding_rowwise' and 'vocab_head', or none a style"
         )
 
 

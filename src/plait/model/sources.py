@@ -93,7 +93,7 @@ def _read(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, S
         shown = ", ".join(f"{pattern} is {style!r}" for pattern, style in list(strange.items())[:3])
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise ModelError(
-            f"Transformers' plan of {family} has styles that Plait does not apply: {shown}{more}; use parallel.tp = 1, or give {USER_SOURCE} "
-            f"with styles for other layers, which leaves these whole on every rank"
+            f"Transformers' plan of {family} has styles that Plait does not apply: {shown}{more}; use parallel.tp = 1, or give "
+            f"{USER_SOURCE} with styles for other layers, which leaves these whole on every rank"
         )
     return read

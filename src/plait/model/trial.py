@@ -74,7 +74,7 @@ def _adds_up(module: nn.Module, split: Mapping[str, Style], parts: int, counts: 
     size = sum(parameter.numel() for parameter in module.parameters())
     dtype, tolerance = (torch.float64, 1e-9) if size <= _FLOAT64_NUMBERS else (torch.float32, 1e-3)
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             whole = _random_copy(module, dtype, generator)
             x = torch.randn(2, 5, width, dtype=dtype, generator=generator)

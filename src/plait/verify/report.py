@@ -269,6 +269,8 @@ def _groups(rows: Iterable[Row], blocks: Sequence[str], everything: bool) -> lis
         title = plural if not row.name else f"{row.kind} {row.name if everything or block is None else block + '.*'}"
         if not row.name and row.kind in ("gradient", "parameter"):
             title = f"all {row.kind}s together"
+        if row.kind == "initial weight" and row.error == 0 and not everything:
+            title = "initial weights"
         groups.setdefault(title, []).append(row)
     return [(title, max(members, key=_badness), len(members)) for title, members in groups.items()]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import logging
 import os
 import pickle
 import sys
@@ -30,6 +31,7 @@ from plait.verify import peers
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, Plan
+from plait.verify.report import Report, judge_configured, judge_float64
 from plait.verify.subject import Built, give_weights
 
 PLAN, TRACES = "plan.pickle", "traces.pickle"
@@ -52,6 +54,8 @@ def main(arguments: Sequence[str]) -> None:
 def run_watched(plan: Plan, *, seconds: float) -> Traces:
     """`run_layout`, ended after `seconds` with every thread's stack, and with what engines print sent to standard error: standard output is
     the report's."""
+    # Gathering whole tensors of a layout of two axes takes two steps, as torch warns; here it does not matter.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sys.stdout.flush()
     report = os.dup(1)
     os.dup2(2, 1)
@@ -157,6 +161,30 @@ def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], fo
         skipped=found.skipped,
         **precision,
     )
+
+
+# ---- the verdict --------------------------------------------------------------------------------------------------------------------
+
+
+def judge(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
+    """Run one process's side of every pass, and compare. `tolerance` replaces the bar in float64."""
+    sections = []
+    for name, found in traces.items():
+        truth = references(plan, name, found)
+        if truth.single is None:
+            sections.append(judge_float64(plan, truth.exact, found, tolerance=tolerance))
+        else:
+            sections.append(judge_configured(plan, truth.exact, truth.single, found))
+    facts = {
+        "engine": plan.engine,
+        "processes": plan.world_size,
+        "device": plan.device,
+        "layout": plan.resolved.layout.degrees,
+        "zero_stage": plan.resolved.data_parallel.stage,
+        "steps": plan.steps,
+        "notes": [f"{topic}: {line}" if topic else line for topic, line in plan.lines],
+    }
+    return Report(tuple(sections), plan.blocks, facts)
 
 
 if __name__ == "__main__":

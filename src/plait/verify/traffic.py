@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from plait._torch import group_of
@@ -90,7 +91,9 @@ class count_traffic(TorchDispatchMode):
         return self.traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Note collectives, run everything as it is."""
+        """Note collectives, run everything as it is. DTensor first turns its operators into plain ones."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note(f"{func.namespace}.{func._opname}", args)
         return func(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,6 +267,3 @@ def randomise(model: nn.Module) -> nn.Module:
             scale = 0.5 if parameter.ndim < 2 else min(parameter.shape) ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * scale)
     return model.eval()
-
-
-__all__ = ["Mapping", "check", "randomise"]

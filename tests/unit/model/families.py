@@ -1,0 +1,71 @@
+"""Tiny models of Transformers' families, by name, with widths that the tested degrees do not divide: random float64 weights, no dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.unit.model.simulate import randomise
+
+VOCABULARY = 101
+TOKENS = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+"""[batch, seq]: a sequence that no tested degree divides."""
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 53,
+    "vocab_size": VOCABULARY,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NO_DROPOUT = [
+    "attention_dropout",
+    "hidden_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "activation_dropout",
+    "resid_dropout",
+    "embed_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+]
+_OWN: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 53, "word_embed_proj_dim": 32},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mpt": {"n_heads": 4, "d_model": 32, "n_layers": 2, "max_seq_len": 64},
+    "falcon": {"head_dim": None, "num_kv_heads": 4, "new_decoder_architecture": True},
+    "mixtral": {"num_local_experts": 2},
+    "deepseek_v2": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+}
+
+
+def family(kind: str, *, device: str = "cpu", **changes: Any) -> nn.Module:
+    """A causal language model of type `kind`; `changes` are fields of its configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {**_SMALL, **dict.fromkeys(_NO_DROPOUT, 0.0)}
+    known = AutoConfig.for_model(kind)
+    wanted = {name: value for name, value in fields.items() if hasattr(known, name)} | _OWN.get(kind, {}) | changes
+    config = AutoConfig.for_model(kind, **{name: value for name, value in wanted.items() if value is not None})
+    config._attn_implementation = "eager"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config).double()
+    return model if device == "meta" else randomise(model)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """What `model` says about TOKENS [batch, seq, vocab]."""
+    return model(input_ids=TOKENS, use_cache=False).logits

@@ -1,0 +1,413 @@
+"""Tensor parallel plans: what they say of real families, that they compute the right thing, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from plait.comm.collectives import shard_sizes
+from plait.errors import ConfigError, ModelError, PlaitError
+from plait.model.blocks import find_blocks
+from plait.model.plans import TensorPlan, describe, local_size, make_plan
+from tests.unit.model.families import VOCABULARY, family, logits
+from tests.unit.model.simulate import check, randomise
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 1}),
+    ("qwen2", {"num_key_value_heads": 1}),  # biased keys of one head
+    ("qwen3", {}),
+    ("gemma", {}),
+    ("gemma2", {}),
+    ("gemma3_text", {}),
+    ("mistral", {}),
+    ("phi", {"qk_layernorm": True}),  # a norm that Transformers' plan forgets
+    ("phi3", {}),
+    ("cohere", {"use_qk_norm": True}),  # a norm with weights for every head
+    ("olmo2", {}),
+    ("starcoder2", {}),
+    ("apertus", {}),  # an activation with weights that Transformers' plan forgets
+    ("gpt_neox", {}),
+    ("gpt2", {}),
+    ("gpt2", {"tie_word_embeddings": False}),
+    ("gpt_neo", {}),
+    ("gptj", {}),
+    ("codegen", {}),
+    ("gpt_bigcode", {}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("opt", {}),
+    ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    ("bloom", {}),
+    ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
+    ("falcon", {}),
+    ("falcon", {"alibi": True}),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": True}),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "bias": True}),
+    ("stablelm", {}),
+    ("stablelm", {"qk_layernorm": True}),
+    ("persimmon", {}),
+    ("mpt", {}),
+    ("bert", {}),
+]
+
+
+def plan_of(model: nn.Module, tp: int, user: dict[str, str] | None = None) -> TensorPlan:
+    return make_plan(model, tp=tp, user=user, blocks=find_blocks(model))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("kind", "changes"), FAMILIES, ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain")
+def test_a_family_s_plan_computes_what_the_whole_model_does(kind: str, changes: dict[str, Any], tp: int) -> None:
+    model = family(kind, **changes)
+    blocks = find_blocks(model)
+    plan = make_plan(model, tp=tp, blocks=blocks)
+    assert set(plan.dims) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    split = sum(p.numel() for name, p in model.named_parameters() if plan.dims[name] is not None)
+    assert split >= 0.55 * sum(p.numel() for p in model.parameters())
+    check(model, plan, logits, blocks=blocks)
+    if plan.sequence_parallel is True:
+        check(model, plan, logits, blocks=blocks, sequence=True)
+
+
+def test_the_same_plan_on_meta() -> None:
+    for kind in ("llama", "gpt2", "falcon"):
+        assert plan_of(family(kind, device="meta"), 2) == plan_of(family(kind), 2)
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_llama_s_plan_in_full() -> None:
+    plan = plan_of(family("llama", num_hidden_layers=1, tie_word_embeddings=False), 2)
+    assert plan.dims == {
+        "model.embed_tokens.weight": 0,
+        "model.layers.0.self_attn.q_proj.weight": 0,
+        "model.layers.0.self_attn.k_proj.weight": 0,
+        "model.layers.0.self_attn.v_proj.weight": 0,
+        "model.layers.0.self_attn.o_proj.weight": 1,
+        "model.layers.0.mlp.gate_proj.weight": 0,
+        "model.layers.0.mlp.up_proj.weight": 0,
+        "model.layers.0.mlp.down_proj.weight": 1,
+        "model.layers.0.input_layernorm.weight": None,
+        "model.layers.0.post_attention_layernorm.weight": None,
+        "model.norm.weight": None,
+        "lm_head.weight": 0,
+    }
+    assert (plan.embedding, plan.head, plan.source) == ("model.embed_tokens", "lm_head", "transformers' plan of llama")
+    assert plan.styles["lm_head"] == "vocab_head"
+    assert plan.attributes == () and plan.kv_heads == {}
+
+
+def test_llama_s_sequence_facts() -> None:
+    plan = plan_of(family("llama"), 2)
+    assert plan.sequence_parallel is True
+    assert plan.final_norm == "model.norm"
+    assert plan.norms == (
+        *(f"model.layers.{i}.{norm}" for i in range(2) for norm in ("input_layernorm", "post_attention_layernorm")),
+        "model.norm",
+    )
+    assert plan.regions == tuple(f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp"))
+
+
+def test_conv1d_is_split_the_other_way_round() -> None:
+    dims = plan_of(family("gpt2"), 2).dims
+    assert {
+        name: dims[f"transformer.h.0.{name}"] for name in ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
+    } == {
+        "mlp.c_fc.weight": 1,
+        "mlp.c_fc.bias": 0,
+        "mlp.c_proj.weight": 0,
+        "mlp.c_proj.bias": None,
+    }
+
+
+def test_counts_of_heads_become_this_rank_s() -> None:
+    assert plan_of(family("opt"), 4).attributes == tuple((f"model.decoder.layers.{i}.self_attn", "num_heads", 1) for i in range(2))
+    stablelm = plan_of(family("stablelm", num_hidden_layers=1), 4)
+    assert stablelm.attributes == (
+        ("model.layers.0.self_attn", "num_heads", 1),
+        ("model.layers.0.self_attn", "num_key_value_heads", 1),
+        ("model.layers.0.self_attn", "num_key_value_groups", 1),
+    )
+
+
+def test_fewer_key_heads_than_ranks_stay_whole() -> None:
+    plan = plan_of(family("qwen3", num_hidden_layers=1), 4)
+    keys, values = "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"
+    assert plan.styles[keys] == plan.styles[values] == "kv_replicated"
+    assert plan.kv_heads == {keys: 2, values: 2}
+    assert plan.dims[f"{keys}.weight"] is None
+    assert plan.attributes == (("model.layers.0.self_attn", "num_key_value_groups", 1),)
+    assert plan.styles["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+
+
+def test_one_linear_layer_by_columns_and_by_rows() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"columns": nn.Linear(4096, 4096), "rows": nn.Linear(4096, 4096)})
+    rows = {row.parameter: row for row in describe(plan_of(model, 4, {"columns": "colwise", "rows": "rowwise"}), model)}
+    assert rows["columns.weight"].local_shape == (1024, 4096)
+    assert rows["columns.bias"].local_shape == (1024,)
+    assert rows["rows.weight"].local_shape == (4096, 1024)
+    assert rows["rows.bias"].local_shape == (4096,)
+
+
+def test_every_parameter_is_described() -> None:
+    model = family("llama", tie_word_embeddings=True)
+    plan = plan_of(model, 4)
+    rows = describe(plan, model)
+    assert [row.parameter for row in rows] == [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    by_name = {row.parameter: row for row in rows}
+    down = by_name["model.layers.0.mlp.down_proj.weight"]
+    assert (down.style, down.local_shape, down.note) == ("rowwise", (32, 14), "uneven: 14 to 11 of 53, 5.7 % above an equal share")
+    assert by_name["model.norm.weight"].style == "replicated"
+    assert by_name["model.layers.1.self_attn.v_proj.weight"].note == "2 heads for 4 ranks: each computes one"
+    assert by_name["lm_head.weight"].note.endswith("tied to model.embed_tokens.weight")
+
+
+@given(st.integers(1, 300), st.integers(1, 20))
+def test_local_sizes_are_those_of_the_collectives(length: int, tp: int) -> None:
+    assert [local_size(length, tp, rank) for rank in range(tp)] == shard_sizes(length, tp)
+
+
+def test_an_embedding_that_is_more_than_a_lookup_stays_whole_with_its_tied_head() -> None:
+    model = family("llama", tie_word_embeddings=True)
+    model.model.embed_tokens.max_norm = 1.0
+    plan = plan_of(model, 2)
+    assert plan.embedding is None and plan.head is None
+    assert plan.dims["model.embed_tokens.weight"] is None and plan.dims["lm_head.weight"] is None
+
+
+def test_a_module_in_two_places_has_one_split() -> None:
+    shared = nn.Linear(4, 8)
+    model = nn.ModuleDict({"first": shared, "second": shared, "down": nn.Linear(8, 4)})
+    plan = plan_of(model, 2, {"first": "colwise", "down": "rowwise"})
+    assert plan.dims["first.weight"] == plan.dims["second.weight"] == 0
+    assert {row.parameter: row.style for row in describe(plan, model)}["second.weight"] == "colwise"
+
+
+def test_a_container_s_style_goes_to_the_owners_of_parameters() -> None:
+    norms = nn.ModuleDict({"q": nn.LayerNorm(4), "k": nn.LayerNorm(4)})
+    model = nn.ModuleDict({"up": nn.Linear(4, 8), "norms": norms})
+    plan = plan_of(model, 2, {"up": "colwise", "norms": "replicated_with_grad_allreduce"})
+    assert [entry.name for entry in plan.modules] == ["up", "norms.q", "norms.k"]
+
+
+# ---- what it refuses -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "changes", "message"),
+    [
+        ("llama", 3, {}, "parallel.tp = 3: num_attention_heads is 4 and 4 % 3 != 0; use 1, 2 or 4"),
+        (
+            "llama",
+            4,
+            {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48},
+            "parallel.tp = 4: num_attention_heads is 6 and 6 % 4 != 0; use 1, 2, 3 or 6",
+        ),
+        (
+            "llama",
+            4,
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
+            "parallel.tp = 4: num_key_value_heads is 3, and neither 3 % 4 nor 4 % 3 is 0; use 1, 3, 6 or 12",
+        ),
+        (
+            "falcon",
+            4,
+            {"num_kv_heads": 2},
+            "parallel.tp = 4: num_kv_heads is 2 and 2 % 4 != 0, and query_key_value computes keys together with queries; use 1 or 2",
+        ),
+        ("gpt2", 120, {}, "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 101"),
+        ("phi3", 16, {"vocab_size": 17}, "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 9"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_the_numbers(kind: str, tp: int, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(family(kind, device="meta", **changes), tp)
+    assert message in str(caught.value).splitlines()
+
+
+def test_the_degree_that_is_named_instead_works() -> None:
+    model = family("phi3", device="meta", vocab_size=17)
+    with pytest.raises(ConfigError) as refused:
+        plan_of(model, 16)
+    degree = min(int(line.rpartition(" ")[2]) for line in str(refused.value).splitlines())
+    assert plan_of(model, degree).tp == degree
+
+
+def test_a_cut_through_a_head_is_refused() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.o_proj = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    model = nn.ModuleDict({"attn": Attention()})
+    with pytest.raises(ConfigError, match=r"attn.q_proj has 6 outputs and 6 % 4 = 2, so a head would be cut"):
+        plan_of(model, 4, {"attn.q_proj": "colwise", "attn.o_proj": "rowwise"})
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ({"model.layers.*.mlp.gate": "colwise"}, "names no module; near it are model.layers.*.mlp"),
+        ({"model.layers.*.input_layernorm": "colwise"}, r"input_layernorm \(LlamaRMSNorm\) cannot be 'colwise': it must be an nn.Linear"),
+        ({"model.layers.*.mlp.up_proj": "embedding_rowwise"}, r"cannot be 'embedding_rowwise': it must be an nn.Embedding"),
+        ({"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}, "has no parameters"),
+        ({"model.layers.*.self_attn.k_proj": "kv_replicated"}, "its 2 heads are not fewer than the ranks; use the style 'colwise'"),
+        ({"model.layers.*.mlp.up_proj": "kv_replicated"}, "its number of heads is not known"),
+        (
+            {"model.norm": "replicated_with_grad_allreduce"},
+            "no parameter of LlamaForCausalLM is split, so parallel.tp = 2 would only repeat",
+        ),
+        (
+            {"model.embed_tokens": "embedding_rowwise"},
+            "one tied parameter would be split model.embed_tokens.weight along dimension 0, lm_head",
+        ),
+    ],
+)
+def test_a_user_s_plan_that_does_not_fit_is_refused(user: dict[str, str], message: str) -> None:
+    with pytest.raises(PlaitError, match=message):
+        plan_of(family("llama", device="meta", tie_word_embeddings=True), 2, user)
+
+
+def test_layers_that_are_not_called_or_not_plain_are_refused() -> None:
+    attention = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    with pytest.raises(ModelError, match="attn.out_proj belongs to an nn.MultiheadAttention"):
+        plan_of(attention, 2, {"attn.out_proj": "rowwise"})
+
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    with pytest.raises(ModelError, match=r"up \(Scaled\) cannot be 'colwise'"):
+        plan_of(nn.ModuleDict({"up": Scaled(4, 8)}), 2, {"up": "colwise"})
+    wrapped = nn.ModuleDict({"up": nn.Linear(4, 8)})
+    wrapped["up"].forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match=r"up \(Linear\) cannot be 'colwise'"):
+        plan_of(wrapped, 2, {"up": "colwise"})
+
+
+def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> None:
+    user = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {"model.layers.*.self_attn.o_proj": "rowwise"}
+    with pytest.raises(
+        ModelError, match=r"q_norm has weights for each of 4 heads, .* use 'colwise_gather_output' and 'rowwise_split_input'"
+    ):
+        plan_of(family("cohere", device="meta", use_qk_norm=True), 2, user)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("opt", {}, "OPT's blocks flatten batch and sequence"),
+        ("gpt2", {"resid_pdrop": 0.1}, r"resid_dropout drops with p = 0.1"),
+        ("bloom", {"hidden_dropout": 0.2}, "hidden_dropout = 0.2; ranks would drop the same places"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention reads a second sequence"),
+        ("bert", {}, r"attention holds output.LayerNorm \(LayerNorm\)"),
+        ("doge", {}, "has a parameter of its own"),
+    ],
+)
+def test_sequence_parallelism_is_refused_with_the_reason(kind: str, changes: dict[str, Any], reason: str) -> None:
+    possible = plan_of(family(kind, device="meta", **changes), 2).sequence_parallel
+    assert possible is not True
+    assert re.search(reason, possible)
+
+
+def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+    user = {"up": "colwise", "down": "rowwise"}
+    assert "no list of repeated blocks" in str(plan_of(model, 2, user).sequence_parallel)
+    mixed = nn.ModuleList(nn.ModuleDict({**model, "mixer": nn.Conv1d(4, 4, 3)}) for _ in range(2))
+    plan = make_plan(mixed, tp=2, user={f"*.{name}": style for name, style in user.items()}, blocks=("0", "1"))
+    assert plan.sequence_parallel == "0.mixer (Conv1d) is neither a norm nor split over tp"
+
+
+# ---- the judge itself ------------------------------------------------------------------------------------------------------------------
+
+
+def wrong(plan: TensorPlan, **styles: str) -> TensorPlan:
+    """`plan` with other styles for modules whose names end so."""
+    changed = tuple(
+        replace(entry, style=next((style for end, style in styles.items() if entry.name.endswith(end)), entry.style))
+        for entry in plan.modules
+    )
+    return replace(plan, modules=changed)
+
+
+def test_the_judge_finds_a_fused_weight_that_is_split_as_if_it_were_not() -> None:
+    model = family("gpt2")
+    plan = wrong(plan_of(model, 2), **{"attn.c_attn": "colwise", "attn.c_proj": "rowwise"})
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(model, plan, logits, blocks=find_blocks(model))
+
+
+def test_the_judge_finds_a_partial_gradient_that_is_not_summed() -> None:
+    model = family("qwen3")
+    plan = plan_of(model, 2)
+    forgotten = replace(plan, modules=tuple(entry for entry in plan.modules if not entry.name.endswith("q_norm")))
+    with pytest.raises(AssertionError, match="q_norm.weight differs"):
+        check(model, forgotten, logits, blocks=find_blocks(model))
+
+
+def test_the_judge_finds_a_whole_gradient_that_is_summed() -> None:
+    model = family("llama")
+    plan = plan_of(model, 2)
+    doubled = wrong(plan)
+    doubled = replace(plan, modules=(*plan.modules, replace(plan.modules[0], name="model.norm", style="replicated_with_grad_allreduce")))
+    with pytest.raises(AssertionError, match="model.norm.weight differs"):
+        check(model, doubled, logits, blocks=find_blocks(model))
+
+
+def test_the_judge_finds_a_norm_that_is_forgotten_under_sequence_parallelism() -> None:
+    model = family("llama")
+    plan = plan_of(model, 2)
+    forgotten = replace(plan, norms=plan.norms[1:])
+    with pytest.raises(AssertionError, match="input_layernorm.weight differs"):
+        check(model, forgotten, logits, blocks=find_blocks(model), sequence=True)
+
+
+def test_a_user_s_plan_for_a_plain_model() -> None:
+    class Attention(nn.Module):
+        """Reshapes by its head counts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_heads, self.n_kv_heads = 4, 2
+            self.wq, self.wk, self.wv, self.wo = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.wq(x), self.wk(x), self.wv(x)
+            q = q.view(*x.shape[:2], self.n_heads, 4).transpose(1, 2)
+            k, v = (t.view(*x.shape[:2], self.n_kv_heads, 4).transpose(1, 2) for t in (k, v))
+            k, v = (t.repeat_interleave(self.n_heads // self.n_kv_heads, 1) for t in (k, v))
+            mixed = torch.softmax(q @ k.transpose(-1, -2) + mask, -1) @ v
+            return self.wo(mixed.transpose(1, 2).flatten(2))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+            self.norms, self.layers = nn.ModuleList(nn.LayerNorm(16) for _ in range(2)), nn.ModuleList(Attention() for _ in range(2))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden, mask = self.embed(ids), torch.full((ids.shape[1],) * 2, -torch.inf).triu(1)
+            for norm, layer in zip(self.norms, self.layers, strict=True):
+                hidden = hidden + layer(norm(hidden), mask)
+            return self.head(hidden)
+
+    model = randomise(Model().double())
+    user = {"layers.*.wq": "colwise", "layers.*.wk": "colwise", "layers.*.wv": "colwise", "layers.*.wo": "rowwise"}
+    user |= {"embed": "embedding_rowwise", "head": "vocab_head"}
+    ids = torch.randint(0, VOCABULARY, (2, 5))
+    for tp, counts in ((2, {"n_heads": 2, "n_kv_heads": 1}), (4, {"n_heads": 1, "n_kv_heads": 1})):
+        plan = make_plan(model, tp=tp, user=user, blocks=())
+        assert {name: value for owner, name, value in plan.attributes if owner == "layers.0"} == counts
+        assert (plan.head, plan.embedding) == ("head", "embed")
+        check(model, plan, lambda m: m(ids), blocks=())
