@@ -61,9 +61,9 @@ def _start(place: Path, *arguments: str, file: str = "small.json") -> subprocess
     )
 
 
-def _run(place: Path, *arguments: str) -> tuple[int, str, str]:
+def _run(place: Path, *arguments: str, file: str = "small.json") -> tuple[int, str, str]:
     """(exit code, standard output, standard error)."""
-    process = _start(place, *arguments)
+    process = _start(place, *arguments, file=file)
     try:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
@@ -126,10 +126,14 @@ def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Pat
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_one_process_computes_the_same(place: Path, whole: tuple[Path, str]) -> None:
+def test_one_process_computes_the_same_and_two_go_on_with_it(place: Path, whole: tuple[Path, str]) -> None:
     folder, *where = _folder(place, "alone")
-    code, _, err = _run(place, *where, "--set", "run.processes=1")
+    code, _, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=7")
     assert code == 0, err
+    code, out, err = _run(place, *where)
+    assert code == 0, err
+    assert "changed since the last start: run.steps: 7 to 12" in out
+    assert [row["world_size"] for row in _rows(folder, "start")] == [1, 2]
     assert _losses(folder) == pytest.approx(_losses(whole[0]), rel=1e-5)
     assert _rows(folder, "validation")[-1]["loss"] == pytest.approx(_rows(whole[0], "validation")[-1]["loss"], rel=1e-5)
 
@@ -161,6 +165,35 @@ def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str])
     common = losses.keys() & reference.keys()
     assert len(common) >= 6
     assert {step: losses[step] for step in common} == {step: reference[step] for step in common}, "bit for bit"
+
+
+def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    shape = {name: value for name, value in SMALL["model"]["config"].items() if name != "model_type"}
+    saved = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=400))
+    saved.lm_head.weight.data.mul_(20)  # far from what any fresh initialisation gives
+    saved.save_pretrained(place / "saved")
+    folder, *_ = _folder(place, "weights")
+    description = {**SMALL, "model": {"path": "saved"}, "data": {**SMALL["data"], "tokenizer": str(whole[0] / "tokenizer")}}
+    (place / "weights.json").write_text(json.dumps({**description, "run": {"steps": 1, "folder": "runs/weights"}}))
+    code, _, err = _run(place, file="weights.json")
+    assert code == 0, err
+
+    from plait.config.resolve import load
+    from plait.data.loader import Loader
+    from plait.train.session import check
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        data = check(load("weights.json", ["run.folder=runs/other"]), world_size=2, cache=place / "cache", say=lambda text: None).data
+    batch = Loader(data.train, 4, 0).at(0)
+    with torch.no_grad():
+        expected = float(saved(**batch).loss)
+    assert _losses(folder)[1] == pytest.approx(expected, rel=1e-5)
+    assert expected > 8
 
 
 def test_a_lost_loss_is_told_once(place: Path) -> None:
@@ -259,4 +292,5 @@ def test_the_quickstart_is_what_its_page_says(tmp_path: Path) -> None:
     checked = check(config, world_size=2, cache=tmp_path, say=lambda text: None)
     assert 9e6 < checked.parameters < 11e6
     assert checked.resolved.layout.dp == 2
+    assert load(QUICKSTART).train_batch_size is None, "a fixed batch would not divide over every number of GPUs"
     assert checked.resolved.data_parallel.stage == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,21 +15,22 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.parity.cases import PlainModel
-from tests.pool import Pool
 from torch import nn
 
 import plait
+import plait.engine.build
 from plait.cli.main import main
 from plait.config.resolve import load
 from plait.engine.engine import Engine
 from plait.engine.step import Stepper
-from plait.errors import ParityError, PlaitError
+from plait.errors import ParityError
 from plait.parallel import materialise
 from plait.parallel.reducer import Reducer
 from plait.verify.plan import Plan, prepare
-from plait.verify.report import Report, failure
+from plait.verify.report import Report, failure, raise_unless_equal
 from plait.verify.run import judge, run_layout
+from tests.parity.cases import PlainModel
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 LLAMA: dict[str, Any] = {
@@ -119,6 +121,11 @@ def _launch_in_float32(self: Reducer, bucket: Any) -> None:
     _launch(self, bucket)
 
 
+def _average(parts: Any) -> None:
+    if parts.reducer is not None:
+        parts.reducer.mean = True
+
+
 def _local_weight(self: Engine, weights: list[Any]) -> torch.Tensor:
     return torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights]).sum()
 
@@ -141,7 +148,7 @@ def _step_on_rank_0(self: Stepper, **arguments: Any) -> Any:
 _launch, _initialise, _step = Reducer._launch, materialise.initialise, Stepper.__call__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
-    "mean instead of sum": (plait.engine.build, "reduce_by_sum", lambda parts: None),
+    "mean instead of sum": (plait.engine.build, "reduce_by_sum", _average),
     "wrong weight": (Engine, "_global_weight", _local_weight),
     "unsynchronised weights": (materialise, "broadcast", lambda *_, **__: None),
     "initialised by rank": (materialise, "initialise", _initialise_by_rank),
@@ -151,8 +158,9 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def planned(*, model: str | None = None, processes: int = 2, passes: Any = ("float64",), **changes: Any) -> Plan:
+def planned(*, given: Callable[[], Any] | None = None, processes: int = 2, passes: Any = ("float64",), **changes: Any) -> Plan:
     """Of FILE with changes, as the command makes it."""
+    model = f"{__name__}:{given.__name__}" if given is not None else None
     return prepare(load({**FILE, **changes}), model=model, processes=processes, most_processes=8, steps=2, passes=passes)
 
 
@@ -175,31 +183,37 @@ def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("defect", "changes"),
+    ("defect", "function", "changes"),
     [
-        ("missing all-reduce", {"model": plain}),
-        ("mean instead of sum", {"model": plain}),
-        ("mean instead of sum", {"zero_optimization": {"stage": 2}}),
-        ("wrong weight", {"zero_optimization": {"stage": 1}}),
-        ("unsynchronised weights", {"model": plain}),
-        ("unsynchronised weights", {"model": plain, "zero_optimization": {"stage": 3}}),
-        ("initialised by rank", {"zero_optimization": {"stage": 3}}),
-        ("reduced in float32", {}),
-        ("not clipped", {"zero_optimization": {"stage": 3}}),
-        ("updated on rank 0 only", {}),
+        ("missing all-reduce", plain, {}),
+        ("mean instead of sum", plain, {}),
+        ("mean instead of sum", None, {"zero_optimization": {"stage": 2}}),
+        ("wrong weight", None, {"zero_optimization": {"stage": 1}}),
+        ("unsynchronised weights", plain, {}),
+        ("unsynchronised weights", plain, {"zero_optimization": {"stage": 3}}),
+        ("initialised by rank", None, {"zero_optimization": {"stage": 3}}),
+        ("reduced in float32", None, {}),
+        ("not clipped", None, {"zero_optimization": {"stage": 3}}),
+        ("updated on rank 0 only", None, {}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_defects_are_found_and_named(pool: Pool, defect: str, changes: dict[str, Any]) -> None:
-    """Without the defect all is equal, with it a parameter is named."""
-    function = changes.pop("model", None) if changes.get("model") is plain else None
-    plan = planned(model=f"{__name__}:{function.__name__}" if function else None, **changes)
+def test_defects_are_found_and_named(pool: Pool, defect: str, function: Any, changes: dict[str, Any]) -> None:
+    """With the error that the command ends with (exit code 3)."""
+    plan = planned(given=function, **changes)
     report = verdict(pool, plan, defect)
     assert not report.equal
     named = report.as_dict()["first_different"]
     assert named in dict(plan.build(torch.float64).model.named_parameters())
-    assert named in failure(report)
-    assert not [row for row in report.sections[0].rows if row.error > 0.5] or defect != "reduced in float32"
+    with pytest.raises(ParityError, match=re.escape(named)) as caught:
+        raise_unless_equal(report)
+    assert caught.value.exit_code == 3
+
+
+def test_what_is_found_first(pool: Pool) -> None:
+    """Weights that differ before training are told as such, not as wrong gradients."""
+    told = failure(verdict(pool, planned(given=plain), "unsynchronised weights"))
+    assert "first: initial weight of embed.weight: ranks hold different copies" in told
 
 
 # ---- equal layouts ------------------------------------------------------------------------------------------------------------------
@@ -230,5 +244,179 @@ def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     """Models that Transformers does not know, with weights of their own that differ on every rank until the engine makes them equal."""
-    report = verdict(pool, planned(model=f"{__name__}:{function.__name__}", zero_optimization={"stage": stage}))
+    report = verdict(pool, planned(given=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
+
+
+def test_a_model_that_counts_its_blocks_stays_whole() -> None:
+    """What cannot be made smaller is compared as it is, and that is told."""
+    plan = planned(given=counted)
+    assert len(plan.build(torch.float64).model.blocks) == 3
+    assert any("as it is: with 2 of its 3 blocks it does not run" in line for _, line in plan.lines)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, *arguments: str, file: dict[str, Any] = FILE) -> subprocess.CompletedProcess[str]:
+    """`plait verify` as a user runs it, on two processes where the file leaves it open."""
+    (folder / "run.json").write_text(json.dumps(file))
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment["PYTHONPATH"] = os.pathsep.join([*sys.path, str(ROOT)])
+    command = [sys.executable, "-m", "plait", "verify", "run.json", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_command_equal(tmp_path: Path) -> None:
+    """Exit code 0, one object for machines on standard output and nothing else."""
+    file = {**FILE, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    done = run(tmp_path, "--steps", "2", "--json", file=file)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"] is True and found["first_different"] is None
+    assert found["processes"] == 2 and found["layout"]["dp_shard"] == 2 and found["zero_stage"] == 2
+    assert [part["name"] for part in found["passes"]] == ["float64", "configured"]
+    assert {row["kind"] for row in found["passes"][0]["rows"]} == {"initial weight", "loss", "gradient norm", "gradient", "parameter"}
+    assert any("hidden_size 512 -> " in note for note in found["notes"])
+
+
+def broken() -> nn.Module:
+    """A model that breaks the engine of the processes that build it."""
+    if "plait.verify.run" in sys.modules and os.environ.get("WORLD_SIZE") == "2":
+        Reducer._launch = _launch_nothing  # type: ignore[method-assign]
+    return plain()
+
+
+def test_command_different(tmp_path: Path) -> None:
+    """Exit code 3; the table says which, the message names the first; no traceback."""
+    done = run(tmp_path, "--model", f"{__name__}:broken", "--steps", "1", "--dtype", "float64", "--all")
+    assert done.returncode == 3, done.stderr
+    assert "DIFFERENT" in done.stdout and "gradient blocks.0.up.weight" in done.stdout
+    assert "plait:   first: gradient of embed.weight in step 0: error " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "told"),
+    [
+        ((), {"model": None}, "the file names no model; add"),
+        (("--model", "tests.no_such:thing"), {}, "there is no module 'tests.no_such'"),
+        (("--model", f"{__name__}:no_such"), {}, "has no function 'no_such'"),
+        (("--model", f"{__name__}:work_nothing"), {}, "it returned a str; the function returns a module"),
+        (("--model", f"{__name__}:random_model"), {}, "it is random even without dropout"),
+        (("--model", "./nowhere"), {}, "--model = './nowhere': there is no such file or folder"),
+        ((), {"model": {"config": {"model_type": "lama"}}}, "Transformers has no such architecture; use 'llama'"),
+        (
+            (),
+            {"model": {"config": {"model_type": "bert"}}, "parallel": {"tp": 16}},
+            "dp_replicate 2 = 32 processes, and this machine starts 8 by itself",
+        ),
+        (("--processes", "3"), {"parallel": {"tp": 2}}, "start 2 or 4 processes"),
+        (("--steps", "0"), {}, "--steps 0: at least one step"),
+        (("--tolerance", "0"), {}, "--tolerance 0.0: not a positive number"),
+        (("--engine", "deepspeed", "--dtype", "float64"), {}, "deepspeed"),
+        (("--engine", "accelerate"), {"zero_optimization": {"stage": 2}}, "use --set zero_optimization.stage=0"),
+        (("--device", "cuda", "--processes", "64"), {}, "64 processes need a GPU each"),
+        (("--set", "zero_optimization.stage=7"), {}, "zero_optimization.stage"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_wrong_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    changes: dict[str, Any],
+    told: str,
+) -> None:
+    """Refused before any process, in a sentence, with exit code 2."""
+    file = {name: value for name, value in {**FILE, **changes}.items() if value is not None}
+    (tmp_path / "run.json").write_text(json.dumps(file))
+    monkeypatch.setattr("plait.cli.launch.run", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path / "run.json"), *arguments])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def work_nothing() -> str:
+    """Not a model."""
+    return "model"
+
+
+class Counted(PlainModel):
+    """Indexes its blocks."""
+
+    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        hidden = self.embed(input_ids)
+        for index in range(3):
+            hidden = self.blocks[index](hidden, side)
+        return self.head(hidden)
+
+
+def counted() -> nn.Module:
+    """A model that cannot lose a block."""
+    return Counted(tied=False)
+
+
+# ---- how a file becomes small -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stage", "expected"),
+    [
+        ({}, 0, (1, 2, 1, 1, 1)),
+        ({}, 2, (1, 1, 2, 1, 1)),
+        ({"tp": 2}, 0, (1, 2, 1, 1, 2)),
+        ({"tp": 2, "dp_shard": 64}, 3, (1, 1, 2, 1, 2)),
+        ({"dp_replicate": 2}, 3, (1, 2, 2, 1, 1)),
+        ({"dp_shard": 3}, 3, (1, 1, 3, 1, 1)),
+    ],
+)
+def test_layout(parallel: dict[str, int], stage: int, expected: tuple[int, ...]) -> None:
+    """Degrees of tensor parallelism stay; open data-parallel degrees are 2; given ones shrink where they would need too many processes."""
+    plan = planned(processes=None, parallel=parallel, zero_optimization={"stage": stage})  # type: ignore[arg-type]
+    assert tuple(plan.resolved.layout.degrees.values()) == expected
+    assert any("dp_shard 64 -> 2" in line for _, line in plan.lines) == (parallel.get("dp_shard") == 64)
+
+
+def test_what_shrinks_and_what_stays() -> None:
+    """The float64 pass keeps every mechanism of mixed precision."""
+    plan = planned(
+        fp16={"enabled": True}, gradient_accumulation_steps=16, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 9}}
+    )
+    assert (plan.resolved.batch.micro_batch_size, plan.resolved.batch.accumulation) == (2, 3)
+    assert plan.resolved.scheduler is None
+    told = "\n".join(line for _, line in plan.lines)
+    assert "gradient_accumulation_steps 16 -> 3" in told and "WarmupLR left out" in told and "initial_scale_power 16 -> 12" in told
+    wide, dtype = plan.settings("float64")
+    assert dtype == torch.float64
+    assert (wide.precision.compute, wide.precision.reduction, wide.precision.loss_scale) == (
+        "float64",
+        "float64",
+        plan.resolved.precision.loss_scale,
+    )
+    assert plan.settings("configured") == (plan.resolved, torch.float32)
+
+
+def test_buckets_shrink_with_the_model() -> None:
+    """A small model in one bucket of 25 MiB would not show a wrong order of buckets."""
+    plan = planned()
+    model = plan.build(torch.float64).model
+    largest = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert plan.resolved.data_parallel.bucket_bytes < largest / 3
+
+
+def test_data_is_uneven() -> None:
+    """Lengths, targets, one micro-batch without any."""
+    plan = planned()
+    data = plan.data(plan.build(torch.float64))
+    assert [len(step) for step in data] == [4, 4]
+    pieces = [piece for step in data for piece in step]
+    assert len({piece["input_ids"].shape for piece in pieces}) > 2
+    weights = [int(plait.causal_lm_loss.weight(piece)) for piece in pieces]
+    assert weights[1] == 0 and len(set(weights)) > 3
+    assert all(piece["attention_mask"][0].sum() < piece["attention_mask"][1].sum() for piece in pieces)
+    again = plan.data(plan.build(torch.float64))
+    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(data[1], again[1], strict=True))

@@ -149,3 +149,21 @@ def test_a_direct_call_gives_whole_logits(pool: Pool, sequence: bool) -> None:
     wanted = pool.run(1, logits, None)[0]
     for found in pool.run(2, logits, settings(2, 2, 0, 1, 1, sequence)):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def shortest(rank: int, world: int) -> tuple[str, int, list[float]]:
+    """Runs in a worker."""
+    engine = plait.initialize(
+        cases.build("llama", tied=True, dtype=torch.float32),
+        {"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        loss_fn=plait.causal_lm_loss,
+    )
+    batch = cases.ragged_steps(1, steps=1, size=3)[0][0]
+    return str(engine.mesh.layout), engine.parts.stage, [float(engine.train_batch(batch)) for _ in range(5)]
+
+
+def test_the_shortest_file(pool: Pool) -> None:
+    """MISSION Z7: two keys (and an optimizer) are enough; the rest of the processes are data parallel, and the loss falls."""
+    for layout, stage, losses in pool.run(4, shortest):
+        assert (layout, stage) == ("dp_shard=2 x tp=2", 2)
+        assert losses[-1] < losses[0]

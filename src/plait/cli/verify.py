@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cluster.launchers import claim
-from plait.errors import InputError, ParityError
+from plait.errors import InputError
 
 if TYPE_CHECKING:
     from plait.verify.plan import Pass, Plan
@@ -201,14 +201,13 @@ def _tell(plan: Plan) -> None:
 
 
 def _finish(report: Report, *, everything: bool, as_json: bool) -> None:
-    from plait.verify.report import failure, lines
+    from plait.verify.report import lines, raise_unless_equal
 
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
         typer.echo("\n".join(lines(report, everything=everything)))
-    if not report.equal:
-        raise ParityError(failure(report))
+    raise_unless_equal(report)
     if not as_json:
         count = sum(len(section.rows) for section in report.sections)
         typer.echo(f"\nequal: {count:,} numbers and tensors of the layout are those of one process")

@@ -82,9 +82,9 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
         padding = list(x.shape)
         padding[dim] = size - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
-    stacked = x.new_empty(ranks, *x.shape)
-    _all_gather_single(stacked.view(ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
-    whole = stacked.movedim(0, dim).reshape(*x.shape[:dim], ranks * size, *x.shape[dim + 1 :])
+    stacked = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    _all_gather_single(stacked, x.contiguous(), group=group)
+    whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
     # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
     return whole if ranks * size == length else whole.narrow(dim, 0, length).contiguous()
 
@@ -97,9 +97,9 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
         padding = list(x.shape)
         padding[dim] = ranks * size - length
         x = torch.cat([x, x.new_zeros(padding)], dim)
-    stacked = x.unflatten(dim, (ranks, size)).movedim(dim, 0).contiguous()
-    mine = x.new_empty(stacked.shape[1:])
-    _reduce_scatter_single(mine, stacked.view(ranks * mine.shape[0], *mine.shape[1:]), group=group)
+    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
+    mine = x.new_empty(stacked.shape[0] // ranks, *stacked.shape[1:])
+    _reduce_scatter_single(mine, stacked, group=group)
     kept = shard_sizes(length, ranks)[group.rank()]
     return mine if kept == size else mine.narrow(dim, 0, kept).contiguous()
 

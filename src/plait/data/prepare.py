@@ -15,7 +15,7 @@ from plait.config.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.packing import FORMAT, Sequences, read_tokens, write_tokens
 from plait.data.text import open_corpus
-from plait.data.tokenizer import load_tokenizer, name_of, trained_tokenizer
+from plait.data.tokenizer import load_tokenizer, name_of, trained_tokenizer, vocabulary_size
 from plait.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Prepared:
     train: Sequences
     validation: Sequences
     identity: dict[str, str]
-    """What two runs must share to see the same sequences: names of the text and of the tokenizer."""
+    """What two runs must share to see the same sequences: the text and the tokenizer, in words and as a digest of their content."""
 
 
 def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say: Callable[[str], None]) -> Prepared:
@@ -46,8 +46,8 @@ def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say
     corpus = open_corpus(section, cache=cache)
     place = section.tokenizer or own_tokenizer
     tokenizer = load_tokenizer(place or trained_tokenizer(corpus, section, cache=cache, say=say))
-    identity = {"data.text": corpus.fingerprint, "data.tokenizer": name_of(tokenizer)}
-    key = digest([FORMAT, *identity.values(), str(section.validation_fraction)])
+    tokenizer_name = name_of(tokenizer)
+    key = digest([FORMAT, corpus.fingerprint, tokenizer_name, str(section.validation_fraction)])
 
     def tokenise(folder: Path) -> None:
         say(f"tokenising {corpus.description}")
@@ -70,5 +70,8 @@ def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say
         tokenizer=tokenizer,
         train=Sequences(train, length, padding),
         validation=Sequences(validation, length, padding),
-        identity=identity,
+        identity={
+            "data.text": f"{corpus.description} ({corpus.fingerprint[:12]})",
+            "data.tokenizer": f"{vocabulary_size(tokenizer):,} tokens ({tokenizer_name[:12]})",
+        },
     )

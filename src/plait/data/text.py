@@ -156,7 +156,7 @@ def _dataset(section: DataSection, cache: Path) -> Corpus:
 
     files = [(f"{file['filename']}\0{section.field}\0{section.split}", Path(file["filename"])) for file in data.cache_files]
     fingerprint = _remembered(cache, files, lambda: digest(documents())) if files else digest(documents())
-    return Corpus(f"the data set {name}, split {section.split}, {len(data):,} rows", fingerprint, documents)
+    return Corpus(f"the data set {Path(name).name}, split {section.split}, {len(data):,} rows", fingerprint, documents)
 
 
 def _load_dataset(section: DataSection) -> Any:

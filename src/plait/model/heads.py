@@ -6,7 +6,7 @@ they divide the ranks, stay whole with each rank computing the one that its quer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -104,7 +104,7 @@ def replicates_keys(attention: Attention, tp: int) -> bool:
     return attention.kv_heads is not None and attention.kv_heads < tp and bool(attention.keys_values)
 
 
-def check_heads(attentions: tuple[Attention, ...], tp: int) -> None:
+def check_heads(attentions: Sequence[Attention], tp: int) -> None:
     """Raise ConfigError, with every rule broken and the degrees that would do, unless `tp` ranks can each take whole heads."""
     problems: dict[str, Problem] = {}
     for attention in attentions:
@@ -115,10 +115,15 @@ def check_heads(attentions: tuple[Attention, ...], tp: int) -> None:
         raise ConfigError(*problems.values())
 
 
-def possible_degrees(attentions: tuple[Attention, ...]) -> str:
+def allows(attentions: Sequence[Attention], tp: int) -> bool:
+    """Whether `tp` ranks can each take whole heads."""
+    return not any(_broken(attention, tp) for attention in attentions)
+
+
+def possible_degrees(attentions: Sequence[Attention]) -> str:
     """`1, 2, 3 or 6`: the degrees that every attention module allows."""
     most = min((attention.heads for attention in attentions if attention.heads is not None), default=1)
-    degrees = [tp for tp in range(1, most + 1) if not any(_broken(attention, tp) for attention in attentions)]
+    degrees = [tp for tp in range(1, most + 1) if allows(attentions, tp)]
     *rest, last = [str(degree) for degree in degrees]
     return f"{', '.join(rest)} or {last}" if rest else last
 

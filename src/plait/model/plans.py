@@ -20,6 +20,7 @@ from plait.model.facts import tied_names
 from plait.model.heads import (
     GROUPS,
     Attention,
+    allows,
     check_heads,
     count_attributes,
     find_attentions,
@@ -28,7 +29,7 @@ from plait.model.heads import (
 )
 from plait.model.layers import check_style, in_features, out_features, split_dims
 from plait.model.partial import settle_inner
-from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, matches
+from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, generic, matches
 from plait.model.sequence import sequence_facts
 from plait.model.sources import rules_for
 
@@ -181,7 +182,7 @@ def _check_tied(model: nn.Module, dims: dict[str, int | None], source: str) -> N
 
 def _check_widths(model: nn.Module, styles: Mapping[str, Style], attentions: Sequence[Attention], tp: int) -> None:
     """No rank may be left without a part, and the layers of an attention split between heads."""
-    problems = []
+    sizes: list[tuple[str, int, str, bool]] = []
     for name, style in styles.items():
         if style in ("kv_replicated", "replicated_with_grad_allreduce"):
             continue
@@ -190,17 +191,26 @@ def _check_widths(model: nn.Module, styles: Mapping[str, Style], attentions: Seq
             size, what = int(module.get_parameter("weight").shape[0]), "rows"
         else:
             size, what = (out_features(module), "outputs") if style in COLUMN_STYLES else (in_features(module), "inputs")
-        in_attention = any(name.startswith(f"{attention.name}.") for attention in attentions) and style in ("colwise", "rowwise")
-        if local_size(size, tp, tp - 1) == 0:
-            filled = -(-size // -(-size // tp))
-            most = next(degree for degree in range(tp - 1, 0, -1) if local_size(size, degree, degree - 1))
-            rule = f"{name} has {size} {what}, of which only {filled} ranks would get some"
-            problems.append(Problem("parallel.tp", tp, rule, f"use {most}"))
-        elif in_attention and size % tp:
-            rule = f"{name} has {size} {what} and {size} % {tp} = {size % tp}, so a head would be cut"
-            problems.append(Problem("parallel.tp", tp, rule, "use a divisor of the number of heads"))
-    if problems:
-        raise ConfigError(*problems[:4])
+        of_heads = style in ("colwise", "rowwise") and any(name.startswith(f"{attention.name}.") for attention in attentions)
+        sizes.append((name, size, what, of_heads))
+    broken = [(name, rule) for name, size, what, of_heads in sizes if (rule := _width_rule(name, size, what, tp, of_heads=of_heads))]
+    if broken:
+
+        def fits(degree: int) -> bool:
+            return allows(attentions, degree) and not any(_width_rule(n, s, w, degree, of_heads=h) for n, s, w, h in sizes)
+
+        once = {generic(name): rule for name, rule in reversed(broken)}  # a layer of many blocks is told of once
+        remedy = f"use {next(degree for degree in range(tp - 1, 0, -1) if fits(degree))}"
+        raise ConfigError(*[Problem("parallel.tp", tp, rule, remedy) for rule in reversed(once.values())])
+
+
+def _width_rule(name: str, size: int, what: str, tp: int, *, of_heads: bool) -> str | None:
+    """The rule that a split of `size` between `tp` ranks breaks, or None."""
+    if local_size(size, tp, tp - 1) == 0:
+        return f"{name} has {size} {what}, of which only {-(-size // -(-size // tp))} ranks would get some"
+    if of_heads and size % tp:
+        return f"{name} has {size} {what} and {size} % {tp} != 0, so a head would be cut"
+    return None
 
 
 def _attributes(model: nn.Module, attentions: Sequence[Attention], rule_set: RuleSet, tp: int) -> tuple[tuple[str, str, int], ...]:

@@ -65,6 +65,8 @@ class MetricsFile:
 def as_row(event: Event) -> dict[str, Any]:
     """An event as JSON. Numbers that JSON has no word for (nan, inf) are null."""
     row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in asdict(event).items()}
+    if isinstance(event, StepDone):
+        row["tokens_per_second"] = event.tokens / event.seconds if event.seconds else None
     return {"event": NAMES[type(event)], **row}
 
 

@@ -97,7 +97,9 @@ class ProgressLines:
         if self._console.is_terminal:
             # One row however narrow the terminal is: what does not fit is cut off at the end.
             words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            self._live = Progress(BarColumn(bar_width=12), MofNCompleteColumn(), words, console=self._console, transient=True)
+            self._live = Progress(
+                BarColumn(bar_width=12), MofNCompleteColumn(), words, console=self._console, transient=True, refresh_per_second=4
+            )
             self._live.add_task("the first step is the slowest", total=event.last_step, completed=event.first_step)
             self._live.start()
 

@@ -91,10 +91,11 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def _refuse_differences(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
     remedy = "set it back, name another run.folder, or start over with --fresh"
+    # Fields that only one side has come from another version of Transformers; the checkpoint's shapes are compared when it is loaded.
     problems = [
-        Problem(name, now.get(name), f"{checkpoint} was made with {was.get(name)!r}", remedy)
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
+        Problem(name, now[name], f"{checkpoint} was made with {was[name]!r}", remedy)
+        for name in sorted(was.keys() & now.keys())
+        if was[name] != now[name]
     ]
     if problems:
         raise ConfigError(*problems)

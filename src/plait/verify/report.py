@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from plait.errors import ParityError
 from plait.units import dtype_of
 from plait.verify.parity import Kind, Trace, compare
 from plait.verify.plan import Pass, Plan
@@ -221,6 +222,12 @@ def _tensor_errors(
 
 
 # ---- telling ------------------------------------------------------------------------------------------------------------------------
+
+
+def raise_unless_equal(report: Report) -> None:
+    """Raise ParityError, whose message is `failure`."""
+    if not report.equal:
+        raise ParityError(failure(report))
 
 
 def failure(report: Report) -> str:

@@ -225,8 +225,8 @@ def test_a_container_s_style_goes_to_the_owners_of_parameters() -> None:
             {"num_kv_heads": 2},
             "parallel.tp = 4: num_kv_heads is 2 and 2 % 4 != 0, and query_key_value computes keys together with queries; use 1 or 2",
         ),
-        ("gpt2", 120, {}, "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 101"),
-        ("phi3", 16, {"vocab_size": 17}, "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 9"),
+        ("gpt2", 120, {}, "parallel.tp = 120: transformer.wte has 101 rows, of which only 101 ranks would get some; use 11"),
+        ("phi3", 16, {"vocab_size": 17}, "parallel.tp = 16: model.embed_tokens has 17 rows, of which only 9 ranks would get some; use 6"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_the_numbers(kind: str, tp: int, changes: dict[str, Any], message: str) -> None:
@@ -238,8 +238,8 @@ def test_degrees_that_do_not_fit_are_refused_with_the_numbers(kind: str, tp: int
 def test_the_degree_that_is_named_instead_works() -> None:
     model = family("phi3", device="meta", vocab_size=17)
     with pytest.raises(ConfigError) as refused:
-        plan_of(model, 16)
-    degree = min(int(line.rpartition(" ")[2]) for line in str(refused.value).splitlines())
+        plan_of(model, 17)
+    (degree,) = {int(line.rpartition(" ")[2]) for line in str(refused.value).splitlines()}
     assert plan_of(model, degree).tp == degree
 
 
@@ -247,10 +247,10 @@ def test_a_cut_through_a_head_is_refused() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q_proj, self.o_proj = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.q_proj, self.o_proj = nn.Linear(10, 10), nn.Linear(10, 10)
 
     model = nn.ModuleDict({"attn": Attention()})
-    with pytest.raises(ConfigError, match=r"attn.q_proj has 6 outputs and 6 % 4 = 2, so a head would be cut"):
+    with pytest.raises(ConfigError, match=r"attn.q_proj has 10 outputs and 10 % 4 != 0, so a head would be cut; use 2"):
         plan_of(model, 4, {"attn.q_proj": "colwise", "attn.o_proj": "rowwise"})
 
 
@@ -342,9 +342,9 @@ def wrong(plan: TensorPlan, **styles: str) -> TensorPlan:
 
 
 def test_the_judge_finds_a_fused_weight_that_is_split_as_if_it_were_not() -> None:
-    model = family("gpt2")
-    plan = wrong(plan_of(model, 2), **{"attn.c_attn": "colwise", "attn.c_proj": "rowwise"})
-    with pytest.raises((AssertionError, RuntimeError)):
+    model = family("phi3", intermediate_size=52)  # half of [gate | up] has an even width too, so nothing fails aloud
+    plan = wrong(plan_of(model, 2), **{"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"})
+    with pytest.raises(AssertionError, match="the output differs"):
         check(model, plan, logits, blocks=find_blocks(model))
 
 

@@ -43,6 +43,7 @@ def test_each_event_is_a_line(tmp_path: Path) -> None:
         "tokens": 12,
         "seconds": 0.5,
         "memory_bytes": 1024,
+        "tokens_per_second": 24.0,
     }
 
 

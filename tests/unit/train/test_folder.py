@@ -32,11 +32,16 @@ def test_the_same_run_goes_on(tmp_path: Path) -> None:
 def test_each_difference_is_named(tmp_path: Path) -> None:
     _checkpoint(tmp_path, {"identity": IDENTITY, "step": 7, "samples": 56})
     with pytest.raises(ConfigError) as caught:
-        RunFolder(tmp_path).position({**IDENTITY, "model.hidden_size": 32, "data.text": "new"})
+        RunFolder(tmp_path).position({**IDENTITY, "model.hidden_size": 32, "run.seed": 1})
     lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["data.text = 'new'", "model.hidden_size = 32"]
-    assert "was made with 64" in lines[1]
-    assert "--fresh" in lines[1]
+    assert [line.split(":")[0] for line in lines] == ["model.hidden_size = 32", "run.seed = 1"]
+    assert "was made with 64" in lines[0]
+    assert "--fresh" in lines[0]
+
+
+def test_a_field_that_another_version_added_does_not_matter(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, {"identity": {**IDENTITY, "model.gone": 1}, "step": 7, "samples": 56})
+    assert RunFolder(tmp_path).position({**IDENTITY, "model.new": None}) == Position(7, 56)
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Host time of a tensor-parallel block, Plait beside torch's own styles."""
