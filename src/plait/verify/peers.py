@@ -68,7 +68,8 @@ def trace(plan: Plan, name: Pass) -> Trace:
     _, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
     give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed)
-    return (_deepspeed if plan.engine == "deepspeed" else _accelerate)(plan, built)
+    with plan.lifting(name, built.model):
+        return (_deepspeed if plan.engine == "deepspeed" else _accelerate)(plan, built)
 
 
 class _Notes:
@@ -107,6 +108,10 @@ def _sum_over_ranks(value: float, device: torch.device) -> float:
     if dist.is_initialized():
         dist.all_reduce(total)
     return float(total)
+
+
+def _norm(gradients: Iterable[torch.Tensor | None]) -> float:
+    return float(torch.nn.utils.get_total_norm([grad.double() for grad in gradients if grad is not None]))
 
 
 def _clipped(gradients: Mapping[str, torch.Tensor | None], norm: float, largest: float) -> dict[str, torch.Tensor | None]:
@@ -165,7 +170,8 @@ def _deepspeed(plan: Plan, built: Built) -> Trace:
                     gradients[name] = None if grad is None else whole(grad)
             engine.step()
         notes.losses.append(_sum_over_ranks(loss, engine.device) / weight)
-        notes.norms.append(float(engine.get_global_grad_norm()))
+        told = engine.get_global_grad_norm()  # None at stage 0 in float32
+        notes.norms.append(float(told) if told is not None else _norm(gradients.values()))
         notes.gradients.append(_clipped(gradients, notes.norms[-1], plan.resolved.gradient_clipping))
     return notes.trace(_deepspeed_parameters(engine))
 

@@ -8,10 +8,12 @@ the batch and the buckets shrink with the model, each with a line that says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from plait.config.resolve import Resolved, resolve
 from plait.config.schema import Config, ParallelSection
@@ -21,6 +23,7 @@ from plait.units import dtype_of
 from plait.verify import peers
 from plait.verify.batches import ragged_steps
 from plait.verify.choose import choose
+from plait.verify.lift import lifted
 from plait.verify.subject import Built, Subject, build, seed_everything
 
 Pass = Literal["float64", "configured"]
@@ -77,6 +80,11 @@ class Plan:
             seed=self.resolved.seed,
             micro_batch=built.micro_batch,
         )
+
+    @staticmethod
+    def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
+        """In float64, casts inside the model and inside the optimizer that narrows on purpose are left out."""
+        return lifted(model, torch.optim.Muon) if name == "float64" else nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
         """(configuration, dtype of the parameters) of a pass. float64 keeps every mechanism of mixed precision, the loss scale included,

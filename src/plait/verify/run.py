@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from plait.engine.engine import Engine
 from plait.engine.optimizer import build_optimizer
 from plait.units import dtype_of
 from plait.verify import peers
-from plait.verify.lift import lifted
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, Plan
 from plait.verify.report import Report, judge_configured, judge_float64
@@ -90,15 +88,10 @@ def run_layout(plan: Plan) -> Traces:
 def _engine_trace(plan: Plan, name: Pass, engines: list[Engine]) -> Trace:
     resolved, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
-    with lifted_in(name, built.model):
+    with plan.lifting(name, built.model):
         engine = initialize(built.model, resolved, loss_fn=built.loss, forward=built.forward, total_steps=plan.steps)
         engines.append(engine)
         return engine_trace(engine, plan.data(built))
-
-
-def lifted_in(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
-    """In float64, casts inside the model and inside the optimizer that narrows on purpose are left out."""
-    return lifted(model, torch.optim.Muon) if name == "float64" else nullcontext()
 
 
 # ---- one process --------------------------------------------------------------------------------------------------------------------
@@ -119,7 +112,7 @@ def references(plan: Plan, name: Pass, found: Trace) -> References:
     model = give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed).to(plan.device)
     data = [[to_device(piece, torch.device(plan.device)) for piece in step] for step in plan.data(built)]
     exact_model = model if name == "float64" else _in_float64(plan, model)
-    with lifted_in("float64", exact_model):
+    with plan.lifting("float64", exact_model):
         exact = _trace(plan, built, exact_model, data, found)
     if name == "float64":
         return References(exact, None)

@@ -137,6 +137,8 @@ def test_counts_of_heads_become_this_rank_s() -> None:
         ("model.layers.0.self_attn", "num_key_value_heads", 1),
         ("model.layers.0.self_attn", "num_key_value_groups", 1),
     )
+    several = plan_of(family("stablelm", num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4), 2)
+    assert several.attributes == (("model.layers.0.self_attn", "num_heads", 4), ("model.layers.0.self_attn", "num_key_value_heads", 2))
 
 
 def test_fewer_key_heads_than_ranks_stay_whole() -> None:
@@ -183,6 +185,12 @@ def test_an_embedding_that_is_more_than_a_lookup_stays_whole_with_its_tied_head(
     plan = plan_of(model, 2)
     assert plan.embedding is None and plan.head is None
     assert plan.dims["model.embed_tokens.weight"] is None and plan.dims["lm_head.weight"] is None
+
+
+def test_a_wrapper_s_ends_are_those_of_the_model_inside() -> None:
+    plan = plan_of(nn.ModuleDict({"language": family("gpt2", device="meta")}), 2)
+    assert (plan.embedding, plan.head) == ("language.transformer.wte", "language.lm_head")
+    assert plan.final_norm == "language.transformer.ln_f"
 
 
 def test_a_module_in_two_places_has_one_split() -> None:
@@ -312,6 +320,7 @@ def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> Non
         ("gpt2", {"add_cross_attention": True}, "cross-attention reads a second sequence"),
         ("bert", {}, r"attention holds output.LayerNorm \(LayerNorm\)"),
         ("doge", {}, "has a parameter of its own"),
+        ("ctrl", {}, "multi_head_attention takes a second input, k"),
     ],
 )
 def test_sequence_parallelism_is_refused_with_the_reason(kind: str, changes: dict[str, Any], reason: str) -> None:
