@@ -21,6 +21,7 @@ from plait.errors import PlaitError
 VERBS = {
     "train": ("plait.cli.train", "Train a model as one JSON file says."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
+    "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),
     "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }

@@ -55,6 +55,13 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+_PASSES: dict[Dtype, tuple[Pass, ...]] = {
+    Dtype.float64: ("float64",),
+    Dtype.configured: ("configured",),
+    Dtype.both: ("float64", "configured"),
+}
+
+
 @app.command()
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run; a DeepSpeed file too.")],
@@ -129,14 +136,13 @@ def _plan(
     if launched is not None:
         processes, gpus = launched.world_size, launched.world_size if gpus else 0
     chosen = dtype or (Dtype.configured if engine is Engine.deepspeed else Dtype.both)
-    passes: tuple[Pass, ...] = ("float64", "configured") if chosen is Dtype.both else (chosen.value,)
     return prepare(
         config,
         model=model,
         processes=processes,
         most_processes=max(gpus, cpu_count(), _BY_ITSELF),
         steps=steps,
-        passes=passes,
+        passes=_PASSES[chosen],
         engine=engine.value,
         device=device.value,
         gpus=gpus,

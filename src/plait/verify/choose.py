@@ -56,7 +56,7 @@ def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
     if given is None and config.model is None:
         example = '"model": {"config": {"model_type": "llama"}}'
         raise ConfigError(Problem("model", None, "the file names no model", f"add {example}, or --model FOLDER, NAME or {_FUNCTION}"))
-    fields, title = _fields(config, given)
+    fields, title = fields_of(config, given)
     dtype = config.model.dtype if config.model is not None else "float32"
     return _transformers(fields, title, blocks, layout, dtype=dtype)
 
@@ -64,7 +64,8 @@ def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
 # ---- Transformers -------------------------------------------------------------------------------------------------------------------
 
 
-def _fields(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
+def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
+    """The Transformers configuration of the user's model, unshrunk, and a title: of `given` (a name, folder or file), else of the `model` section."""
     if given is not None:
         return _fields_at(given, "--model"), given
     assert config.model is not None

@@ -88,7 +88,9 @@ def reference_trace(
     device = next(iter(parameters.values())).device
     initial = _copies(parameters)
     update = optimizer([p for p in parameters.values() if p.requires_grad])
-    losses, norms, gradients = [], [], []
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: list[dict[str, torch.Tensor | None]] = []
     for index, step in enumerate(steps):
         scale = scales[index] if scales else 1.0
         total_weight = float(sum(loss_fn.weight(piece) for piece in step))
@@ -186,8 +188,8 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor on the CPU, from its shards. Collective for a DTensor."""
-    full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return full.cpu().clone()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().clone()
 
 
 def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
@@ -204,7 +206,7 @@ def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
 
 def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Difference]:
     """The whole tensors that are not the same bits on every rank that has them, against the lowest such rank. Collective."""
-    digests = _gathered({name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy()).digest() for name, t in mine.items()})
+    digests = _gathered({name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for name, t in mine.items()})
     found: dict[str, set[bytes]] = {}
     for entries in digests:
         for name, digest in entries.items():

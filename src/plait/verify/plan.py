@@ -92,13 +92,13 @@ class Plan:
         if name == "configured":
             return self.resolved, dtype_of(self.dtype)
         precision = self.resolved.precision
-        wide = Precision.model_construct(
-            compute="float64" if precision.compute else None,
-            reduce="float64" if precision.reduction else None,
-            loss_scale=precision.loss_scale,
-            check_overflow=precision.check_overflow,
-        )
-        return self.resolved.model_copy(update={"precision": wide}), torch.float64
+        wide: dict[str, Any] = {
+            **dict(precision),
+            "compute": "float64" if precision.compute else None,
+            "reduce": "float64" if precision.reduction else None,
+        }
+        # No file can ask for this dtype, so it does not pass the validation.
+        return self.resolved.model_copy(update={"precision": Precision.model_construct(**wide)}), torch.float64
 
     @property
     def computes_in(self) -> str:

@@ -2,7 +2,7 @@
 
 float64: each loss, norm, gradient and parameter is within the bar of one process. The configured precision: no further from the float64
 truth than 1.2 x one process in the same precision is, in root mean square over all tensors of a kind; a single tensor, which is a small
-sample, may add the model's own error to its own. Nothing is run here.
+sample, may add the error of its worst neighbour to its own. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from plait.verify.plan import Pass, Plan
 
 EXACT_BAR, ROUNDED_BAR = 1e-10, 1e-7
 FACTOR = 1.2
+ROUNDINGS = 8
+"""So many roundings more than in one process may befall a float32 gradient: scaling by ranks and micro-batches and back, the clip factor."""
 FLOOR = 1e-3
 """A tensor is measured against its own size plus this share of the usual size of its kind: what should be 0 holds rounding noise."""
 
@@ -131,15 +133,8 @@ def judge_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> S
     """As close to float64 as one process in the same precision. Steps that float16 skipped have no gradient to compare; that they had to
     be skipped is checked against one process at the same loss scale."""
     ours, theirs = _errors(exact, found), _errors(exact, single)
-    unit, single_roundings = _units(plan)
-    rows = []
-    for key, error in ours.items():
-        kind, step, name = key
-        one = theirs.get(key, math.nan)
-        allowed = FACTOR * one + (single_roundings if kind in ("loss", "gradient norm") else unit)
-        if name:
-            allowed = FACTOR * (one + theirs.get((kind, step, ""), 0.0)) + unit
-        rows.append(Row(kind, step, name, error, allowed, one))
+    allowed = _allowances(theirs, *_units(plan))
+    rows = [Row(*key, error, allowed.get(key, 0.0), theirs.get(key)) for key, error in ours.items()]
     bits = [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread]
     rows += [Row(d.kind, None, d.tensor or "", d.error, 0.0, what=_what(d.kind, d.name, d.error)) for d in bits]
     for step in found.skipped:
@@ -166,15 +161,34 @@ def _skips(found: Trace) -> tuple[str, ...]:
     return (f"skipped, with nothing to compare but the loss: step {', '.join(map(str, found.skipped))}",)
 
 
-def _units(plan: Plan) -> tuple[float, float]:
-    """What rounding may change beside its usual share: of a tensor, because sums over ranks are taken in another order than over
-    micro-batches, in the dtype of the reduction; of a loss or norm, a single number whose error in one process may be 0 by chance."""
-    precision = plan.resolved.precision
-    reduced, computed = dtype_of(precision.reduction or plan.dtype), dtype_of(precision.compute or plan.dtype)
-    return torch.finfo(reduced).eps, max(torch.finfo(reduced).eps, torch.finfo(computed).eps / 4)
-
-
 Key = tuple[Kind, int | None, str]
+
+
+def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) -> dict[Key, float]:
+    """What is allowed where one process has the errors `theirs`. Parameters may be as much worse as gradients may, because an optimizer
+    such as Adam magnifies what is wrong with small gradients."""
+    allowed: dict[Key, float] = {}
+    slack = FACTOR
+    for (kind, step, name), error in theirs.items():
+        if kind in ("loss", "gradient norm"):
+            allowed[kind, step, name] = FACTOR * error + single_number
+        elif not name and kind == "gradient":
+            allowed[kind, step, name] = FACTOR * error + unit
+            slack = max(slack, FACTOR + min(unit / error if error else FACTOR, FACTOR))  # at most doubled
+    for (kind, step, name), error in theirs.items():
+        if (kind, step, name) not in allowed:
+            largest = max(other for (k, s, n), other in theirs.items() if (k, s) == (kind, step) and n) if name else 0.0
+            allowed[kind, step, name] = (slack if kind == "parameter" else FACTOR) * (error + largest) + unit
+    return allowed
+
+
+def _units(plan: Plan) -> tuple[float, float]:
+    """What rounding may change beside its usual share: of a tensor, because an engine sums and divides in another order, in the dtype of
+    the reduction; of a loss or norm, a single number whose error in one process may be 0 by chance."""
+    precision = plan.resolved.precision
+    reduced, computed = (torch.finfo(dtype_of(name or plan.dtype)).eps for name in (precision.reduction, precision.compute))
+    unit = max(ROUNDINGS * torch.finfo(torch.float32).eps, reduced)
+    return unit, max(unit, computed / 4)
 
 
 def _errors(exact: Trace, found: Trace) -> dict[Key, float]:
@@ -218,7 +232,7 @@ def _tensor_errors(
     usual = sum(sizes.values()) / max(sum(count.values()), 1)  # of an element, squared
     together = math.sqrt(sum(squares.values()) / max(sum(sizes.values()), 1e-300))
     singly = {(kind, step, name): math.sqrt(squares[name] / max(sizes[name] + FLOOR**2 * usual * count[name], 1e-300)) for name in sizes}
-    return {(kind, step, ""): together, **singly, **errors}  # type: ignore[dict-item]
+    return {(kind, step, ""): together, **singly, **errors}
 
 
 # ---- telling ------------------------------------------------------------------------------------------------------------------------

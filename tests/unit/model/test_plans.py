@@ -187,6 +187,12 @@ def test_an_embedding_that_is_more_than_a_lookup_stays_whole_with_its_tied_head(
     assert plan.dims["model.embed_tokens.weight"] is None and plan.dims["lm_head.weight"] is None
 
 
+def test_an_embedding_that_scales_what_it_looks_up_is_split() -> None:
+    plan = plan_of(family("gemma", device="meta"), 2)
+    assert (plan.embedding, plan.head) == ("model.embed_tokens", "lm_head")
+    assert plan.dims["model.embed_tokens.weight"] == plan.dims["lm_head.weight"] == 0
+
+
 def test_a_wrapper_s_ends_are_those_of_the_model_inside() -> None:
     plan = plan_of(nn.ModuleDict({"language": family("gpt2", device="meta")}), 2)
     assert (plan.embedding, plan.head) == ("language.transformer.wte", "language.lm_head")

@@ -1,0 +1,166 @@
+"""`plait layout FILE`: who does what, before a device is booked: ranks on machines, the split of every parameter, the bytes of a rank.
+
+Arithmetic on the model's shapes alone: no weights, no process group. How fast it would be is not said here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.errors import InputError
+
+if TYPE_CHECKING:
+    from plait.cluster.topology import Topology
+    from plait.config.resolve import Resolved
+    from plait.model.facts import ModelFacts
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def layout(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run; a DeepSpeed file too.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A folder, a config.json or a name on the hub, in place of the file's model.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines, all alike.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine. [default: as many as the layout needs]")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nodes and --devices.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Show the ranks on the machines, how every parameter is split, and the bytes of model states on a rank."""
+    from plait.cluster.placement import warning
+    from plait.config.resolve import load, resolve, smallest_world
+    from plait.model.plans import make_plan
+    from plait.verify.choose import fields_of
+    from plait.verify.subject import transformers_model
+
+    config = load(file, override or ())
+    if config.model is None and model is None:
+        raise InputError(f"{file} has no `model` section; add one, or give --model")
+    topology = _topology(cluster, nodes, devices, least=smallest_world(config.parallel))
+    resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
+    fields, title = fields_of(config, model)
+    built = _parts(transformers_model(fields, dtype=_dtype(config)), resolved, make_plan)
+    memory = _memory(resolved, built["facts"])
+    said = warning(resolved.layout, topology)
+    if as_json:
+        rows = [row.__dict__ for row in built["rows"]]
+        report = {
+            "layout": resolved.layout.degrees,
+            "grid": _grid(resolved, topology),
+            "memory": memory,
+            "parameters": rows,
+            "warning": said,
+        }
+        print(json.dumps({"model": title, **report}))
+        return
+    _print(title, resolved, topology, built, memory, said)
+
+
+def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: int) -> Topology:
+    from plait.cluster.topology import Node, Topology, load
+
+    if cluster is not None:
+        return load(cluster)
+    each = devices or max(1, -(-least // nodes))
+    return Topology(tuple(Node(f"node{index}", each) for index in range(nodes)), "cuda")
+
+
+def _dtype(config: Any) -> Any:
+    from plait.units import dtype_of
+
+    return dtype_of(config.model.dtype if config.model is not None else "float32")
+
+
+def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
+    from plait.model.blocks import find_blocks
+    from plait.model.facts import model_facts
+    from plait.model.plans import describe
+
+    blocks = find_blocks(module, resolved.blocks or None)
+    plan = None
+    if resolved.layout.tp > 1:
+        plan = make_plan(module, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks)
+    return {"facts": model_facts(module, blocks, tensor_plan=plan), "plan": plan, "rows": describe(plan, module) if plan else []}
+
+
+def _memory(resolved: Resolved, facts: ModelFacts) -> dict[str, int]:
+    from plait.parallel.ledger import Ledger
+    from plait.parallel.order import account_all
+
+    at = resolved.layout
+    start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=resolved.batch.accumulation, tp=at.tp)
+    techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel)
+    return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
+
+
+def _grid(resolved: Resolved, topology: Topology) -> list[list[str]]:
+    from plait.cluster.placement import grid
+
+    return grid(resolved.layout, topology)
+
+
+_MEANINGS = {
+    "parameters": "parameters",
+    "gradients": "gradients at the optimizer step",
+    "optimizer": "optimizer states (two a parameter, as AdamW)",
+    "gathered_parameters": "gathered parameters between micro-batches",
+    "unsharded_gradients": "whole gradients between micro-batches",
+}
+
+
+def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, Any], memory: dict[str, int], said: str | None) -> None:
+    from rich.console import Console
+
+    from plait.units import format_bytes, format_count
+
+    console = Console(soft_wrap=True, highlight=False)
+    facts = built["facts"]
+    stage = f"ZeRO stage {resolved.data_parallel.stage}"
+    console.print(f"{title}: {format_count(facts.numel)} parameters, {len(facts.blocks)} blocks; {resolved.layout}, {stage}")
+    if said:
+        console.print(f"warning: {said}", style="yellow")
+    rows = [[name, " | ".join(cells)] for name, *cells in _grid(resolved, topology)]
+    tables: list[tuple[tuple[str, ...], list[list[str]]]] = [(("node", "ranks"), rows)]
+    if built["rows"]:
+        console.print(f"split over tp by {built['plan'].source}; the first block stands for all")
+        split = [[r.parameter, _shape(r.shape), r.style, _shape(r.local_shape), r.note] for r in _collapsed(built["rows"], facts.blocks)]
+        tables.append((("parameter", "shape", "style", "on rank 0", "note"), split))
+    states = [[_MEANINGS[kind], str(memory[kind]), format_bytes(memory[kind])] for kind in _MEANINGS if memory.get(kind)]
+    tables.append((("model states on rank 0", "bytes", ""), states))
+    for columns, rows in tables:
+        _table(console, columns, rows)
+
+
+def _table(console: Any, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+    """A table on a terminal, aligned lines in a pipe."""
+    if not console.is_terminal:
+        widths = [max(len(row[index]) for row in [list(columns), *rows]) for index in range(len(columns))]
+        for row in [list(columns), *rows]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print()
+        return
+    from rich.table import Table
+
+    table = Table(*columns)
+    for column in table.columns:
+        column.overflow = "fold"  # names are never cut
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _collapsed(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
+    """The parameters of the first block stand for those of all: blocks are alike."""
+    later = tuple(f"{block}." for block in blocks[1:])
+    return [row for row in rows if not row.parameter.startswith(later)] if later else rows
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(size) for size in shape)

@@ -1,0 +1,64 @@
+"""`plait layout`: grid, split and bytes from shapes alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.main import main
+
+FILE: dict[str, Any] = {
+    "zero_optimization": {"stage": 3},
+    "parallel": {"tp": 2},
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 64,
+            "intermediate_size": 101,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 201,
+        }
+    },
+}
+
+
+def run(folder: Path, *arguments: str) -> int:
+    """The command's exit code."""
+    (folder / "file.json").write_text(json.dumps(FILE))
+    try:
+        return int(main(["layout", str(folder / "file.json"), *arguments]) or 0)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For programs."""
+    assert run(tmp_path, "--nodes", "2", "--devices", "2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["layout"]["tp"] == 2 and report["layout"]["dp_shard"] == 2
+    assert report["grid"] == [["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"], ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"]]
+    assert report["warning"] is None
+    split = {row["parameter"]: row["local_shape"] for row in report["parameters"]}
+    assert split["model.layers.0.mlp.up_proj.weight"] == [51, 64]
+    assert len(split) == 3 * 9 + 3, "every parameter is named"
+    assert report["memory"]["optimizer"] > 2 * report["memory"]["parameters"]
+
+
+def test_lines_and_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For people: a tensor parallel group across nodes is said."""
+    assert run(tmp_path, "--nodes", "2", "--devices", "1") == 0
+    shown = capsys.readouterr().out
+    assert "parallel.tp = 2: 1 of 1 tensor parallel groups span nodes" in shown
+    assert "model.layers.0.mlp.up_proj.weight" in shown and "model.layers.1." not in shown
+    assert "uneven: 51 to 50 of 101" in shown
+
+
+def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads, before any process."""
+    assert run(tmp_path, "--set", "parallel.tp=3") == 2
+    assert "num_attention_heads is 4 and 4 % 3 != 0" in capsys.readouterr().err
