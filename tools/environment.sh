@@ -41,8 +41,8 @@ cpu_torch() {
 
 install() {
     cpu_torch
-    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet ${PIP_ARGS:-} -r requirements.lock &&
-        "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --quiet --no-deps --no-build-isolation -e .
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -qq ${PIP_ARGS:-} -r requirements.lock &&
+        "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -qq --no-deps --no-build-isolation -e .
 }
 
 fresh() {

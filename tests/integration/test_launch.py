@@ -121,7 +121,10 @@ def start() -> Iterator[Start]:
     for process in running:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.wait(10)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def _ready(process: subprocess.Popen[str], ranks: int) -> list[int]:
@@ -312,7 +315,10 @@ class TestSignals:
         deadline = time.monotonic() + 10
         while any(map(_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not any(map(_alive, pids))
+        left = [pid for pid in pids if _alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
 
     def test_a_closed_terminal_does_not_end_what_nohup_protects(self, folder: Path) -> None:
         command = ["nohup", *_plait("--nproc", "1", _script(folder, ENDS_IN_TIME))]
@@ -394,7 +400,10 @@ class TestSsh:
         deadline = time.monotonic() + 30
         while any(map(_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not any(map(_alive, pids))
+        left = [pid for pid in pids if _alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
 
     def test_a_machine_that_cannot_be_reached(self, folder: Path) -> None:
         (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nunreachable.invalid slots=1\n")

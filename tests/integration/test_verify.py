@@ -312,6 +312,11 @@ def test_command_different(tmp_path: Path) -> None:
             "dp_replicate 2 = 32 processes, and this machine starts 8 by itself",
         ),
         (("--processes", "3"), {"parallel": {"tp": 2}}, "start 2 or 4 processes"),
+        (
+            (),
+            {"model": {"config": {**LLAMA, "hiden_size": 4}}},
+            "model.config.hiden_size = 4: a 'llama' configuration has no such field; use",
+        ),
         (("--steps", "0"), {}, "--steps 0: at least one step"),
         (("--tolerance", "0"), {}, "--tolerance 0.0: not a positive number"),
         (("--engine", "deepspeed", "--dtype", "float64"), {}, "deepspeed"),

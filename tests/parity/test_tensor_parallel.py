@@ -167,3 +167,58 @@ def test_the_shortest_file(pool: Pool) -> None:
     for layout, stage, losses in pool.run(4, shortest):
         assert (layout, stage) == ("dp_shard=2 x tp=2", 2)
         assert losses[-1] < losses[0]
+
+
+def with_dropout(rank: int, world: int, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """GPT-2 with all its dropouts. Runs in a worker."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": cases.VOCABULARY}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", bos_token_id=0, eos_token_id=0, **shape))
+    engine = plait.initialize(model, settings(world, 2, stage, 1, 1), loss_fn=plait.causal_lm_loss)
+    steps = cases.ragged_steps(world // 2, steps=3)
+    losses = [float(engine.train_batch([step[engine.dp_rank]])) for step in steps]
+    states = {"rng": torch.get_rng_state(), "dp": torch.tensor(engine.dp_rank)}
+    return losses, states
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_dropout_is_shared_over_tp_and_differs_over_dp(pool: Pool, stage: int) -> None:
+    """Activations that are replicated over tp must be dropped alike on its ranks, or they drift apart unseen."""
+    found = pool.run(4, with_dropout, stage)
+    assert len({tuple(losses) for losses, _ in found}) == 1
+    by_dp = {int(states["dp"]): states["rng"] for _, states in found}
+    for _, states in found:
+        assert torch.equal(states["rng"], by_dp[int(states["dp"])])
+    assert not torch.equal(by_dp[0], by_dp[1])
+
+
+def refused(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
+    """What is said. Runs in a worker."""
+    try:
+        plait.initialize(cases.build(kind, tied=False), config)
+    except plait.PlaitError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("llama", {"plan": {"model.layers.*.mlp.upproj": "colwise"}}, "names no module"),
+        ("llama", {"plan": {"model.layers.*.mlp": "colwise"}}, "mlp"),
+        ("plain", {"plan": {"blocks.*.norm": "colwise"}}, "norm"),
+        ("plain", {"plan": {"blocks.*.up": "columnwise"}}, "columnwise"),
+    ],
+)
+def test_wrong_plans_are_refused(pool: Pool, kind: str, more: dict[str, Any], said: str) -> None:
+    """By name."""
+    for found in pool.run(2, refused, kind, settings(2, 2, 0, 1, 1, **more)):
+        assert said in found, found
+
+
+def test_heads_are_refused(pool: Pool) -> None:
+    """With the degrees that work."""
+    for found in pool.run(3, refused, "llama", settings(3, 3, 0, 1, 1)):
+        assert found == "parallel.tp = 3: num_attention_heads is 4 and 4 % 3 != 0; use 1, 2 or 4"

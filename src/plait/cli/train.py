@@ -31,7 +31,6 @@ def train(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run.")],
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over. What is in the run's folder is renamed, not deleted.")] = False,
-    announced: Annotated[bool, typer.Option("--announced", hidden=True)] = False,
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
@@ -42,7 +41,7 @@ def train(
     if claim(os.environ) is not None:
         if fresh:
             raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
-        raise typer.Exit(_work(file, overrides, announced=announced))
+        raise typer.Exit(_work(file, overrides, announced=False))
     raise typer.Exit(_start(file, overrides, fresh=fresh))
 
 
@@ -66,12 +65,11 @@ def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
     _announce(checked, console, processes=processes)
     if processes == 1:
         return _train(checked, console, again=_command(file, overrides), patient=True)
-    again = [argument for override in overrides for argument in ("--set", override)]
-    return launch.run(["-m", "plait.cli.train", str(file), *again, "--announced"], processes=processes)
+    return launch.run(["-m", "plait.cli.train", str(file), *overrides], processes=processes)
 
 
 def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
-    """What each process of a launcher runs."""
+    """What each process of a launcher runs. announced: the user has been told about the run before it was started."""
     from plait.cluster.topology import place
     from plait.config.resolve import load
 
@@ -81,7 +79,7 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
         checked = _check(load(file, overrides), world_size=here.world_size, console=console)
     except PlaitError as error:
         if here.local_rank:  # the first process of this machine reads the same files and says the same
-            raise typer.Exit(error.exit_code) from None
+            return error.exit_code
         raise
     if checked.complete:
         console.print(_completed(checked, file, overrides), soft_wrap=True)
@@ -164,5 +162,5 @@ def _console(*, quiet: bool = False) -> Console:
     return Console(quiet=quiet, highlight=False, markup=False)
 
 
-if __name__ == "__main__":
-    app()
+if __name__ == "__main__":  # a process that `_start` has started
+    sys.exit(_work(Path(sys.argv[1]), sys.argv[2:], announced=True))

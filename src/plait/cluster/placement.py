@@ -54,6 +54,21 @@ def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
     return tuple(found)
 
 
+def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
+    """Raise ConfigError where tp is larger than every machine: each layer would wait for the links between machines."""
+    largest = max(node.devices for node in topology.nodes)
+    if layout.tp > largest:
+        fitting = max(degree for degree in range(1, largest + 1) if all(node.devices % degree == 0 for node in topology.nodes))
+        raise ConfigError(
+            Problem(
+                "parallel.tp",
+                layout.tp,
+                f"the largest machine has {largest} devices, and tensor parallelism needs its links",
+                f"use {fitting}",
+            )
+        )
+
+
 def warning(layout: Layout, topology: Topology) -> str | None:
     """What to tell a user whose tensor parallel groups span nodes; None where they do not."""
     crossing = next((c for c in crossings(layout, topology) if c.axis == "tp"), None)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel as TorchDataParallel
@@ -17,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from plait._torch import local_tensor, multiply_all, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh
-from plait.cluster.topology import place
+from plait.cluster.placement import refuse_wider_than_a_node, warning
+from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.batch import Forward, default_forward
@@ -186,6 +188,9 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+    # All that can be refused is refused before a process group exists.
+    resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
+    _check_placement(resolved)
     mesh = build_mesh(resolved.layout)
     template = materialise.template_of(model) if on_meta else None
     if not on_meta:
@@ -203,6 +208,18 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
     if parts.reducer is not None:
         parts.reducer.attach()
     return mesh, parts
+
+
+def _check_placement(resolved: Resolved) -> None:
+    """Tensor parallelism wider than a machine is refused; groups that span machines are warned of. An adopted process group is the user's
+    choice."""
+    if dist.is_initialized() or resolved.layout.tp == 1:
+        return
+    machines = discover()
+    refuse_wider_than_a_node(resolved.layout, machines)
+    note = warning(resolved.layout, machines)
+    if note and place().rank == 0:
+        warnings.warn(note, stacklevel=4)
 
 
 def _refuse_axes_without_technique(resolved: Resolved) -> None:

@@ -39,11 +39,9 @@ class TensorParallel(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Split in place."""
-        if mesh.layout.tp == 1:
+        plan = self.check(parts.model, parts.blocks, tp=mesh.layout.tp)
+        if plan is None:
             return parts
-        plan = make_plan(parts.model, tp=mesh.layout.tp, user=self.plan, blocks=parts.blocks)
-        if self.sequence_parallel and plan.sequence_parallel is not True:
-            raise ModelError(f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false")
         group = mesh.group("tp")
         assert group is not None
         region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel)
@@ -52,6 +50,16 @@ class TensorParallel(Technique):
         if self.sequence_parallel:
             _shard_sequence(parts.model, plan, region, parts.blocks)
         return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel, applied=(*parts.applied, f"tensor({plan.source})"))
+
+    def check(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan | None:
+        """The plan for `tp` ranks, None for one. Needs no process group. Raises ModelError or ConfigError where the model cannot be split
+        so."""
+        if tp == 1:
+            return None
+        plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
+        if self.sequence_parallel and plan.sequence_parallel is not True:
+            raise ModelError(f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false")
+        return plan
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Split dimensions for the technique that shards what remains, and the traffic of activations over the tp axis."""

@@ -30,8 +30,12 @@ from plait.verify.subject import Subject, build, call_function, give_weights, tr
 
 _MOST_DEPTH = 8
 """So deep may a shrunk model be to have every kind of module of the large one."""
+_MOST_PARAMETERS = 30_000_000
+"""A Transformers model is compared if it can be made smaller than this; each process holds some ten times its float64 bytes."""
 _FUNCTION = "package.module:function"
 _MASK = "attention_mask"
+_OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "attn_implementation")
+"""Fields that Transformers reads though no configuration lists them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def choose(config: Config, given: str | None, *, layout: Layout) -> Choice:
 
 
 def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
-    """The Transformers configuration of the user's model, unshrunk, and a title: of `given` (a name, folder or file), else of the `model` section."""
+    """The Transformers configuration of the user's model, unshrunk, and a title: of `given` (a name, folder or file), else of the `model`
+    section. Raises InputError or ConfigError."""
     if given is not None:
         return _fields_at(given, "--model"), given
     assert config.model is not None
@@ -104,6 +109,14 @@ def _described_fields(section: ModelSection, follow: dict[str, Any]) -> shrink.F
         near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
         remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
         raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
+    known = {*AutoConfig.for_model(kind).to_dict(), *CONFIG_MAPPING[kind].attribute_map, *_OLDER_NAMES}
+    problems = []
+    for name in (name for name in written if name not in known):
+        near = get_close_matches(name, known, n=1)
+        remedy = f"use {near[0]!r}" if near else "leave it out"
+        problems.append(Problem(f"model.config.{name}", written[name], f"a {kind!r} configuration has no such field", remedy))
+    if problems:
+        raise ConfigError(*problems)
     try:
         fields: shrink.Fields = AutoConfig.for_model(kind, **follow | written).to_dict()
     except Exception as error:
@@ -140,6 +153,11 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
         assert failure is not None
         raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({_first_line(failure)})") from failure
     subject, model, missing = best
+    if _size(model) > _MOST_PARAMETERS:
+        raise ModelError(
+            f"{title}: its smallest version that runs has {format_count(_size(model))} parameters, more than {format_count(_MOST_PARAMETERS)}, "
+            "because nothing is known of how to make its layers narrow; give a small configuration as --model config.json"
+        )
     listed = [str(change) for change in shrink.changes(fields, subject.fields or {})]
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
     if missing:

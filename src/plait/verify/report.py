@@ -22,7 +22,7 @@ from plait.verify.plan import Pass, Plan
 EXACT_BAR, ROUNDED_BAR = 1e-10, 1e-7
 FACTOR = 1.2
 ROUNDINGS = 8
-"""So many roundings more than in one process may befall a float32 gradient: scaling by ranks and micro-batches and back, the clip factor."""
+"""So many roundings more than in one process may befall a float32 gradient: scaling by ranks and back, the clip factor."""
 FLOOR = 1e-3
 """A tensor is measured against its own size plus this share of the usual size of its kind: what should be 0 holds rounding noise."""
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.cluster.layout import Layout
-from plait.cluster.placement import crossings, grid, node_of, warning
+from plait.cluster.placement import crossings, grid, node_of, refuse_wider_than_a_node, warning
 from plait.cluster.topology import Node, Topology
 from plait.errors import ConfigError
 
@@ -51,6 +51,13 @@ def test_data_parallel_crosses_before_tensor_parallel() -> None:
     """Two nodes of 8, tp 4: shards and tp inside, replicas across."""
     layout = Layout(dp_replicate=2, dp_shard=2, tp=4)
     assert [c.axis for c in crossings(layout, machines(8, 8))] == ["dp_replicate"]
+
+
+def test_wider_than_a_node_is_refused() -> None:
+    """With the widest degree that fits."""
+    with pytest.raises(ConfigError, match=r"parallel\.tp = 8: the largest machine has 4 devices, .*; use 4"):
+        refuse_wider_than_a_node(Layout(tp=8), machines(4, 4))
+    refuse_wider_than_a_node(Layout(dp_shard=2, tp=4), machines(4, 4))
 
 
 def test_grid_and_mismatch() -> None:

@@ -148,7 +148,8 @@ def test_tables() -> None:
     first = next(line for line in told if "DIFFERENT" in line)
     assert first == told[3], "the worst comes first, under title and headings"
     assert first.split()[:5] == ["gradient", "layers.1.*", "q,", "step", "1"]
-    assert sum("layers.0" in line for line in told) == 3, "a line a block and kind"
+    assert sum("layers.0" in line for line in told) == 2, "a line a block and kind"
+    assert sum("initial weight" in line for line in told) == 1, "and one for what every run begins with, unless it differs"
     everything = lines(report, everything=True)
     assert sum("layers.0" in line for line in everything) == 6
     assert any(line.split()[:2] == ["gradient", "layers.1.q"] for line in everything)

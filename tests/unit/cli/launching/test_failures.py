@@ -38,6 +38,8 @@ def _failure(rank: int, exit_code: int, *, noticed: int = 100, summary: str | No
         # A user's own error may speak of timeouts.
         ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary="ValueError: timeout must be positive", at=40)], 1),
         ([_failure(0, 1, summary=LOST, at=30), _failure(1, 1, summary=LOST, at=20)], 1),
+        # What failed first may be on another machine: still more telling than the rank that was stopped here.
+        ([_failure(0, -signal.SIGTERM, noticed=10), _failure(1, 1, summary=LOST, at=20)], 1),
     ],
 )
 def test_the_cause_comes_before_its_effects(failures: list[Failure], cause: int) -> None:
