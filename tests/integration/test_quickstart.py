@@ -251,6 +251,14 @@ def test_wrong_inputs(place: Path, capsys: pytest.CaptureFixture[str], settings:
     assert not (place / "runs" / "refused").exists()
 
 
+def test_a_wrong_file_is_refused_before_the_text_is_read(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.train.session.prepare", lambda *_, **__: pytest.fail("the text was read"))
+    assert "train_batch_size" in _refused(place, capsys, "train_batch_size=3")
+    assert "use 'hidden_act'" in _refused(place, capsys, "model.config.hiden_act=gelu")
+
+
 def test_a_missing_file_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _main(place, file="nothing.json") == 2
     assert "nothing.json" in capsys.readouterr().err
@@ -269,6 +277,11 @@ def test_another_model_does_not_go_on(place: Path, whole: tuple[Path, str], caps
     assert "run.seed = 1" in err
     assert "was made with 64" in err
     assert "--fresh" in err
+
+
+def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, str]) -> None:
+    assert _main(place, "--set", "run.folder=runs/whole", "--set", "model.config.vocab_size=3", "--fresh") == 2
+    assert (whole[0] / "metrics.jsonl").is_file()
 
 
 def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str]) -> None:

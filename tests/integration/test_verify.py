@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,45 @@ def test_command_different(tmp_path: Path) -> None:
     assert "DIFFERENT" in done.stdout and "gradient blocks.0.up.weight" in done.stdout
     assert "plait:   first: gradient of embed.weight in step 0: error " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "passes"),
+    [
+        ("accelerate", {"parallel": {"dp_replicate": 2}}, ["float64", "configured"]),
+        ("deepspeed", {"zero_optimization": {"stage": 0}}, ["configured"]),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, ["configured"]),
+        ("deepspeed", {"zero_optimization": {"stage": 3}}, ["configured"]),
+    ],
+)
+def test_command_judges_another_engine(tmp_path: Path, engine: str, changes: dict[str, Any], passes: list[str]) -> None:
+    """On the same model and data; what it prints is not in the report."""
+    pytest.importorskip(engine)
+    done = run(tmp_path, "--engine", engine, "--steps", "2", "--json", file={**FILE, **changes})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["engine"] == engine and found["equal"] is True
+    assert [part["name"] for part in found["passes"]] == passes
+
+
+def stuck() -> nn.Module:
+    """A model that never returns on one rank, as a rank that left a collective out."""
+
+    class Stuck(PlainModel):
+        def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+            if os.environ.get("RANK") == "1":
+                time.sleep(3600)
+            return super().forward(input_ids, side)
+
+    return Stuck(tied=False)
+
+
+def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> None:
+    """With the stacks of all threads, which show where."""
+    done = run(tmp_path, "--model", f"{__name__}:stuck", "--timeout", "10", "--dtype", "float64", "--json")
+    assert done.returncode not in (0, 2, 3)
+    assert not done.stdout
+    assert "Timeout (0:00:10)!" in done.stderr and " in train_batch" in done.stderr
 
 
 @pytest.mark.parametrize(

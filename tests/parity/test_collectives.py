@@ -98,3 +98,24 @@ def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
 def test_vocab_parallel_cross_entropy(pool: Pool, ranks: int, vocabulary: int) -> None:
     """Also where the last rank holds no row of the vocabulary."""
     pool.run(ranks, cross_entropy, vocabulary)
+
+
+def reduce_scatter(rank: int, ranks: int) -> None:
+    """Sum and mean, by definition. Runs in a worker."""
+    from plait.comm.reduce_scatter import AllToAllReduceScatter
+
+    inputs = [whole(r, ranks * 5) for r in range(ranks)]
+    total = torch.stack(inputs).sum(0)[rank * 5 : (rank + 1) * 5]
+    scatter = AllToAllReduceScatter()
+    for op, expected in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.AVG, total / ranks)):
+        output = scatter.allocate((5,), dtype=torch.float64, device=torch.device("cpu"))
+        scatter(output, inputs[rank].clone(), dist.group.WORLD, op)
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-14)
+    with pytest.raises(NotImplementedError):
+        scatter(output, inputs[rank].clone(), dist.group.WORLD, dist.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter_by_all_to_all(pool: Pool, ranks: int) -> None:
+    """What sharded stages use on gloo."""
+    pool.run(ranks, reduce_scatter)

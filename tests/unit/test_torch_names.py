@@ -74,3 +74,22 @@ def test_multiply_all() -> None:
     _torch.multiply_all(tensors, torch.tensor(3.0, dtype=torch.float64))
     assert [t.tolist() for t in tensors] == [[6, 6], [6, 6, 6]]
     assert tensors[0].dtype == torch.float32
+
+
+def test_custom_reduce_scatter() -> None:
+    """`fully_shard` calls it in place of the collective."""
+    from plait.comm.reduce_scatter import AllToAllReduceScatter
+
+    assert issubclass(AllToAllReduceScatter, _torch.ReduceScatter)
+    calls = []
+
+    class Counted(AllToAllReduceScatter):
+        def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
+            calls.append(input_tensor.numel())
+            super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+    model = sharded()
+    for module in _torch.sharded_modules(model):
+        module.set_custom_reduce_scatter(Counted())
+    model(torch.ones(1, 4)).sum().backward()
+    assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"

@@ -49,16 +49,13 @@ def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
     """What a person runs: nothing is started before everything was checked."""
     from plait.cli import launch
     from plait.config.resolve import load
-    from plait.config.sections import RunSection
-    from plait.train.folder import RunFolder
 
     config, console = load(file, overrides), _console()
     processes = _processes(config)
-    if fresh:
-        aside = RunFolder(Path((config.run or RunSection()).folder)).set_aside()
-        if aside is not None:
-            console.print(f"the earlier run is now in {aside}")
-    checked = _check(config, world_size=processes, console=console)
+    checked = _check(config, world_size=processes, console=console, fresh=fresh)
+    aside = checked.folder.set_aside() if fresh else None
+    if aside is not None:
+        console.print(f"the earlier run is now in {aside}", soft_wrap=True)
     if checked.complete:
         console.print(_completed(checked, file, overrides), soft_wrap=True)
         return 0
@@ -89,12 +86,12 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
     return _train(checked, console, again=_command(file, overrides), patient=False)
 
 
-def _check(config: Config, *, world_size: int, console: Console) -> Checked:
+def _check(config: Config, *, world_size: int, console: Console, fresh: bool = False) -> Checked:
     from plait.train.session import check
 
     given = config.data.cache if config.data is not None else None
     cache = Path(given or os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
-    return check(config, world_size=world_size, cache=cache, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
+    return check(config, world_size=world_size, cache=cache, fresh=fresh, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 
 def _train(checked: Checked, console: Console, *, again: str, patient: bool) -> int:

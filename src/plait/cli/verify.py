@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cluster.launchers import claim
+from plait.cluster.topology import cpu_count, device_count, place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def verify(
     The model is made small first, and what was made small is told. Exit code 0 if all is equal, 3 with the first parameter that
     differs, 2 for what cannot be run.
     """
+    from plait.verify.run import judge, run_watched
+
     if tolerance is not None and not tolerance > 0:
         raise InputError(f"--tolerance {tolerance}: not a positive number; use for example 1e-10")
     if not timeout > 0:
@@ -104,16 +107,12 @@ def verify(
     launched = claim(os.environ) is not None
     plan = _plan(file, list(set_ or ()), model=model, processes=processes, steps=steps, dtype=dtype, engine=engine, device=device)
     _set_environment(plan)
-    if launched:
-        traces = _work(plan, seconds=timeout)
-        if traces is None:
-            return
-    else:
-        if not as_json:
-            _tell(plan)
-        traces = _start(plan, seconds=timeout)
-    from plait.verify.run import judge
-
+    judges = not launched or place().rank == 0
+    if judges and not as_json:
+        _tell(plan)
+    traces = run_watched(plan, seconds=timeout) if launched else _start(plan, seconds=timeout)
+    if not judges:
+        return
     _finish(judge(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
 
 
@@ -128,7 +127,6 @@ def _plan(
     engine: Engine,
     device: Device,
 ) -> Plan:
-    from plait.cluster.topology import cpu_count, device_count
     from plait.config.resolve import load
     from plait.verify.plan import prepare
 
@@ -187,16 +185,6 @@ def _start(plan: Plan, *, seconds: float) -> Traces:
             raise typer.Exit(code)
         traces: Traces = pickle.loads((folder / TRACES).read_bytes())
     return traces
-
-
-def _work(plan: Plan, *, seconds: float) -> Traces | None:
-    """What each process of a launcher runs. None where another one judges."""
-    from plait.cluster.topology import place
-    from plait.verify.run import run_watched
-
-    first = place().rank == 0
-    traces = run_watched(plan, seconds=seconds)
-    return traces if first else None
 
 
 def _tell(plan: Plan) -> None:

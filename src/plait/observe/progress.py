@@ -134,11 +134,12 @@ def describe(checked: Checked, *, processes: int) -> list[tuple[str, str]]:
     origin = f"weights of {checked.built.weights}" if checked.built.weights else f"new weights from seed {resolved.seed}"
     held = f"{len(data.validation):,} for validation ({data.validation_note})" if len(data.validation) else "none for validation"
     where_it_runs = f"{processes} processes, {resolved.layout}" if processes > 1 else "one process"
+    computes_in = resolved.precision.compute or (resolved.model.dtype if resolved.model else "float32")
     where = f"from step {checked.position.step:,}" if checked.position.step else "from the beginning"
     return [
         ("model", f"{kind}, {format_count(checked.parameters)} parameters, {origin}"),
         ("text", f"{data.description}: {format_count(len(data.train.tokens))} tokens, {len(data.train):,} sequences of {length}; {held}"),
-        ("layout", f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}"),
+        ("layout", f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}, computes in {computes_in}"),
         (
             "batch",
             f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x accumulation {batch.accumulation} x "

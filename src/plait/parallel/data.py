@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
+from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Array, Ledger
@@ -76,6 +77,9 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool) -> None:
         fully_shard(parts.model.get_submodule(name), mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
     fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=False)
+    if mesh.device.type == "cpu" and mesh.layout.dp_shard > 1:
+        for module in sharded_modules(parts.model):
+            module.set_custom_reduce_scatter(AllToAllReduceScatter())
 
 
 def _refuse_unshardable(parts: Parts) -> None:

@@ -72,7 +72,8 @@ class Ledger:
         given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, tokens)
         names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "tokens")
         arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
-        return cls(**dict(zip(names, arrays, strict=True)), **fields)
+        axes: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        return cls(**axes, **fields)
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
         """More bytes of a kind (see MEMORY_KINDS)."""

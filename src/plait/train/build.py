@@ -67,6 +67,32 @@ def _fetched(name: str) -> Path:
         raise InputError(f"{rule}; name a folder with config.json and safetensors weights") from error
 
 
+def check_model(section: ModelSection) -> None:
+    """What can be known of a model without its tokenizer. Raises ConfigError for an architecture or a field that Transformers does not
+    have, InputError for a folder without weights."""
+    if section.config is None:
+        weights_folder(section)
+        return
+    from transformers import CONFIG_MAPPING
+
+    kind = section.config["model_type"]
+    if kind not in CONFIG_MAPPING:
+        near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
+        remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
+        raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
+    known = _known_fields(CONFIG_MAPPING[kind])
+    problems = []
+    for name, value in section.config.items():
+        if name in ("dtype", "torch_dtype"):
+            problems.append(Problem(f"model.config.{name}", value, "the type of the parameters has one place", "set model.dtype"))
+        elif name not in known and name != "model_type":
+            near = get_close_matches(name, known, n=1)
+            remedy = f"use {near[0]!r}" if near else "leave it out"
+            problems.append(Problem(f"model.config.{name}", value, f"a {kind!r} configuration has no such field", remedy))
+    if problems:
+        raise ConfigError(*problems)
+
+
 def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, positions: int) -> Built:
     """The model of `section` on the meta device, fit for `tokenizer` and for sequences of `positions` tokens.
 
@@ -74,8 +100,13 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_model(section)
     weights = weights_folder(section)
-    config = AutoConfig.from_pretrained(weights) if weights else _config(section.config or {}, tokenizer)
+    try:
+        config = AutoConfig.from_pretrained(weights) if weights else _config(section.config or {}, tokenizer)
+    except (ValueError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(f"model.path: {weights}/config.json is not a Transformers configuration ({first})") from error
     _check_fit(config, tokenizer, positions)
     config.use_cache = False
     try:
@@ -95,22 +126,8 @@ def _config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTr
     from transformers import CONFIG_MAPPING, AutoConfig
 
     kind = fields["model_type"]
-    if kind not in CONFIG_MAPPING:
-        near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
-        remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
-        raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
     given = {name: value for name, value in fields.items() if name != "model_type"}
     known = _known_fields(CONFIG_MAPPING[kind])
-    problems = []
-    for name in given:
-        if name in ("dtype", "torch_dtype"):
-            problems.append(Problem(f"model.config.{name}", given[name], "the type of the parameters has one place", "set model.dtype"))
-        elif name not in known:
-            near = get_close_matches(name, known, n=1)
-            remedy = f"use {near[0]!r}" if near else "leave it out"
-            problems.append(Problem(f"model.config.{name}", given[name], f"a {kind!r} configuration has no such field", remedy))
-    if problems:
-        raise ConfigError(*problems)
     follow = {"vocab_size": vocabulary_size(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     try:
         return AutoConfig.for_model(kind, **({name: value for name, value in follow.items() if name in known} | given))

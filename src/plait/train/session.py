@@ -23,7 +23,7 @@ from plait.engine.engine import Engine
 from plait.engine.loss import causal_lm_loss
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
-from plait.train.build import Built, build_model
+from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
 from plait.train.loop import Job, Position, train
 from plait.train.sample import sample
@@ -60,12 +60,16 @@ class Checked:
         return sum(parameter.numel() for parameter in self.built.model.parameters())
 
 
-def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], None]) -> Checked:
+def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False) -> Checked:
     """Everything about a run that can be known before its processes exist. Prepares the data, which may take a while: `say` is told.
 
+    fresh: the run begins at step 0, whatever its folder holds; the caller sets that aside with `RunFolder.set_aside`.
     Raises ConfigError or InputError for what cannot run, and for a folder that holds a run of another model, text or seed.
     """
     model, data = _sections(config)
+    # What the file alone shows comes before the text, which may take minutes to prepare.
+    resolve(config, world_size=world_size)
+    check_model(model)
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
@@ -83,6 +87,8 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         "run.seed": resolved.seed,
     }
     folder = RunFolder(Path(resolved.run.folder))
+    if fresh:
+        return Checked(resolved, prepared, built, folder, identity, Position(), changes=[])
     return Checked(resolved, prepared, built, folder, identity, folder.position(identity), folder.changes(resolved))
 
 

@@ -154,10 +154,8 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
         raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({_first_line(failure)})") from failure
     subject, model, missing = best
     if _size(model) > _MOST_PARAMETERS:
-        raise ModelError(
-            f"{title}: its smallest version that runs has {format_count(_size(model))} parameters, more than {format_count(_MOST_PARAMETERS)}, "
-            "because nothing is known of how to make its layers narrow; give a small configuration as --model config.json"
-        )
+        rule = f"its smallest version that runs has {format_count(_size(model))} parameters, more than {format_count(_MOST_PARAMETERS)}"
+        raise ModelError(f"{title}: {rule}: how to make its layers narrow is not known; give a small configuration as --model config.json")
     listed = [str(change) for change in shrink.changes(fields, subject.fields or {})]
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
     if missing:

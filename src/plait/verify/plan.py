@@ -141,8 +141,9 @@ def prepare(
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
         resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update={"bucket_bytes": size})})
     layout, batch = resolved.layout, resolved.batch
-    data = f"{steps} steps x {layout.dp * batch.accumulation} micro-batches x {batch.micro_batch_size} samples, ragged"
-    place = f"{world} process{'es' if world > 1 else ''} on {'GPUs' if where == 'cuda' else 'the CPU'}"
+    pieces = layout.dp * batch.accumulation
+    data = f"{_counted(steps, 'step')} of {_counted(pieces, 'micro-batch')} of {_counted(batch.micro_batch_size, 'sample')}, ragged"
+    place = f"{_counted(world, 'process')} on {'GPUs' if where == 'cuda' else 'the CPU'}"
     lines = [("model", line) for line in choice.lines]
     lines += [("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}")]
     lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]
@@ -158,6 +159,11 @@ def prepare(
         device=where,
         deepspeed=deepspeed,
     )
+
+
+def _counted(count: int, what: str) -> str:
+    plural = "" if count == 1 else "es" if what.endswith(("s", "h")) else "s"
+    return f"{count} {what}{plural}"
 
 
 def small_degrees(config: Config, processes: int | None, *, most: int) -> tuple[ParallelSection, int, list[str]]:

@@ -88,5 +88,8 @@ def test_a_folder_without_weights_is_refused(tokenizer: Any, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match=r"needs config\.json and \*\.safetensors"):
         build_model(ModelSection(path=str(tmp_path)), tokenizer, positions=64)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"config\.json is not a Transformers configuration"):
+        build_model(ModelSection(path=str(tmp_path)), tokenizer, positions=64)
     with pytest.raises(InputError, match="there is no such folder"):
         build_model(ModelSection(path=str(tmp_path / "missing")), tokenizer, positions=64)
