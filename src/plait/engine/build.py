@@ -28,9 +28,10 @@ from plait.engine.loss import Loss, Weighted
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
-from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.errors import InputError, ModelError
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
+from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.order import apply_all
@@ -183,7 +184,7 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
 
 
 def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | None) -> tuple[Mesh, Parts]:
-    _refuse_axes_without_technique(resolved)
+    refuse_incompatible(resolved.layout, resolved.compile)
     blocks = find_blocks(model, resolved.blocks or None)
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
@@ -220,16 +221,6 @@ def _check_placement(resolved: Resolved) -> None:
     note = warning(resolved.layout, machines)
     if note and place().rank == 0:
         warnings.warn(note, stacklevel=4)
-
-
-def _refuse_axes_without_technique(resolved: Resolved) -> None:
-    problems = [
-        Problem(f"parallel.{axis}", degree, "this version runs data and tensor parallelism", "use 1; the processes become data parallel")
-        for axis, degree in resolved.layout.degrees.items()
-        if axis in ("pp", "cp") and degree > 1
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:

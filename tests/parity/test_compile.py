@@ -1,0 +1,34 @@
+"""Compiled blocks compute what uncompiled ones do, under every ZeRO stage (the `aot_eager` backend: the whole path of torch.compile but the code
+generation, which takes minutes on a CPU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import plait
+from plait.verify.parity import Trace, compare, engine_trace, worst
+from tests.parity import cases
+from tests.parity.test_data_parallel import reference, settings
+from tests.pool import Pool
+
+
+def train(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, bool, list[str]]:
+    """Runs in a worker."""
+    model = cases.build("plain", tied=True)
+    names = [name for name, _ in model.named_parameters()]
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    compiled = all(block._compiled_call_impl is not None for block in model.blocks)  # type: ignore[union-attr]
+    trace = engine_trace(engine, cases.steps_for("plain", world))
+    assert names == [name for name, _ in model.named_parameters()]
+    return trace, compiled, names
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_compiled_blocks(pool: Pool, stage: int) -> None:
+    """Parameter names stay, numbers stay."""
+    found, compiled, _ = pool.run(2, train, settings(2, stage, 1, 1, compile={"enabled": True, "backend": "aot_eager"}))[0]
+    assert compiled
+    bar = worst(compare(reference("plain", True, 2), found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
