@@ -1,5 +1,5 @@
-"""Compiled blocks compute what uncompiled ones do, under every ZeRO stage (the `aot_eager` backend: the whole path of torch.compile but the code
-generation, which takes minutes on a CPU)."""
+"""Compiled blocks compute what uncompiled ones do, under every ZeRO stage (the `aot_eager` backend: the whole path of torch.compile but
+the code generation, which takes minutes on a CPU)."""
 
 from __future__ import annotations
 

@@ -31,6 +31,11 @@ class Window:
         self._steps: deque[tuple[int, float]] = deque()
         self._seen = 0
 
+    @property
+    def empty(self) -> bool:
+        """Whether there was no step yet."""
+        return self._seen == 0
+
     def add(self, event: StepDone) -> None:
         """Take in a step."""
         self._seen += 1
@@ -57,13 +62,15 @@ class Window:
 class ProgressLines:
     """A listener that shows a run on `console`: live where that is a terminal.
 
-    Every `every` steps, and at the last one, a line stays; between them a terminal shows each step in place.
+    The first step, every `every` steps and the last one leave a line, with the mean loss since the line before; between them a terminal
+    shows each step in place.
     """
 
     def __init__(self, console: Console, *, every: int) -> None:
         self._console = console
         self._every = every
         self._last_step = 0
+        self._losses: list[float] = []
         self._window = Window()
         self._live: Progress | None = None
 
@@ -104,10 +111,12 @@ class ProgressLines:
             self._live.start()
 
     def _step(self, event: StepDone) -> None:
+        first = self._window.empty
         self._window.add(event)
+        if not event.skipped:
+            self._losses.append(event.loss)
         left = format_seconds((self._last_step - event.step) * self._window.seconds_per_step)
         parts = [
-            f"loss {event.loss:.4f}",
             f"{self._window.tokens_per_second:,.0f} tokens/s",
             f"{left} left",
             format_bytes(event.memory_bytes),
@@ -115,11 +124,13 @@ class ProgressLines:
             f"norm {event.grad_norm:.2f}",
         ]
         if event.skipped:
-            parts.insert(1, f"skipped, overflow at scale {event.loss_scale:g}")
+            parts.insert(0, f"skipped, overflow at scale {event.loss_scale:g}")
         if self._live is not None:
-            self._live.update(self._live.task_ids[0], completed=event.step, description="  ".join(parts))
-        if event.skipped or event.step % self._every == 0 or event.step == self._last_step:
-            self._line("  ".join(parts), event.step)
+            self._live.update(self._live.task_ids[0], completed=event.step, description="  ".join([f"loss {event.loss:.4f}", *parts]))
+        if first or event.skipped or event.step % self._every == 0 or event.step == self._last_step:
+            mean = sum(self._losses) / len(self._losses) if self._losses else event.loss
+            self._losses.clear()
+            self._line("  ".join([f"loss {mean:.4f}", *parts]), event.step)
 
     def _line(self, text: str, step: int) -> None:
         width = len(f"{self._last_step:,}")

@@ -10,8 +10,8 @@ from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, 
 from plait.observe.progress import ProgressLines, Window
 
 
-def _step(step: int, *, tokens: int = 1000, seconds: float = 0.5, skipped: bool = False) -> StepDone:
-    return StepDone(step, 3.25, 0.5, 1e-3, 64.0, skipped, 10.0, tokens, seconds, 300 * 1024**2)
+def _step(step: int, *, loss: float = 3.25, tokens: int = 1000, seconds: float = 0.5, skipped: bool = False) -> StepDone:
+    return StepDone(step, loss, 0.5, 1e-3, 64.0, skipped, 10.0, tokens, seconds, 300 * 1024**2)
 
 
 def _shown(*events: Event, terminal: bool = False, every: int = 2) -> str:
@@ -29,6 +29,7 @@ def test_lines_in_a_pipe_have_no_control_characters() -> None:
     assert "\x1b" not in text
     assert "\r" not in text
     assert text.splitlines() == [
+        "step 1  loss 3.2500  2,000 tokens/s  2.0 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
         "step 2  loss 3.2500  2,000 tokens/s  1.5 s left  300.0 MiB  lr 1.00e-03  norm 0.50",
         "step 2  validation loss 1.0000, perplexity 2.7, 4,096 targets",
         "step 3  checkpoint c/step-3, 0.2 s",
@@ -42,6 +43,12 @@ def test_a_terminal_shows_every_step_in_place_and_keeps_the_same_lines() -> None
     assert "3/5" in text
     assert text.count("step 2  loss") == 1
     assert "step 3  loss" not in text
+
+
+def test_a_line_has_the_mean_since_the_line_before() -> None:
+    steps = [_step(1, loss=9.0), _step(2, loss=5.0), _step(3, loss=2.0), _step(4, loss=1.0), _step(5, loss=4.0)]
+    lines = _shown(*steps, every=4).splitlines()
+    assert [line.split()[1:4] for line in lines] == [["1", "loss", "9.0000"], ["4", "loss", "2.6667"], ["5", "loss", "4.0000"]]
 
 
 def test_a_skipped_step_is_always_told() -> None:
