@@ -57,7 +57,7 @@ class Team:
         self.name = name
         self.logs = [logs / f"{name}.{rank}.log" for rank in range(ranks)]
         context = get_context("spawn")
-        port = str(free_port())
+        self.port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(ranks):
@@ -70,7 +70,7 @@ class Team:
                 "LOCAL_SIZE": str(ranks),
                 "GROUP_RANK": "0",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(self.port),
             }
             process = context.Process(
                 target=_serve, args=(start, argument, {**environment, **place}, str(self.logs[rank]), theirs), daemon=True

@@ -6,7 +6,7 @@ optimizer step on this rank's micro-batch. Nothing heavy is imported before a bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,6 +30,8 @@ class Contestant:
     builder: str
     """`module:function` with the signature `(workload, **options) -> Step`, imported in the worker only."""
     options: Mapping[str, object] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+    """The ZeRO stages in whose group it takes turns."""
     peer: str | None = None
     """The raw torch contestant with the same ZeRO meaning."""
     rival: str | None = None
@@ -52,17 +54,26 @@ class Contestant:
 
 
 REFERENCE = "ddp"
-CONTROL = "ddp-again"
+STAGES = (0, 1, 2, 3)
+RAW_TORCH = ("ddp", "zero-redundancy", "fsdp-kept", "fsdp-freed")
+"""The raw torch contestant of each ZeRO stage."""
 
 ALL = (
-    Contestant("ddp", "DDP", f"{HERE}.torch_peers:ddp"),
-    Contestant("ddp-again", "DDP, a second team (control)", f"{HERE}.torch_peers:ddp"),
-    Contestant("zero-redundancy", "DDP + ZeroRedundancyOptimizer", f"{HERE}.torch_peers:zero_redundancy"),
-    Contestant("fsdp-kept", "fully_shard, kept", f"{HERE}.torch_peers:fully_sharded", {"freed": False}),
-    Contestant("fsdp-freed", "fully_shard, freed", f"{HERE}.torch_peers:fully_sharded", {"freed": True}),
+    Contestant("ddp", "DDP", f"{HERE}.torch_peers:ddp", stages=STAGES),
+    Contestant("ddp-again", "DDP, a second team (control)", f"{HERE}.torch_peers:ddp", stages=(0,)),
+    Contestant("zero-redundancy", "DDP + ZeroRedundancyOptimizer", f"{HERE}.torch_peers:zero_redundancy", stages=(1,)),
+    Contestant("fsdp-kept", "fully_shard, kept", f"{HERE}.torch_peers:fully_sharded", {"freed": False}, stages=(2,)),
+    Contestant("fsdp-freed", "fully_shard, freed", f"{HERE}.torch_peers:fully_sharded", {"freed": True}, stages=(3,)),
     *(
-        Contestant(f"deepspeed-{stage}", f"DeepSpeed ZeRO {stage}", f"{HERE}.deepspeed_peer:build", {"stage": stage}, requires="deepspeed")
-        for stage in (1, 2, 3)
+        Contestant(
+            f"deepspeed-{stage}",
+            f"DeepSpeed ZeRO {stage}",
+            f"{HERE}.deepspeed_peer:build",
+            {"stage": stage},
+            stages=(stage,),
+            requires="deepspeed",
+        )
+        for stage in STAGES
     ),
     *(
         Contestant(
@@ -70,13 +81,19 @@ ALL = (
             f"Plait ZeRO {stage}",
             f"{HERE}.plait_entry:build",
             {"stage": stage},
-            peer=peer,
-            rival=f"deepspeed-{stage}" if stage else None,
+            stages=(stage,),
+            peer=RAW_TORCH[stage],
+            rival=f"deepspeed-{stage}",
             requires="plait",
             loss_is_global=True,
         )
-        for stage, peer in enumerate(("ddp", "zero-redundancy", "fsdp-kept", "fsdp-freed"))
+        for stage in STAGES
     ),
 )
 
 BY_NAME = {contestant.name: contestant for contestant in ALL}
+
+
+def of_stage(stage: int, *, names: Collection[str]) -> list[Contestant]:
+    """The named contestants that belong to a stage, after the reference, which belongs to all."""
+    return [one for one in ALL if stage in one.stages and (one.name in names or one.name == REFERENCE)]

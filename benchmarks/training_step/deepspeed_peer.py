@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,12 @@ def prepare(*, timeout_seconds: float = 900) -> str | None:
     return None
 
 
-def clean(*, started: float) -> list[str]:
-    """Remove the shared-memory files that DeepSpeed leaves behind; only this user's, and only those made since `started` (epoch)."""
+def clean(*, ports: Iterable[int]) -> list[str]:
+    """Remove the shared-memory files that DeepSpeed leaves behind. Their names carry the port of the rendezvous, so only those of teams
+    that met at `ports` go. Returns their names."""
     removed = []
-    for path in SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"):
-        facts = path.stat()
-        if facts.st_uid == os.getuid() and facts.st_mtime >= started:
+    for port in ports:
+        for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
             path.unlink(missing_ok=True)
             removed.append(path.name)
     return removed

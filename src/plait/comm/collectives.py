@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait.comm.reduce_scatter import reduce_scatter
+
 # Renamed in torch 2.13.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def shard_sizes(length: int, ranks: int) -> list[int]:
@@ -99,7 +100,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
         x = torch.cat([x, x.new_zeros(padding)], dim)
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
     mine = x.new_empty(stacked.shape[0] // ranks, *stacked.shape[1:])
-    _reduce_scatter_single(mine, stacked, group=group)
+    reduce_scatter(mine, stacked, group)
     kept = shard_sizes(length, ranks)[group.rank()]
     return mine if kept == size else mine.narrow(dim, 0, kept).contiguous()
 

@@ -12,6 +12,20 @@ import torch.distributed as dist
 
 from plait._torch import ReduceScatter
 
+# Renamed in torch 2.13.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """`output` = the sum over ranks of this rank's part of `stacked`, whose dim 0 is ranks x output's. Both contiguous. Sums in the order
+    of the ranks."""
+    if stacked.device.type != "cpu":
+        _reduce_scatter_single(output, stacked, group=group)
+        return
+    parts = torch.empty_like(stacked)
+    dist.all_to_all_single(parts, stacked, group=group)
+    torch.sum(parts.view(group.size(), *output.shape), 0, out=output)
+
 
 class AllToAllReduceScatter(ReduceScatter):
     """Sums in the order of the ranks, so every run gives the same bits."""
@@ -24,11 +38,8 @@ class AllToAllReduceScatter(ReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """`input_tensor` [ranks x n] to `output_tensor` [n]; `op` is SUM or AVG. Done when it returns."""
-        ranks = group.size()
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(ranks, -1), 0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(ranks)
-        elif op != dist.ReduceOp.SUM:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"reduce-scatter by {op}")
+        reduce_scatter(output_tensor, input_tensor, group)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())

@@ -22,10 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from plait._torch import local_tensor
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
-from plait.errors import ModelError
+from plait.model.layers import is_conv1d
 
-LINEAR_CLASSES = ("Conv1D", "FalconLinear")
-"""Classes of Transformers that write a Linear's forward in their own words."""
 SEQUENCE = 1
 """The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
 
@@ -81,25 +79,8 @@ class Entrance:
 Forward = Callable[..., torch.Tensor]
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Transformers' Conv1D is a Linear whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D"
-
-
-def weight_dims(module: nn.Module, style: str) -> dict[str, int | None]:
-    """Which dimension of each own parameter a style splits over tp; None keeps it whole."""
-    transposed = _is_transposed(module)
-    if style in ("colwise", "colwise_gather_output", "vocab_head"):
-        return {"weight": 1 if transposed else 0, "bias": 0}
-    if style in ("rowwise", "rowwise_split_input"):
-        return {"weight": 0 if transposed else 1, "bias": None}
-    if style == "embedding_rowwise":
-        return {"weight": 0}
-    return {name: None for name, _ in module.named_parameters(recurse=False)}
-
-
 def _matmul(module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight.t() if _is_transposed(module) else weight, bias)
+    return F.linear(x, weight.t() if is_conv1d(module) else weight, bias)
 
 
 def colwise(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
@@ -219,15 +200,6 @@ def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes
         module.__dict__.update(before)
 
 
-def refuse_custom_forward(module: nn.Module, name: str, style: str) -> None:
-    """A layer whose class computes something of its own cannot be split by a style that replaces its forward."""
-    if type(module).forward is not nn.Linear.forward and type(module).__name__ not in LINEAR_CLASSES:
-        raise ModelError(
-            f"{name} is a {type(module).__name__}, whose forward is not nn.Linear's; style {style!r} would replace it. Leave it out of "
-            "parallel.plan, or split its inner layer"
-        )
-
-
 def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int) -> Forward:
     """A key or value projection with fewer heads than ranks: the weight stays whole, each rank computes the one head that its queries
     use."""
@@ -236,7 +208,7 @@ def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, head
     rows = _out_features(module) // heads
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        dim = 1 if _is_transposed(module) else 0
+        dim = 1 if is_conv1d(module) else 0
         weight = enter(_weight(module), region.group).narrow(dim, head * rows, rows)
         bias = getattr(module, "bias", None)
         if bias is not None:
@@ -259,4 +231,4 @@ def _bias(module: nn.Module) -> torch.Tensor | None:
 def _out_features(module: nn.Module) -> int:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return int(weight.shape[1 if _is_transposed(module) else 0])
+    return int(weight.shape[1 if is_conv1d(module) else 0])

@@ -46,7 +46,7 @@ class TensorParallel(Technique):
         assert group is not None
         region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel)
         _split_parameters(parts.model, plan, region.mesh)
-        _set_forwards(parts.model, plan, region)
+        _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
             _shard_sequence(parts.model, plan, region, parts.blocks)
         return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel, applied=(*parts.applied, f"tensor({plan.source})"))
@@ -96,14 +96,14 @@ def _untied(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if name not in tied]
 
 
-def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region) -> None:
+def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]) -> None:
     doors = plan.regions if region.sequence_parallel else ()
     for name in doors:
         styles.open_door(model.get_submodule(name), region)
     entrances: dict[str, Entrance] = {}
     for entry in plan.modules:
         module = model.get_submodule(entry.name)
-        in_block = region.sequence_parallel and entry.name not in (plan.embedding, plan.head)
+        in_block = region.sequence_parallel and any(entry.name.startswith(f"{block}.") for block in blocks)
         parent = entry.name.rpartition(".")[0]
         opened = any(entry.name.startswith(f"{door}.") for door in doors)
         entrance = entrances.setdefault(parent, Entrance(region, sequence=in_block, opened=opened, uses=0))
@@ -115,8 +115,6 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region) -> None:
 
 
 def _forward(module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, entrance: Entrance, *, sequence: bool) -> styles.Forward:
-    if entry.style not in ("embedding_rowwise", "replicated_with_grad_allreduce"):
-        styles.refuse_custom_forward(module, entry.name, entry.style)
     match entry.style:
         case "colwise":
             return styles.colwise(module, region, entrance)

@@ -55,7 +55,7 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) ->
     for entry in plan.modules:
         weight = shape_of[f"{entry.name}.weight"]
         inputs, outputs = _widths(weight, plan)
-        sequence = technique.sequence_parallel and entry.name not in (plan.embedding, plan.head)
+        sequence = technique.sequence_parallel and any(entry.name.startswith(f"{block}.") for block in facts.blocks)
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
             container = next((name for name in plan.regions if sequence and entry.name.startswith(f"{name}.")), None)
             door = entry.name if entry.style == "vocab_head" else container or entry.name.rpartition(".")[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -90,6 +89,7 @@ def document(**changes):
         "fsdp-kept": Record(failure="fsdp-kept: rank 0 died"),
     }
     arguments = {
+        "stage": 0,
         "machine": {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}},
         "workload": SMALL,
         "pace": Pace(),
@@ -107,16 +107,16 @@ def test_the_report_pairs_rounds_and_survives_json():
     ratios = found["contestants"]["plait-0"]["ratios"]
     assert ratios["ddp"]["median"] == pytest.approx(1.1) and ratios["ddp"]["count"] == 2
     assert ratios["raw_torch"] == ratios["ddp"] and "deepspeed" not in ratios
-    assert "1.100 [1.100, 1.100]" in report.page(found)
+    assert "1.100 [1.100, 1.100]" in report.page([found])
 
 
 def test_nobody_is_left_out_silently():
-    page = report.page(document())
+    page = report.page([document()])
     assert "deepspeed-1 was left out: deepspeed is not installed" in page
     assert "fsdp-kept failed: fsdp-kept: rank 0 died" in page
     records = {"ddp": record([5.0, 4.0]), "plait-0": record([5.0, 3.0])}
     wrong = document(records=records, agreements=agreement.check(records, reference="ddp"))
-    assert "plait-0 DISAGREES" in report.page(wrong) and "agree: by" not in report.page(wrong)
+    assert "plait-0 DISAGREES" in report.page([wrong]) and "agree: by" not in report.page([wrong])
 
 
 class FakeTeam:
@@ -165,10 +165,11 @@ def test_deepspeeds_compilation_ends_and_says_why(monkeypatch, program, expected
 
 
 def test_only_shared_memory_of_this_run_is_removed(monkeypatch, tmp_path):
-    old, new, other = (tmp_path / name for name in ("deepspeed_allreduce_buffer_a", "deepspeed_allreduce_buffer_b", "torch_c"))
+    old, new, other = (
+        tmp_path / name for name in ("deepspeed_allreduce_buffer_0_host_1234_0", "deepspeed_allreduce_buffer_0_host_5678_0", "torch_5678_0")
+    )
     for path in (old, new, other):
         path.touch()
-    os.utime(old, (1.0, 1.0))
     monkeypatch.setattr(deepspeed_peer, "SHARED_MEMORY", tmp_path)
-    assert deepspeed_peer.clean(started=1000.0) == [new.name]
+    assert deepspeed_peer.clean(ports=[5678]) == [new.name]
     assert old.exists() and other.exists()
