@@ -45,7 +45,8 @@ def compare(record: Record, reference: Record) -> Agreement:
     """Largest differences over the steps that both did; infinite where a loss is not a number."""
     steps = min(len(record.losses), len(reference.losses))
     losses = [_distance(a, b) for a, b in zip(record.losses[:steps], reference.losses[:steps], strict=True)]
-    norms = [_distance(a, b) / b for a, b in zip(record.norms[:EARLY_STEPS], reference.norms[:EARLY_STEPS], strict=False)]
+    pairs = zip(record.norms[:EARLY_STEPS], reference.norms[:EARLY_STEPS], strict=False)
+    norms = [_distance(a, b) / b for a, b in pairs if a is not None and b]
     return Agreement(
         steps=steps,
         early_loss=max(losses[:EARLY_STEPS], default=0.0),

@@ -1,7 +1,8 @@
 """The list of contestants, as data: name, title, who to compare with, and the function that builds its step.
 
 A builder runs inside a worker process whose environment names rank and world, and returns `step(batch) -> (loss, grad_norm)`: one whole
-optimizer step on this rank's micro-batch. Nothing heavy is imported before a builder runs.
+optimizer step on this rank's micro-batch. The norm is global and before clipping, None where a library does not tell it. Nothing heavy is
+imported before a builder runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.training_step.workload import Workload
 
-Step = Callable[[dict[str, Tensor]], tuple[float, float]]
+Step = Callable[[dict[str, Tensor]], tuple[float, float | None]]
 Builder = Callable[[Workload], Step]
 
 HERE = "benchmarks.training_step"

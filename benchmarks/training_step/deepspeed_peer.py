@@ -68,11 +68,12 @@ def build(workload: Workload, *, stage: int, zero: dict[str, Any] | None = None,
         optimizer = torch.optim.AdamW(model.parameters(), **adamw_arguments(workload))
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer)
 
-    def step(batch: dict[str, Tensor]) -> tuple[float, float]:
+    def step(batch: dict[str, Tensor]) -> tuple[float, float | None]:
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
-        return loss.item(), float(engine.get_global_grad_norm())
+        norm = engine.get_global_grad_norm()  # None at stage 0 in float32
+        return loss.item(), None if norm is None else float(norm)
 
     return step
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.common.load import wait_for_quiet
 from benchmarks.common.machine import facts
 from benchmarks.common.table import aligned
 from benchmarks.common.workers import Team, TeamError
@@ -142,7 +143,7 @@ def _phases(teams: Mapping[str, Team], records: dict[str, rounds.Record], *, pac
     for name, team in teams.items():
         if records[name].failure:
             continue
-        rounds.wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
+        wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
         try:
             found[name] = team.ask(("phases", {"warm": 1, "steps": pace.steps}), timeout_seconds=pace.turn_timeout_seconds)[0]
         except TeamError as error:

@@ -44,7 +44,8 @@ class Record:
     """Foreign share of every turn, repeated ones included."""
     losses: list[float] = field(default_factory=list)
     """Mean over ranks, by step index."""
-    norms: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    """None where the contestant does not tell it."""
     peak_bytes: int = 0
     """Largest resident size of a rank, libraries included."""
     failure: str | None = None

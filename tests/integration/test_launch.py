@@ -353,6 +353,17 @@ class TestMachines:
         assert [code for code, _, _ in done] == [0, 0], done
         assert sorted(out for _, out, _ in done) == ["rank 0 of 2 sum 2 args []\n", "rank 1 of 2 sum 2 args []\n"]
 
+    def test_all_start_again_when_a_rank_of_one_failed(self, folder: Path, start: Start) -> None:
+        failing = FAILS_ONCE.replace('os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', 'not os.path.exists("failed")').replace(
+            "    raise", '    open("failed", "w").close()\n    raise'
+        )
+        endpoint = f"localhost:{_free_port()}"
+        meet = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "3", _script(folder, failing))
+        done = self._together(start, meet, meet)
+        assert [code for code, _, _ in done] == [0, 0], done
+        assert sorted(out.split(" in ")[0] for _, out, _ in done) == ["rank 0 done", "rank 1 done"]
+        assert sum("ValueError: only the first time" in err for _, _, err in done) == 1
+
     def test_the_others_do_not_come(self, folder: Path) -> None:
         meet = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
         done = _run(*meet, _script(folder, REDUCE))

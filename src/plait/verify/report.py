@@ -2,7 +2,7 @@
 
 float64: each loss, norm, gradient and parameter is within the bar of one process. The configured precision: no further from the float64
 truth than 1.2 x one process in the same precision is, in root mean square over all tensors of a kind; a single tensor, which is a small
-sample, may add the error of its worst neighbour to its own. Nothing is run here.
+sample, may add the error of its worst neighbour to its own, and parameters may be as much worse as gradients may. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def judge_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | 
     """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model itself rounds to float32."""
     bar = tolerance if tolerance is not None else EXACT_BAR if plan.subject.exact else ROUNDED_BAR
     rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(exact, found)]
-    notes = _skips(found)
-    return Section("float64", f"float64 in every place of the configuration's dtypes, within {bar:.0e} of one process", tuple(rows), notes)
+    rows += _wrong_skips(exact, found)
+    title = f"float64 in every place of the configuration's dtypes, within {bar:.0e} of one process"
+    return Section("float64", title, tuple(rows), _skips(found))
 
 
 def _what(kind: Kind, name: str, error: float) -> str:
@@ -137,13 +138,18 @@ def judge_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> S
     rows = [Row(*key, error, allowed.get(key, 0.0), theirs.get(key)) for key, error in ours.items()]
     bits = [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread]
     rows += [Row(d.kind, None, d.tensor or "", d.error, 0.0, what=_what(d.kind, d.name, d.error)) for d in bits]
-    for step in found.skipped:
-        if math.isfinite(single.grad_norms[step]):
-            rows.append(Row("gradient norm", step, "", math.inf, 0.0, what="the step was skipped, and one process does not overflow"))
-    if len(found.skipped) == len(found.losses):
-        rows.append(Row("other", None, "", math.inf, 0.0, what="every step was skipped, so nothing was compared; raise --steps"))
+    rows += _wrong_skips(single, found)
     title = f"{plan.computes_in}, error against float64 at most {FACTOR} x that of one process"
     return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(found))
+
+
+def _wrong_skips(one: Trace, found: Trace) -> list[Row]:
+    """Steps that were skipped for nothing, and a comparison of which nothing is left."""
+    needless = "the step was skipped, and one process does not overflow"
+    rows = [Row("gradient norm", step, "", math.inf, 0.0, what=needless) for step in found.skipped if math.isfinite(one.grad_norms[step])]
+    if len(found.skipped) == len(found.losses):
+        rows.append(Row("other", None, "", math.inf, 0.0, what="every step was skipped, so nothing was compared; raise --steps"))
+    return rows
 
 
 def _order(row: Row) -> tuple[int, int]:
@@ -253,15 +259,11 @@ def failure(report: Report) -> str:
             continue
         first = next((row for row in rows if row.name), rows[0])
         largest = max(rows, key=_badness)
-        lines.append(f"{section.name}: {_counted(rows)} of {len(section.rows)} compared numbers differ from one process")
+        lines.append(f"{section.name}: {len(rows):,} of {len(section.rows):,} compared numbers differ from one process")
         lines.append(f"  first: {first}")
         if largest != first:
             lines.append(f"  worst: {largest}")
     return "\n".join(lines)
-
-
-def _counted(rows: Sequence[Row]) -> str:
-    return f"{len(rows):,}"
 
 
 def _badness(row: Row) -> float:

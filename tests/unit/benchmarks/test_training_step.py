@@ -69,6 +69,8 @@ def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
         ([5.0, 4.001], [1.0, 1.0], False),
         ([5.0, 4.0], [1.0, 2.0], False),
         ([5.0, math.nan], [1.0, 1.0], False),
+        ([5.0, 4.0], [1.0, math.nan], False),
+        ([5.0, 4.0], [None, None], True),
         ([], [], False),
     ],
 )

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,10 +25,9 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
-from plait.cli.launching import lifeline
+from plait.cli.launching import lifeline, rendezvous
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
 from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
 from plait.cluster.topology import cpu_count
@@ -68,7 +66,7 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
     ):
         agent = None
         try:
-            handler = _rendezvous(settings)
+            handler = rendezvous.make(settings)
             agent = Agent(_spec(command, settings, handler), _Logs(folder, reporter), reporter, settings.grace_seconds)
             if follow_stdin:
                 lifeline.follow(agent)
@@ -166,26 +164,6 @@ class _Logs(DefaultLogsSpecs):
         return destination
 
 
-def _rendezvous(settings: Settings) -> RendezvousHandler:
-    elastic = settings.single_node or settings.rdzv_endpoint is not None
-    seconds = max(1, int(settings.timeout_seconds))
-    config: dict[str, Any] = {"rank": settings.node_rank, "timeout": seconds}
-    if elastic:
-        config = {"join_timeout": seconds, "read_timeout": seconds}
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d" if elastic else "static",
-            endpoint="localhost:0" if settings.single_node else settings.meeting_point,
-            run_id=settings.rdzv_id or (str(uuid.uuid4()) if settings.single_node else "plait"),
-            min_nodes=settings.min_nodes,
-            max_nodes=settings.max_nodes,
-            # One machine needs no name that others can resolve, and in containers its own often does not resolve.
-            local_addr="127.0.0.1" if settings.single_node else None,
-            **config,
-        )
-    )
-
-
 def _spec(command: Sequence[str], settings: Settings, handler: RendezvousHandler) -> WorkerSpec:
     by_hand = not settings.single_node and settings.rdzv_endpoint is None
     return WorkerSpec(
@@ -198,7 +176,7 @@ def _spec(command: Sequence[str], settings: Settings, handler: RendezvousHandler
         monitor_interval=POLL_SECONDS,
         master_addr=settings.master_addr if by_hand else None,
         master_port=(settings.master_port or DEFAULT_PORT) if by_hand else None,
-        local_addr="127.0.0.1" if settings.single_node else None,
+        local_addr=rendezvous.LOOPBACK if settings.single_node else None,
     )
 
 
@@ -218,7 +196,7 @@ def _additions(settings: Settings) -> dict[str, str]:
     additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
     if "OMP_NUM_THREADS" not in os.environ:
         additions["OMP_NUM_THREADS"] = str(max(1, cpu_count() // settings.processes))
-    if settings.max_restarts or settings.min_nodes != settings.max_nodes:
+    if not settings.single_node and (settings.max_restarts or settings.min_nodes != settings.max_nodes):
         # The agent's own store still holds the dead ranks' addresses after a restart, and new ranks connect to them (torch 2.13).
         additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return additions
