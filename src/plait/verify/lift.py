@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from plait._torch import TorchDispatchMode, tree_leaves
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

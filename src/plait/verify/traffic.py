@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from plait._torch import group_of
+from plait._torch import TorchDispatchMode, group_of, tree_leaves
 
 # Operator to (kind, index of the argument that is the full tensor). `-1`: the second argument times the group's size.
 _OPERATORS: dict[str, tuple[str, int]] = {
@@ -76,7 +74,8 @@ class Traffic:
 
     def dtypes(self, kind: str) -> set[torch.dtype]:
         """The dtypes that collectives of a kind were called with."""
-        return {call.dtype for call in self.calls if call.kind == kind}
+        kinds = ("reduce_scatter", "all_to_all") if kind == "reduce_scatter" else (kind,)
+        return {call.dtype for call in self.calls if call.kind in kinds}
 
 
 class count_traffic(TorchDispatchMode):
