@@ -63,8 +63,17 @@ def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
     return resolved.model_copy(update={"precision": Precision()}), lines
 
 
-def trace(plan: Plan, name: Pass) -> Trace:
-    """Train with the plan's engine. Collective; every rank returns the whole trace."""
+def traces(plan: Plan) -> dict[Pass, Trace]:
+    """Train every pass with the plan's engine. Collective; every rank returns the whole traces."""
+    try:
+        return {name: _trace(plan, name) for name in plan.passes}
+    finally:
+        # Engines leave the process group they made to the interpreter's end, where gloo's threads may still run: the process then aborts.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _trace(plan: Plan, name: Pass) -> Trace:
     _, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
     give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed)

@@ -73,7 +73,7 @@ def run_watched(plan: Plan, *, seconds: float) -> Traces:
 def run_layout(plan: Plan) -> Traces:
     """Every pass of the plan on this process. Collective."""
     if plan.engine != "plait":
-        return {name: peers.trace(plan, name) for name in plan.passes}
+        return peers.traces(plan)
     engines: list[Engine] = []
     traces: Traces = {}
     try:
