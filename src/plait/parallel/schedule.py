@@ -131,7 +131,9 @@ def _check_shape(schedule: Schedule) -> None:
             if not (0 <= action.stage < schedule.stages and 0 <= action.microbatch < schedule.microbatches):
                 raise _malformed(schedule, f"rank {rank} does {action}, and there are {schedule.stages} stages")
             if schedule.stage_ranks[action.stage] != rank:
-                raise _malformed(schedule, f"rank {rank} does {action}, and stage {action.stage} is on rank {schedule.stage_ranks[action.stage]}")
+                raise _malformed(
+                    schedule, f"rank {rank} does {action}, and stage {action.stage} is on rank {schedule.stage_ranks[action.stage]}"
+                )
 
 
 _COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT})
@@ -150,7 +152,9 @@ def _check_counts(schedule: Schedule) -> None:
             kinds = found.get((stage, microbatch), set())
             if kinds not in _COMPLETE:
                 has = ", ".join(sorted(kinds)) or "nothing"
-                raise _malformed(schedule, f"stage {stage} does {has} of micro-batch {microbatch}; it must do F, and either B or both I and W")
+                raise _malformed(
+                    schedule, f"stage {stage} does {has} of micro-batch {microbatch}; it must do F, and either B or both I and W"
+                )
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -240,7 +244,9 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             generator="ScheduleLoopedBFS",
         ),
         "interleaved-zero-bubble": ScheduleSpec(
-            "interleaved, with the gradients of the weights put off into the gaps (ZB1P)", (2, None), generator="ScheduleInterleavedZeroBubble"
+            "interleaved, with the gradients of the weights put off into the gaps (ZB1P)",
+            (2, None),
+            generator="ScheduleInterleavedZeroBubble",
         ),
         "zbv": ScheduleSpec(
             "zero bubble over a V of stages: no gap where F, I and W take equally long", (2, 2), "v", generator="ScheduleZBVZeroBubble"
@@ -309,14 +315,18 @@ def _whole_rounds(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
         below = next(count for count in range(microbatches, 0, -1) if works(count))
         above = next(count for count in range(microbatches, 2 * microbatches + pp) if works(count))
         rounds = microbatches // pp
-        rule = f"{name} with pp {pp} takes micro-batches in {microbatches} // {pp} = {rounds} equal rounds, and {microbatches} % {rounds} != 0"
+        rule = (
+            f"{name} with pp {pp} takes micro-batches in {microbatches} // {pp} = {rounds} equal rounds, and {microbatches} % {rounds} != 0"
+        )
         yield Problem("gradient_accumulation_steps", microbatches, rule, f"use {below} or {above}")
 
 
 def _at_least_stages(name: str, pp: int, microbatches: int) -> Iterator[Problem]:
     if microbatches < 2 * pp:
         rule = f"{name} with pp {pp} has {2 * pp} stages and needs as many micro-batches"
-        yield Problem("gradient_accumulation_steps", microbatches, rule, f"use {2 * pp} or more, or the schedule zbv, which takes any number")
+        yield Problem(
+            "gradient_accumulation_steps", microbatches, rule, f"use {2 * pp} or more, or the schedule zbv, which takes any number"
+        )
 
 
 _MICROBATCHES: Mapping[str, Callable[[str, int, int], Iterator[Problem]]] = MappingProxyType(
