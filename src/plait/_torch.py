@@ -163,8 +163,9 @@ def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
 def schedule_actions(name: str, *, pp: int, stages_per_rank: int, microbatches: int) -> list[list[tuple[int, str, int]]]:
     """What torch's pipeline schedule class `name` makes every pp rank do, in order: (stage, "F", "B", "I" or "W", micro-batch).
 
-    Only the class's generator runs, on a stand-in for the stages: no process group, no module, and without the lowering to sends and receives
-    that its constructor ends with. A forward overlapped with a backward is given as the two, in torch's order. Idle slots are left out.
+    Only the class's generator runs, on a stand-in for the stages: no process group, no module, and not the lowering to sends and
+    receives that its constructor ends with. A forward overlapped with a backward is given as the two, in torch's order. Idle slots
+    are left out.
     """
     from torch.distributed.pipelining import schedules  # only here: it takes long to import
 

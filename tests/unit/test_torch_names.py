@@ -93,3 +93,15 @@ def test_custom_reduce_scatter() -> None:
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+
+
+def test_schedule_actions() -> None:
+    """Torch's generators run on a stand-in; overlapped pairs are taken apart, idle slots left out."""
+    zbv = _torch.schedule_actions("ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1)
+    assert zbv[0] == [(0, "F", 0), (3, "F", 0), (3, "I", 0), (3, "W", 0), (0, "I", 0), (0, "W", 0)]
+    looped = _torch.schedule_actions("ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1)
+    assert looped[1] == [(1, "F", 0), (3, "F", 0), (3, "B", 0), (1, "B", 0)]
+    dual = _torch.schedule_actions("ScheduleDualPipeV", pp=2, stages_per_rank=2, microbatches=4)
+    assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, "pairs are two actions"
+    with pytest.raises(ValueError, match="multiple of the number of rounds"):
+        _torch.schedule_actions("ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11)
