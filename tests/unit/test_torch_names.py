@@ -105,3 +105,45 @@ def test_schedule_actions() -> None:
     assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, "pairs are two actions"
     with pytest.raises(ValueError, match="multiple of the number of rounds"):
         _torch.schedule_actions("ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11)
+
+
+def test_a_forward_that_is_left_and_a_late_reduction() -> None:
+    """The root's hooks are set on what came instead of its output, and gradients that were kept are reduced when told."""
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+
+    class Left(Exception):
+        pass
+
+    def leave(*_: Any) -> None:
+        raise Left
+
+    handle = model[-1].register_forward_hook(leave)
+    with pytest.raises(Left):
+        model(torch.ones(1, 4))
+    handle.remove()
+    output = _torch.leave_forward(model, model[0](torch.ones(1, 4)))
+    output.sum().backward()
+    assert _torch.unsharded_gradient_bytes(model) > 0
+    model.set_requires_gradient_sync(True)
+    _torch.reduce_now(model, _torch.sharded_modules(model))
+    assert _torch.unsharded_gradient_bytes(model) == 0
+
+
+def test_gradients_of_inputs_only() -> None:
+    """Weights are left for later; an output that is a view is allowed."""
+    layer, x = torch.nn.Linear(3, 4), torch.ones(2, 3, requires_grad=True)
+    groups = _torch.input_gradients([layer(x).view(4, 2)], [torch.ones(4, 2)], [x], layer.parameters())
+    assert x.grad is not None and layer.weight.grad is None
+    assert all({"params", "intermediates", "grads"} <= set(group) for group in groups)
+
+
+def test_fake_tensors_and_their_storages() -> None:
+    """Sizes without memory; views share a key."""
+    with _torch.FakeTensorMode():
+        tensor = torch.empty(1 << 40)
+    assert tensor.untyped_storage().nbytes() == 1 << 42
+    assert _torch.storage_key(tensor) == _torch.storage_key(tensor.view(2, -1)) != _torch.storage_key(torch.ones(1))
+    assert _torch.FakeStore() is not None
+    assert _torch.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}

@@ -61,9 +61,7 @@ def rehearse(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, l
         dist.destroy_process_group()
 
 
-def _step(
-    model: nn.Module, parts: Parts, pipeline: PipelineRank | None, resolved: Resolved, samples: int, length: int
-) -> Rehearsal:
+def _step(model: nn.Module, parts: Parts, pipeline: PipelineRank | None, resolved: Resolved, samples: int, length: int) -> Rehearsal:
     optimizer = build_optimizer(resolved.optimizer, list(model.named_parameters()))
     count = resolved.batch.accumulation
     ids = torch.zeros(samples * count, length, dtype=torch.int64, device=next(model.parameters()).device)

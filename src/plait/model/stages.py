@@ -68,7 +68,7 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
     parents = {block.rpartition(".")[0] for block in blocks}
     if len(parents) > 1:
         raise ModelError(
-            f"parallel.pp > 1: the blocks are in {len(parents)} lists ({', '.join(sorted(parents)[:3])}), and stages are cut from one chain; "
+            f"parallel.pp > 1: the blocks are in {len(parents)} lists ({', '.join(sorted(parents)[:3])}), and stages are cut from one; "
             "name the blocks of one list in parallel.blocks"
         )
     (parent,) = parents

@@ -188,7 +188,7 @@ class _Pass:
         if floating and all(bool(torch.isnan(t).all()) for t in floating) and all(bool(torch.isfinite(t.detach()).all()) for t in received):
             raise ModelError(
                 f"parallel.pp: on stage {stage.index} the model uses a value that is computed before {stage.blocks[0]} and does not pass "
-                "through the chain of blocks (a skip connection, or an embedding read again), so it cannot be cut there; use parallel.pp = 1"
+                "through the chain of blocks (a skip connection, or an embedding read again), so it cannot be cut; use parallel.pp = 1"
             )
 
     # ---- messages -------------------------------------------------------------------------------------------------------------------

@@ -46,11 +46,12 @@ def backward_weights(deferred: Deferred) -> None:
     if deferred.outputs:
         torch.autograd.backward(deferred.outputs, deferred.gradients)
         return
-    for group in deferred.groups:
-        _accumulate(group)
+    for index, group in enumerate(deferred.groups):
+        _accumulate(group, keep=index < len(deferred.groups) - 1)
 
 
-def _accumulate(group: dict[str, Any]) -> None:
+def _accumulate(group: dict[str, Any], *, keep: bool) -> None:
+    """`keep` what the graph saved: groups of a module that is used twice run over each other's layers."""
     nodes, entered = group.pop("intermediates"), group.pop("grads")
     edges = [
         (GradientEdge(node, index), gradient)
@@ -69,6 +70,7 @@ def _accumulate(group: dict[str, Any]) -> None:
             [edge for edge, _ in edges],
             [gradient for _, gradient in edges],
             inputs=[GradientEdge(node, 0) for node in group["params"]],
+            retain_graph=keep,
         )
     finally:
         for handle in handles:

@@ -36,11 +36,13 @@ def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, techniqu
     n = ledger.tp
     if technique.sequence_parallel:  # backward of the first block's door, forward of the last
         hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
-        features["all_gather"] += hidden * (2 if ledger.stage is None else ledger.stage.ends)
+        ends = 2 * np.ones_like(n) if ledger.stage is None else ledger.stage.ends
+    else:
+        hidden, ends = 0, np.zeros_like(n)
     sent = {}
     padded = sum(-(-width // n) * n for width in gathered)  # collectives want equal parts
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
-        count = (features[collective] + (padded if collective == "all_gather" else 0)) * ledger.tokens * itemsize
+        count = (features[collective] + (padded + hidden * ends if collective == "all_gather" else 0)) * ledger.tokens * itemsize
         if collective == "all_reduce":
             count = 2 * (count + parameters * itemsize + features["loss"] * ledger.tokens * loss_itemsize)
         sent[collective] = ledger.accumulation * count * (n - 1) // n
