@@ -26,23 +26,7 @@ from plait.parallel.schedule import (
     needed_by,
     produced_by,
 )
-
-names = st.sampled_from(sorted(SCHEDULES))
-
-
-def made(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule, or the nearest micro-batch count above for which there is one."""
-    fewest, most = SCHEDULES[name].stages_per_rank
-    each = None if stages_per_rank is None else min(max(stages_per_rank, fewest), most or 4)
-    for count in range(microbatches, microbatches + 2 * pp + 1):
-        try:
-            return make_schedule(name, pp=pp, microbatches=count, stages_per_rank=each)
-        except ConfigError:
-            continue
-    raise AssertionError(f"{name} does not exist for {microbatches} to {microbatches + 2 * pp} micro-batches")
-
-
-schedules = st.builds(made, names, st.integers(1, 6), st.integers(1, 16), st.integers(1, 4))
+from tests.unit.parallel.tables import names, schedules
 
 
 def table(schedule: Schedule) -> list[str]:

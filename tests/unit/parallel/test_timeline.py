@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from plait.errors import InputError
 from plait.parallel.schedule import SCHEDULES, Action, Kind, Message, Payload, Schedule, destination, make_schedule, messages, needed_by
 from plait.parallel.timeline import Durations, Span, Timeline, even, peak_in_flight, simulate
-from tests.unit.parallel.test_schedule import schedules
+from tests.unit.parallel.tables import schedules
 
 ranks = st.integers(1, 8)
 quarters = st.integers(1, 12).map(lambda n: n / 4)
