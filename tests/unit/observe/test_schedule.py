@@ -13,7 +13,7 @@ from plait.errors import InputError
 from plait.observe.schedule import as_json, lines, names, summary, svg
 from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.timeline import Timeline, even, peak_in_flight, simulate
-from tests.unit.parallel.tables import schedules
+from tests.unit.parallel.tables import schedules, unhurried
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -53,6 +53,7 @@ def test_two_and_more_stages_a_rank() -> None:
     assert "0 2 .. 10" in plain(many)[1]
 
 
+@unhurried
 @given(schedules, st.integers(60, 300), st.booleans())
 def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: bool) -> None:
     """Every action is named in its rank's order; or every column is the letter of what runs in its middle. Never wider than asked."""
@@ -85,6 +86,7 @@ def test_the_drawing_is_the_timeline(schedule: Schedule, width: int, coloured: b
         assert bool(line.spans) == coloured
 
 
+@unhurried
 @given(schedules)
 def test_svg(schedule: Schedule) -> None:
     """One rectangle an action at its time, none over another, inside the picture; a tooltip; what is idle and held."""

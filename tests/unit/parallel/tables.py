@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
@@ -23,3 +24,6 @@ def made(name: str, pp: int, microbatches: int, stages_per_rank: int | None = No
 
 
 schedules = st.builds(made, names, st.integers(1, 6), st.integers(1, 16), st.integers(1, 4))
+
+unhurried = settings(deadline=None)
+"""For property tests that build a table an example: the first needs torch, and the machine may be busy."""
