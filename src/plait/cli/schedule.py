@@ -21,7 +21,7 @@ def schedule(
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches of an optimizer step.")] = 8,
     stages_per_rank: Annotated[
-        int | None, typer.Option(metavar="V", help="Stages on a rank. [default: 1, or 2 where the schedule needs several]")
+        int | None, typer.Option(metavar="V", help="Stages on a rank. Default: 1, or 2 where the schedule takes several.")
     ] = None,
     forward: Annotated[float, typer.Option(min=0, help="Time of a forward of one micro-batch through all stages of a rank.")] = 1.0,
     input_: Annotated[float, typer.Option("--input", min=0, help="Time of the gradient of the input, likewise.")] = 1.0,
@@ -29,7 +29,7 @@ def schedule(
     send: Annotated[float, typer.Option(min=0, help="Time of one message between two ranks, beside the computation.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture too.")] = None,
     width: Annotated[
-        int | None, typer.Option(min=40, help=f"Columns to draw in. [default: the terminal's, {_PIPE_WIDTH} in a pipe]")
+        int | None, typer.Option(min=40, help=f"Columns to draw in. Default: the terminal's, {_PIPE_WIDTH} in a pipe.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
