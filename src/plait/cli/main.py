@@ -22,6 +22,7 @@ VERBS = {
     "train": ("plait.cli.train", "Train a model as one JSON file says."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),
+    "schedule": ("plait.cli.schedule", "Draw a pipeline schedule: who computes what when, what is idle, what is held."),
     "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }

@@ -224,7 +224,7 @@ class ScheduleSpec:
 
     @property
     def default_stages_per_rank(self) -> int:
-        """1 where that is the only choice, otherwise 2."""
+        """The only choice where there is one, otherwise 2."""
         fewest, most = self.stages_per_rank
         return fewest if most == fewest else 2
 
@@ -239,7 +239,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             generator="ScheduleInterleaved1F1B",
         ),
         "looped-bfs": ScheduleSpec(
-            "GPipe over several stages a rank, each stage through all micro-batches at a time: fewest ZeRO-3 gathers",
+            "GPipe over several stages a rank: one stage after the other, all micro-batches in a row on each",
             (1, None),
             generator="ScheduleLoopedBFS",
         ),
@@ -260,7 +260,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The checked table of a schedule. `stages_per_rank` None takes the schedule's default: 1, or 2 where several are needed.
+    """The checked table of a schedule. `stages_per_rank` None takes the schedule's default: 1, or 2 where it takes several.
 
     Raises ConfigError, with what works instead, where the schedule does not exist for these numbers.
     """

@@ -131,13 +131,13 @@ def peak_in_flight(schedule: Schedule, *, held: Sequence[float] | None = None) -
     if len(size) != schedule.stages:
         raise InputError(f"held has {len(size)} values; {schedule.name} with {schedule.stages} stages needs {schedule.stages}")
     peaks = []
-    for row in schedule.ranks:
-        counts = [0] * schedule.stages
+    for rank, row in enumerate(schedule.ranks):
+        counts = dict.fromkeys(schedule.stages_of(rank), 0)
         peak = 0.0
         for action in row:
             if action.kind is Kind.FORWARD:
                 counts[action.stage] += 1
-                peak = max(peak, sum(count * size[stage] for stage, count in enumerate(counts) if count))
+                peak = max(peak, sum(count * size[stage] for stage, count in counts.items()))
             elif action.kind is not Kind.INPUT:
                 counts[action.stage] -= 1
         peaks.append(peak)

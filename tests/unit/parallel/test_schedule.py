@@ -26,23 +26,7 @@ from plait.parallel.schedule import (
     needed_by,
     produced_by,
 )
-
-names = st.sampled_from(sorted(SCHEDULES))
-
-
-def made(name: str, pp: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule, or the nearest micro-batch count above for which there is one."""
-    fewest, most = SCHEDULES[name].stages_per_rank
-    each = None if stages_per_rank is None else min(max(stages_per_rank, fewest), most or 4)
-    for count in range(microbatches, microbatches + 2 * pp + 1):
-        try:
-            return make_schedule(name, pp=pp, microbatches=count, stages_per_rank=each)
-        except ConfigError:
-            continue
-    raise AssertionError(f"{name} does not exist for {microbatches} to {microbatches + 2 * pp} micro-batches")
-
-
-schedules = st.builds(made, names, st.integers(1, 6), st.integers(1, 16), st.integers(1, 4))
+from tests.unit.parallel.tables import names, schedules, unhurried
 
 
 def table(schedule: Schedule) -> list[str]:
@@ -74,6 +58,7 @@ def test_those_written_here_are_torchs(name: str, peer: str, pp: int, microbatch
         assert [str(action) for action in ours.ranks[rank]] == computed
 
 
+@unhurried
 @given(schedules)
 def test_every_table_is_complete_and_placed(schedule: Schedule) -> None:
     """Counted here anew: each stage does each micro-batch forward once and backward once; the placement is the one that is promised."""
@@ -105,6 +90,7 @@ def stuck(schedule: Schedule) -> bool:
             return any(left)
 
 
+@unhurried
 @given(schedules)
 def test_order_respects_needs(schedule: Schedule) -> None:
     """`in_order` gives every action once, in each rank's own order, after all that it needs."""
@@ -123,7 +109,7 @@ def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
     return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.data(), schedules)
 def test_a_spoilt_table_is_found(data: st.DataObject, schedule: Schedule) -> None:
     """An action lost, doubled, on another rank, of another micro-batch, stage or kind; a backward before its forward."""
@@ -160,7 +146,7 @@ def test_a_spoilt_table_is_found(data: st.DataObject, schedule: Schedule) -> Non
         spoilt.check()
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(st.data(), schedules)
 def test_a_deadlock_is_found(data: st.DataObject, schedule: Schedule) -> None:
     """Any two actions of a rank exchanged: refused exactly where a rank then waits for ever."""
@@ -194,6 +180,7 @@ def test_shapes_of_a_table() -> None:
             spoilt.check()
 
 
+@unhurried
 @given(schedules)
 def test_messages(schedule: Schedule) -> None:
     """Each boundary between ranks passes each micro-batch once a direction; the order is that of the source; neighbours agree."""
@@ -223,6 +210,7 @@ def test_a_v_passes_nothing_at_its_turn() -> None:
     assert messages(make_schedule("zbv", pp=1, microbatches=3)) == {}
 
 
+@unhurried
 @given(names, st.integers(1, 8), st.integers(1, 40))
 def test_refused_numbers(name: str, pp: int, microbatches: int) -> None:
     """Torch refuses them too, and every number that is named instead works."""

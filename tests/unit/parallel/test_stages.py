@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,6 +25,7 @@ def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(end - start for start, end in pairwise(edges)) for edges in cuts]
 
 
+@settings(deadline=None)
 @given(st.data(), st.lists(costs, min_size=1, max_size=9), costs, costs)
 def test_no_cut_is_better(data: st.DataObject, blocks: list[float], first: float, last: float) -> None:
     """Of all cuts, with the two ends."""

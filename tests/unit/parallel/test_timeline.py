@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from plait.errors import InputError
 from plait.parallel.schedule import SCHEDULES, Action, Kind, Message, Payload, Schedule, destination, make_schedule, messages, needed_by
 from plait.parallel.timeline import Durations, Span, Timeline, even, peak_in_flight, simulate
-from tests.unit.parallel.test_schedule import schedules
+from tests.unit.parallel.tables import schedules, unhurried
 
 ranks = st.integers(1, 8)
 quarters = st.integers(1, 12).map(lambda n: n / 4)
@@ -30,6 +30,7 @@ def overhead(schedule: Schedule, f: float, i: float, w: float) -> float:
     return simulate(schedule, even(schedule, forward=f, input=i, weight=w)).total - schedule.microbatches * (f + i + w)
 
 
+@unhurried
 @given(st.data(), st.sampled_from(sorted(WAVES)), ranks, quarters, quarters, quarters)
 def test_bubble_of_whole_backwards(data: st.DataObject, name: str, p: int, f: float, i: float, w: float) -> None:
     """Overhead (p - 1)(F + B)/v and bubble (p - 1)/(v m + p - 1): arXiv:2104.04473, sections 2.2 and 2.2.2; arXiv:2211.05953 for looped.
@@ -47,6 +48,7 @@ def test_bubble_of_whole_backwards(data: st.DataObject, name: str, p: int, f: fl
         assert timeline.bubble(rank) == pytest.approx(slots / (v * m + slots)), "equal stages: every rank is idle equally long"
 
 
+@unhurried
 @given(ranks, st.integers(2, 4), st.integers(1, 4), quarters, quarters, quarters)
 def test_bubble_of_interleaved_zero_bubble(p: int, v: int, rounds: int, f: float, i: float, w: float) -> None:
     """ZB1P's overhead is (p - 1)(F + B - 2W), with B = I + W (arXiv:2401.10241, table 2), here over v. It assumes that a W is no longer
@@ -55,6 +57,7 @@ def test_bubble_of_interleaved_zero_bubble(p: int, v: int, rounds: int, f: float
     assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * max(f + i - w, f, i) / v)
 
 
+@unhurried
 @given(st.data(), ranks, quarters, quarters, quarters)
 def test_bubble_of_zbv(data: st.DataObject, p: int, f: float, i: float, w: float) -> None:
     """The paper's ZB-V (arXiv:2401.10241, section 6) has no bubble at F = I = W, counted from a rank's own first action to its last: true
@@ -69,6 +72,7 @@ def test_bubble_of_zbv(data: st.DataObject, p: int, f: float, i: float, w: float
         assert row[-1].end - row[0].start == pytest.approx(timeline.busy(rank))
 
 
+@unhurried
 @given(ranks)
 def test_zbv_with_few_microbatches(p: int) -> None:
     """The ranks then wait for each other: one micro-batch leaves 2 (p - 1) units of F = I = W idle."""
@@ -78,6 +82,7 @@ def test_zbv_with_few_microbatches(p: int) -> None:
     assert parts == sorted(parts, reverse=True), "more micro-batches fill more"
 
 
+@unhurried
 @given(st.data(), ranks, quarters, quarters, quarters)
 def test_bubble_of_dualpipev(data: st.DataObject, p: int, f: float, i: float, w: float) -> None:
     """DeepSeek's README gives (p - 1)(F&B + B - 3W)/2, F&B being the pair as one unit of work that hands both results on at its end.
@@ -137,6 +142,7 @@ def test_eight_ranks_sixteen_microbatches(name: str, v: int, bubble: float, peak
     assert max(peak_in_flight(schedule)) == peak == peak_in_flight(schedule)[0]
 
 
+@unhurried
 @given(schedules)
 def test_peak_in_flight(schedule: Schedule) -> None:
     """Stages held at once. GPipe and looped: all. 1F1B: p - rank. Interleaved (arXiv:2205.05198, section 4.2.3): p + (p - 1)/v in full
@@ -163,6 +169,7 @@ def test_peak_in_flight(schedule: Schedule) -> None:
         assert peak_in_flight(schedule)[0] == pytest.approx(p + (p - 1) / v)
 
 
+@unhurried
 @given(st.data(), schedules)
 def test_peak_with_unequal_stages(data: st.DataObject, schedule: Schedule) -> None:
     """In bytes: the largest sum over the micro-batches whose activations exist, recounted at every action from the whole row."""
