@@ -96,6 +96,16 @@ def regression() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]
     return model, plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")), micro_batch
 
 
+def chain() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
+    """Equal blocks, and micro-batches that are all of one shape."""
+
+    def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(samples, 6, generator=generator).double(), torch.randn(samples, 6, generator=generator).double()
+
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    return model, plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")), micro_batch
+
+
 def random_model() -> nn.Module:
     """Noise that no dropout rate turns off."""
 
@@ -216,7 +226,7 @@ def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
         ("updated on rank 0 only", None, {}),
         ("wrong stage cut", None, {"parallel": {"pp": 2}}),
         ("lost tied gradient", None, {"parallel": {"pp": 2}, "model": {"config": {**LLAMA, "tie_word_embeddings": True}}}),
-        ("micro-batches swapped", None, {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}}),
+        ("micro-batches swapped", chain, {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
