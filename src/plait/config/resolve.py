@@ -25,6 +25,7 @@ from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.precision import Precision
+from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
 
@@ -46,6 +47,8 @@ class Resolved(Policy):
     """The dtypes of computation and reduction; None is the parameters' own."""
     compile: Compile
     """torch.compile."""
+    recompute: Recompute
+    """Which blocks recompute what."""
     blocks: tuple[str, ...] = ()
     """Names or patterns of the repeated blocks; empty: found in the model."""
     gradient_clipping: float
@@ -135,6 +138,7 @@ def resolve(
     optimizer = parts.optimizer(found)
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)
+    recompute = found.attempt(lambda: parts.recompute(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     found.sources["parallel.blocks"] = config.origin("parallel.blocks")
     for path in fields():
@@ -142,7 +146,7 @@ def resolve(
             found.sources[path] = config.origin(path)
     if found.problems:
         raise ConfigError(*found.problems)
-    assert layout is not None and batch is not None and precision is not None and data_parallel is not None
+    assert layout is not None and batch is not None and precision is not None and data_parallel is not None and recompute is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
@@ -151,6 +155,7 @@ def resolve(
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,
+        recompute=recompute,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,
         optimizer=optimizer,

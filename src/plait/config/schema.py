@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 from plait.config.deepspeed import Status
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.sections import DataSection, ModelSection, RunSection
+from plait.parallel.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 
@@ -111,6 +112,31 @@ class CompileSection(Policy):
     """A mode of torch.compile, for example "max-autotune"."""
 
 
+class CheckpointingSection(Policy):
+    """How the inputs of recomputed blocks are kept: DeepSpeed's names. What is recomputed is set in parallel.recompute."""
+
+    partition_activations: bool = False
+    """With tp: each process keeps its slice of a recomputed block's input, and gathers the whole in backward."""
+
+
+class RecomputeSection(Policy):
+    """Activation checkpointing: compute again in backward what forward does not keep."""
+
+    mode: Literal["none", "full", "selective", "budget"] | None = None
+    """none; full: a block keeps its input alone; selective: it keeps the results of the operators in `keep` too; budget: chosen for every
+    block, so that activations fit in `budget_gib`. Left out: budget where `budget_gib` is given, else none."""
+    every: Count = 1
+    """full and selective: every n-th block, the first included."""
+    keep: tuple[str, ...] = DEFAULT_KEEP
+    """selective and budget: results that are kept: `attention`, `matmul` (products with weights), `every_second_matmul`, or operators like
+    `aten.mm`."""
+    budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] | None = None
+    """The most GiB that one micro-batch's activations take on a process: what blocks, head and loss keep, and the block that is being
+    recomputed."""
+    sequence_length: Count | None = None
+    """budget: tokens of a sequence. Left out: data.sequence_length."""
+
+
 class ParallelSection(Policy):
     """How many processes each kind of parallelism takes. The product of the degrees is the number of processes."""
 
@@ -136,6 +162,8 @@ class ParallelSection(Policy):
     of equal modules in the model."""
     bucket_mib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] = 25.0
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
+    recompute: RecomputeSection = RecomputeSection()
+    """Activation checkpointing."""
     unused_parameters: FlagOrAuto = True
     """Let a step leave parameters unused, also different ones on different processes."""
 
@@ -204,6 +232,8 @@ class Config(Policy):
     """The schedule of the learning rate. Left out: constant."""
     compile: CompileSection = CompileSection()
     """torch.compile."""
+    activation_checkpointing: CheckpointingSection = CheckpointingSection()
+    """How inputs of recomputed blocks are kept."""
     parallel: ParallelSection = ParallelSection()
     """The layout."""
     model: ModelSection | None = None

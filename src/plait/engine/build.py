@@ -23,8 +23,9 @@ from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.batch import Forward, default_forward
+from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.engine import Engine
-from plait.engine.loss import Loss, Weighted
+from plait.engine.loss import Loss, Weighted, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
@@ -35,8 +36,10 @@ from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.order import apply_all
+from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
+from plait.units import dtype_of
 
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -66,7 +69,7 @@ def initialize(
     loss = _as_loss(loss_fn, weight_fn)
     resolved = _resolve(model, config, total_steps=total_steps)
     named = {id(p): name for name, p in model.named_parameters()}
-    mesh, parts = _parallelize(model, resolved, weights=weights)
+    mesh, parts = _parallelize(model, resolved, weights=weights, loss_fn=loss, forward=forward)
     reduce_by_sum(parts)
     unused = None
     dp_group = mesh.group("dp_replicate", "dp_shard")
@@ -183,7 +186,14 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
     return resolve(loaded, world_size=here.world_size, hidden_size=hidden, total_steps=total_steps, micro_batch_size=1)
 
 
-def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | None) -> tuple[Mesh, Parts]:
+def _parallelize(
+    model: nn.Module,
+    resolved: Resolved,
+    *,
+    weights: str | Path | None,
+    loss_fn: Loss | None = None,
+    forward: Forward = default_forward,
+) -> tuple[Mesh, Parts]:
     refuse_incompatible(resolved.layout, resolved.compile)
     blocks = find_blocks(model, resolved.blocks or None)
     on_meta = materialise.is_meta(model)
@@ -191,14 +201,16 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
     # All that can be refused is refused before a process group exists.
     resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
+    resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
     _check_placement(resolved)
     mesh = build_mesh(resolved.layout)
     template = materialise.template_of(model) if on_meta else None
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)
+    recompute = _recompute(resolved, model, blocks, mesh, loss_fn=loss_fn, forward=forward)
     parts = Parts(model=model, blocks=blocks)
-    parts = apply_all((resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
+    parts = apply_all((resolved.tensor_parallel, recompute, resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
     if template is not None:
         materialise.allocate(model, mesh.device)
         if weights is None:
@@ -209,6 +221,27 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
     if parts.reducer is not None:
         parts.reducer.attach()
     return mesh, parts
+
+
+def _recompute(
+    resolved: Resolved, model: nn.Module, blocks: tuple[str, ...], mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
+) -> Recompute:
+    """What blocks recompute, a budget solved: from a run without data on the whole model, before anything is sharded."""
+    recompute, precision = resolved.recompute, resolved.precision
+    if recompute.mode != "budget":
+        return recompute
+    facts = activation_facts(
+        model,
+        blocks=blocks,
+        mesh=mesh,
+        batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
+        tensor_parallel=resolved.tensor_parallel,
+        recompute=recompute,
+        compute_dtype=dtype_of(precision.compute) if precision.compute else None,
+        loss_fn=loss_fn or causal_lm_loss,
+        forward=forward,
+    )
+    return recompute.solved(facts)
 
 
 def _check_placement(resolved: Resolved) -> None:

@@ -9,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from plait.parallel.activations import ActivationFacts
 
 Array = NDArray[np.int64]
 
 MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer")
 """`parameters`, `gradients` and `optimizer` are what a rank holds just before the optimizer step; `gathered_parameters` and
 `unsharded_gradients` are what it holds in addition between two micro-batches of a step."""
+
+ACTIVATION_KINDS = ("activations", "logits", "recomputed")
+"""What a micro-batch keeps from forward to backward, in blocks and before them, and after them (head, loss); and the most that recomputing
+a block brings back. For every micro-batch that is between its forward and its backward."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "control")
 """`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
@@ -39,6 +46,8 @@ class Ledger:
     """Which rank of the tp axis is priced; 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
+    activations: ActivationFacts | None = None
+    """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are whole."""
     optimizer_tensors: int = 2
@@ -76,8 +85,8 @@ class Ledger:
         return cls(**axes, **fields)
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
-        """More bytes of a kind (see MEMORY_KINDS)."""
-        if kind not in MEMORY_KINDS:
+        """More bytes of a kind (see MEMORY_KINDS and ACTIVATION_KINDS)."""
+        if kind not in (*MEMORY_KINDS, *ACTIVATION_KINDS):
             raise KeyError(kind)
         return replace(self, memory=_added(self.memory, kind, count))
 

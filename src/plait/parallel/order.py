@@ -11,10 +11,11 @@ from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.precision import Precision
+from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, Compile, Precision, DataParallel)
+ORDER: tuple[type[Technique], ...] = (TensorParallel, Recompute, Compile, Precision, DataParallel)
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
 
 
@@ -37,7 +38,7 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order."""
-    for technique in in_order(techniques):
+    """Price every technique, in order, but for the precision: it comes first, because the others ask for the size of an element."""
+    for technique in sorted(in_order(techniques), key=lambda technique: not isinstance(technique, Precision)):
         ledger = technique.account(ledger, facts)
     return ledger
