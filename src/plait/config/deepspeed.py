@@ -91,6 +91,7 @@ SUPPORTED: tuple[str, ...] = (
     "compile.backend",
     "compile.mode",
     "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
 )
 """Fields of the schema outside Plait's own sections, described there. `aliases` lists the keys that are other names of such fields."""
 
@@ -476,11 +477,6 @@ REFUSED: tuple[Refusal, ...] = (
         "embedding gradients are reduced dense; DeepSpeed removed the sparse form too",
         "set it to false or leave it out",
         {"sparse_gradients": _FLAG},
-    ),
-    Refusal(
-        "inputs of recomputed blocks stay on the device in this release",
-        "set it to false or leave it out; activation_checkpointing.partition_activations shards them over tp",
-        {"activation_checkpointing.cpu_checkpointing": _FLAG},
     ),
     Refusal(
         "inputs of recomputed blocks are kept as they come, in no common buffer",

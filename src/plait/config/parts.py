@@ -18,6 +18,7 @@ from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
 from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
@@ -262,6 +263,29 @@ def recompute(found: Findings) -> Recompute:
         sequence_length=length or 0,
         partition_inputs=partition,
     )
+
+
+def activation_offload(found: Findings) -> ActivationOffload:
+    """Where blocks put what they save for backward."""
+    section, path = found.config.parallel.activation_offload, "parallel.activation_offload"
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    to_host, name = found.config.activation_checkpointing.cpu_checkpointing, "activation_checkpointing.cpu_checkpointing"
+    fraction, given = section.fraction, found.config.origin(f"{path}.fraction") != "default"
+    problems = []
+    if to_host:
+        recompute = found.config.parallel.recompute
+        if recompute.mode in (None, "none") and recompute.budget_gib is None:
+            rule = "no block is recomputed (parallel.recompute.mode is none), so there is no checkpointed input to move"
+            problems.append(Problem(name, "true", rule, 'set parallel.recompute.mode = "full", or false'))
+        if (given and fraction != 1) or section.device != "cpu":
+            rule = f"it means {path}.fraction = 1 on cpu, and the file says {fraction:g} on {section.device}"
+            problems.append(Problem(name, "true", rule, "keep one of them"))
+        fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
+    if fraction and section.device == "disk" and section.path is None:
+        problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
+    if problems:
+        raise ConfigError(*problems)
+    return ActivationOffload(fraction=fraction, device=section.device, path=section.path if section.device == "disk" else None)
 
 
 def compiled(found: Findings) -> Compile:

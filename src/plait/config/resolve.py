@@ -22,6 +22,7 @@ from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.config.source import Document, Source, parse_override, read
 from plait.config.validation import validate
 from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.precision import Precision
@@ -49,6 +50,8 @@ class Resolved(Policy):
     """torch.compile."""
     recompute: Recompute
     """Which blocks recompute what."""
+    activation_offload: ActivationOffload
+    """Where blocks put what they save for backward."""
     blocks: tuple[str, ...] = ()
     """Names or patterns of the repeated blocks; empty: found in the model."""
     gradient_clipping: float
@@ -139,6 +142,7 @@ def resolve(
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)
     recompute = found.attempt(lambda: parts.recompute(found))
+    offload = found.attempt(lambda: parts.activation_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     found.sources["parallel.blocks"] = config.origin("parallel.blocks")
     for path in fields():
@@ -146,7 +150,8 @@ def resolve(
             found.sources[path] = config.origin(path)
     if found.problems:
         raise ConfigError(*found.problems)
-    assert layout is not None and batch is not None and precision is not None and data_parallel is not None and recompute is not None
+    assert layout is not None and batch is not None and precision is not None and data_parallel is not None
+    assert recompute is not None and offload is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
@@ -156,6 +161,7 @@ def resolve(
         precision=precision,
         compile=compiled,
         recompute=recompute,
+        activation_offload=offload,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,
         optimizer=optimizer,

@@ -117,6 +117,8 @@ class CheckpointingSection(Policy):
 
     partition_activations: bool = False
     """With tp: each process keeps its slice of a recomputed block's input, and gathers the whole in backward."""
+    cpu_checkpointing: bool = False
+    """Keep the inputs of recomputed blocks in host memory: parallel.activation_offload with fraction 1."""
 
 
 class RecomputeSection(Policy):
@@ -135,6 +137,17 @@ class RecomputeSection(Policy):
     recomputed."""
     sequence_length: Count | None = None
     """budget: tokens of a sequence. Left out: data.sequence_length."""
+
+
+class ActivationOffloadSection(Policy):
+    """Where blocks put what they save for backward: out of the device's memory."""
+
+    fraction: Annotated[float, Field(ge=0, le=1), Number] = 0.0
+    """The share of blocks that do, from the first one on: their backward comes last, so there is most time for the way out and back."""
+    device: Literal["cpu", "disk"] = "cpu"
+    """cpu: pinned host memory, for GPUs. disk: files in `path`."""
+    path: str | None = None
+    """disk: a folder on a fast local disk."""
 
 
 class ParallelSection(Policy):
@@ -164,6 +177,8 @@ class ParallelSection(Policy):
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
     recompute: RecomputeSection = RecomputeSection()
     """Activation checkpointing."""
+    activation_offload: ActivationOffloadSection = ActivationOffloadSection()
+    """Activations in host memory or on disk."""
     unused_parameters: FlagOrAuto = True
     """Let a step leave parameters unused, also different ones on different processes."""
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait._torch import local_tensor, multiply_all, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
-from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.mesh import Mesh, build_mesh, default_device_type
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved, load, resolve
@@ -202,6 +202,7 @@ def _parallelize(
     # All that can be refused is refused before a process group exists.
     resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
+    resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
     mesh = build_mesh(resolved.layout)
     template = materialise.template_of(model) if on_meta else None
@@ -210,7 +211,11 @@ def _parallelize(
         materialise.broadcast(model)
     recompute = _recompute(resolved, model, blocks, mesh, loss_fn=loss_fn, forward=forward)
     parts = Parts(model=model, blocks=blocks)
-    parts = apply_all((resolved.tensor_parallel, recompute, resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
+    parts = apply_all(
+        (resolved.tensor_parallel, resolved.activation_offload, recompute, resolved.compile, resolved.precision, resolved.data_parallel),
+        parts,
+        mesh,
+    )
     if template is not None:
         materialise.allocate(model, mesh.device)
         if weights is None:
@@ -227,7 +232,7 @@ def _recompute(
     resolved: Resolved, model: nn.Module, blocks: tuple[str, ...], mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
     """What blocks recompute, a budget solved: from a run without data on the whole model, before anything is sharded."""
-    recompute, precision = resolved.recompute, resolved.precision
+    recompute, precision, offload = resolved.recompute, resolved.precision, resolved.activation_offload
     if recompute.mode != "budget":
         return recompute
     facts = activation_facts(
@@ -237,11 +242,12 @@ def _recompute(
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
         tensor_parallel=resolved.tensor_parallel,
         recompute=recompute,
+        offload=offload.fraction > 0,
         compute_dtype=dtype_of(precision.compute) if precision.compute else None,
         loss_fn=loss_fn or causal_lm_loss,
         forward=forward,
     )
-    return recompute.solved(facts)
+    return recompute.solved(facts, offloaded=offload.blocks(len(blocks)))
 
 
 def _check_placement(resolved: Resolved) -> None:

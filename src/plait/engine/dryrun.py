@@ -11,6 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def activation_facts(
     batch: Any,
     tensor_parallel: TensorParallel | None = None,
     recompute: Recompute | None = None,
+    offload: bool = False,
     compute_dtype: torch.dtype | None = None,
     loss_fn: Loss = causal_lm_loss,
     forward: Forward = default_forward,
@@ -54,27 +56,35 @@ def activation_facts(
     and stays as it is. Raises ModelError where its code looks at values."""
     recompute = recompute or Recompute()
     modes: tuple[BlockMode, ...] = ("none", "selective", "full") if blocks else ("none",)
-    found = {}
-    for mode in modes:
-        technique = recompute.model_copy(update={"mode": mode, "every": 1, "assignment": (mode,) * len(blocks)})
-        found[mode] = _measure(
+
+    def measure(mode: BlockMode, store: _Nowhere | None) -> ModeFacts:
+        return _measure(
             model,
-            blocks=blocks,
+            parts=lambda fake: Parts(model=fake, blocks=blocks, activation_store=store, offloaded_blocks=len(blocks) if store else 0),
             mesh=mesh,
             batch=batch,
             tensor_parallel=tensor_parallel or TensorParallel(),
-            recompute=technique,
+            recompute=recompute.model_copy(update={"mode": mode, "every": 1, "assignment": (mode,) * len(blocks)}),
             compute_dtype=compute_dtype,
             loss_fn=loss_fn,
             forward=forward,
         )
+
+    found = {}
+    for mode in modes:
+        found[mode] = measure(mode, None)
+        if offload:
+            store = _Nowhere()
+            resident = measure(mode, store).blocks
+            stored = tuple(store.bytes.get(index, 0) for index in range(len(blocks)))
+            found[mode] = replace(found[mode], resident=resident, stored=stored)
     return ActivationFacts(found)
 
 
 def _measure(
     model: nn.Module,
     *,
-    blocks: tuple[str, ...],
+    parts: Callable[[nn.Module], Parts],
     mesh: Mesh,
     batch: Any,
     tensor_parallel: TensorParallel,
@@ -85,25 +95,24 @@ def _measure(
 ) -> ModeFacts:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = _fake_copy(model, mesh.device, compute_dtype)
-        parts = Parts(model=fake, blocks=blocks)
-        parts = recompute.apply(tensor_parallel.apply(parts, mesh), mesh)
+        applied = recompute.apply(tensor_parallel.apply(parts(fake), mesh), mesh)
         piece = tree_map(lambda x: torch.empty_like(x, device=mesh.device) if isinstance(x, torch.Tensor) else x, batch)
         known = [*fake.parameters(), *fake.buffers(), *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor))]
         live = _DryRun(known=known)
-        watch_blocks(fake, blocks, live)
+        watch_blocks(fake, applied.blocks, live)
         for parameter in fake.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: live.forget([p.grad]))
-        region = parts.tensor_region
+        region = applied.tensor_region
         if region is not None:
-            region.gather_logits = not (parts.loss_parallel and isinstance(loss_fn, CausalLMLoss))
+            region.gather_logits = not (applied.loss_parallel and isinstance(loss_fn, CausalLMLoss))
         with _explained(model), live:
             total, _ = loss_fn(forward(fake, piece), piece)
             kept = dict(live.bytes)
             live.unit = BACKWARD
             total.backward()
     return ModeFacts(
-        blocks=tuple(kept.get(index, 0) for index in range(len(blocks))),
+        blocks=tuple(kept.get(index, 0) for index in range(len(applied.blocks))),
         outside=kept.get(OUTSIDE, 0),
         logits=kept.get(AFTER, 0),
         flops=live.flops,
@@ -169,6 +178,36 @@ class _DryRun(LiveStorages):
         ranks = group_of(args)
         self.traffic[kind] += (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
         return (args[0], finished_work()) if returns_tensors else finished_work()
+
+
+class _Nowhere:
+    """A store that only counts."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[int] = Counter()
+
+    def open(self, index: int) -> _NowhereGroup:
+        return _NowhereGroup(self, index)
+
+    def prefetcher(self) -> Callable[[], None]:
+        return lambda: None
+
+    def drain(self) -> None:
+        pass
+
+
+class _NowhereGroup:
+    def __init__(self, store: _Nowhere, index: int) -> None:
+        self._store = store
+        self._index = index
+
+    def put(self, flat: torch.Tensor) -> tuple[int, torch.device]:
+        self._store.bytes[self._index] += flat.numel()
+        return flat.numel(), flat.device
+
+    def get(self, handle: tuple[int, torch.device]) -> torch.Tensor:
+        size, device = handle
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 _COLLECTIVES = {

@@ -31,6 +31,10 @@ class ModeFacts:
     peak: int
     """The most that forward and backward hold at once: all of the above, what is recomputed, and temporaries; gradients of parameters are
     counted until they are accumulated."""
+    resident: tuple[int, ...] = ()
+    """Bytes that each block keeps on the device when what it saves goes to a store; empty where that was not measured."""
+    stored: tuple[int, ...] = ()
+    """Bytes that each block puts into the store then."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,32 @@ class ActivationFacts:
 
     modes: Mapping[BlockMode, ModeFacts]
 
-    def kept(self, assignment: tuple[BlockMode, ...]) -> int:
-        """Bytes that the blocks keep where block i is in mode `assignment[i]`, and what is beside them."""
+    def kept(self, assignment: tuple[BlockMode, ...], *, offloaded: int = 0) -> int:
+        """Bytes that the blocks keep on the device, and what is beside them, where block i is in mode `assignment[i]` and the first
+        `offloaded` blocks use a store."""
         outside = max(self.modes[mode].outside for mode in {"none", *assignment})  # a recomputed block keeps shared arguments too
-        return outside + sum(self.modes[mode].blocks[index] for index, mode in enumerate(assignment))
+        kept = (
+            self.modes[mode].resident[index] if index < offloaded else self.modes[mode].blocks[index]
+            for index, mode in enumerate(assignment)
+        )
+        return outside + sum(kept)
 
-    def recomputed(self, assignment: tuple[BlockMode, ...]) -> int:
-        """The most bytes that recomputing one block brings back."""
-        whole = self.modes["none"].blocks
-        back = (whole[index] - self.modes[mode].blocks[index] for index, mode in enumerate(assignment) if mode != "none")
-        return max(0, *back, 0)
+    def stored(self, assignment: tuple[BlockMode, ...], *, offloaded: int) -> int:
+        """Bytes that the first `offloaded` blocks put into a store."""
+        return sum(self.modes[mode].stored[index] for index, mode in enumerate(assignment[:offloaded]))
 
-    def total(self, assignment: tuple[BlockMode, ...]) -> int:
-        """What a budget bounds: kept by the blocks, by head and loss, and the block that is being recomputed."""
-        return self.kept(assignment) + self.modes["none"].logits + self.recomputed(assignment)
+    def returning(self, assignment: tuple[BlockMode, ...], *, offloaded: int = 0) -> int:
+        """The most bytes that come back to the device for the backward of one block: from recomputation, and from the store, where the
+        block before is on its way too."""
+        back = [self.modes["none"].blocks[index] - self.modes[mode].blocks[index] for index, mode in enumerate(assignment)]
+        for index, mode in enumerate(assignment[:offloaded]):
+            back[index] += self.modes[mode].stored[index] + (self.modes[assignment[index - 1]].stored[index - 1] if index else 0)
+        return max((0, *back))
+
+    def total(self, assignment: tuple[BlockMode, ...], *, offloaded: int = 0) -> int:
+        """What a budget bounds: kept by the blocks, by head and loss, and what comes back for one block's backward."""
+        kept, back = self.kept(assignment, offloaded=offloaded), self.returning(assignment, offloaded=offloaded)
+        return kept + self.modes["none"].logits + back
 
     def extra_traffic(self, assignment: tuple[BlockMode, ...]) -> dict[str, int]:
         """Bytes that recomputation sends over the tp axis in addition, by collective; the blocks are taken to be alike."""
@@ -69,7 +85,7 @@ def alike(mode: BlockMode, count: int) -> tuple[BlockMode, ...]:
     return (mode,) * count
 
 
-def solve(facts: ActivationFacts, *, budget_bytes: int) -> tuple[BlockMode, ...] | None:
+def solve(facts: ActivationFacts, *, budget_bytes: int, offloaded: int = 0) -> tuple[BlockMode, ...] | None:
     """The mode of every block that repeats the fewest operations within the budget; None where even full recompute exceeds it.
 
     Blocks are taken to be alike, so only how many are in which mode matters. The last blocks keep most: their backward comes first, so that
@@ -81,7 +97,7 @@ def solve(facts: ActivationFacts, *, budget_bytes: int) -> tuple[BlockMode, ...]
     for full in range(count + 1):
         for selective in range(count - full + 1 if "selective" in facts.modes else 1):
             assignment = (*alike("full", full), *alike("selective", selective), *alike("none", count - full - selective))
-            total = facts.total(assignment)
+            total = facts.total(assignment, offloaded=offloaded)
             if total > budget_bytes:
                 continue
             found = (full * cost["full"] + selective * cost.get("selective", 0), total, assignment)

@@ -23,9 +23,10 @@ MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gra
 """`parameters`, `gradients` and `optimizer` are what a rank holds just before the optimizer step; `gathered_parameters` and
 `unsharded_gradients` are what it holds in addition between two micro-batches of a step."""
 
-ACTIVATION_KINDS = ("activations", "logits", "recomputed")
-"""What a micro-batch keeps from forward to backward, in blocks and before them, and after them (head, loss); and the most that recomputing
-a block brings back. For every micro-batch that is between its forward and its backward."""
+ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
+"""What a micro-batch keeps on the device from forward to backward, in blocks and before them, and after them (head, loss); the most that
+comes back for one block's backward; and what is in host memory or on disk. For every micro-batch that is between its forward and its
+backward."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "control")
 """`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
@@ -48,6 +49,8 @@ class Ledger:
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
     activations: ActivationFacts | None = None
     """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
+    offloaded_blocks: int = 0
+    """How many blocks put what they save into a store."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are whole."""
     optimizer_tensors: int = 2

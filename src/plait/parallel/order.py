@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
@@ -15,7 +16,7 @@ from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, Recompute, Compile, Precision, DataParallel)
+ORDER: tuple[type[Technique], ...] = (TensorParallel, ActivationOffload, Recompute, Compile, Precision, DataParallel)
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
 
 

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait._torch import tree_flatten, tree_unflatten
+from plait._torch import tree_flatten, tree_leaves, tree_unflatten
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel import selective
 from plait.parallel.activations import ActivationFacts, BlockMode, alike, solve
 from plait.parallel.ledger import Ledger
-from plait.parallel.saved import SavedTensors
+from plait.parallel.saved import SavedTensors, Store
 from plait.parallel.styles import Region
 from plait.parallel.technique import Parts, Technique
 from plait.units import GIB, format_bytes
@@ -81,21 +81,21 @@ class Recompute(Technique):
             rule = "with sequence parallelism a block's input is sharded over tp already"
             raise ConfigError(Problem("activation_checkpointing.partition_activations", "true", rule, "use false"))
 
-    def solved(self, facts: ActivationFacts) -> Recompute:
+    def solved(self, facts: ActivationFacts, *, offloaded: int = 0) -> Recompute:
         """The same with every block's mode decided; a mode other than budget as it is. Raises ConfigError where nothing fits."""
         if self.mode != "budget":
             return self
-        found = solve(facts, budget_bytes=self.budget_bytes)
+        found = solve(facts, budget_bytes=self.budget_bytes, offloaded=offloaded)
         if found is None:
             full = alike("full", len(facts.modes["none"].blocks))
-            least, logits = facts.total(full), facts.modes["none"].logits
-            shares = f"blocks {format_bytes(facts.kept(full))}, head and loss {format_bytes(logits)}"
+            least, logits = facts.total(full, offloaded=offloaded), facts.modes["none"].logits
+            shares = f"blocks {format_bytes(facts.kept(full, offloaded=offloaded))}, head and loss {format_bytes(logits)}"
             raise ConfigError(
                 Problem(
                     "parallel.recompute.budget_gib",
                     self.budget_bytes / GIB,
-                    f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares}, one block recomputed "
-                    f"{format_bytes(facts.recomputed(full))})",
+                    f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares}, one block in backward "
+                    f"{format_bytes(facts.returning(full, offloaded=offloaded))})",
                     "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise parallel.tp",
                 )
             )
@@ -108,10 +108,12 @@ class Recompute(Technique):
         kept = selective.kept(self.keep)
         partition = parts.tensor_region.group if self.partition_inputs and parts.tensor_region is not None else None
         for index, (name, mode) in enumerate(zip(parts.blocks, modes, strict=True)):
+            block = parts.model.get_submodule(name)
             store = parts.activation_store if index < parts.offloaded_blocks else None
+            if parts.activation_store is not None and index == parts.offloaded_blocks:
+                _announce(block, parts.activation_store)
             if mode == "none" and store is None:
                 continue
-            block = parts.model.get_submodule(name)
             saved = SavedTensors(block, store=store, partition=partition if mode != "none" else None, index=index)
             contexts = selective.contexts(kept) if mode == "selective" else None
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=parts.tensor_region)
@@ -125,11 +127,16 @@ class Recompute(Technique):
         measured = ledger.activations
         if measured is None:
             return ledger
-        modes = self.solved(measured).modes(len(facts.blocks))
-        like = np.ones_like(ledger.dp_shard)
-        ledger = ledger.add_memory("activations", like * measured.kept(modes))
-        ledger = ledger.add_memory("logits", like * measured.modes["none"].logits)
-        ledger = ledger.add_memory("recomputed", like * measured.recomputed(modes))
+        offloaded = ledger.offloaded_blocks
+        modes = self.solved(measured, offloaded=offloaded).modes(len(facts.blocks))
+        figures = {
+            "activations": measured.kept(modes, offloaded=offloaded),
+            "logits": measured.modes["none"].logits,
+            "returning_activations": measured.returning(modes, offloaded=offloaded),
+            "stored_activations": measured.stored(modes, offloaded=offloaded),
+        }
+        for kind, count in figures.items():
+            ledger = ledger.add_memory(kind, np.full_like(ledger.dp_shard, count))
         for collective, sent in measured.extra_traffic(modes).items():
             ledger = ledger.add_traffic(collective, ledger.accumulation * sent)
         return ledger
@@ -144,7 +151,7 @@ def _wrap(
     region: Region | None,
 ) -> None:
     forward = block.forward
-    keep = {} if contexts is None else {"context_fn": contexts}  # torch.compile knows only calls that leave it out
+    keep: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}  # torch.compile knows only calls that leave it out
 
     @functools.wraps(forward)
     def remembering(*args: Any, **kwargs: Any) -> Any:
@@ -168,6 +175,18 @@ def _wrap(
             return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, **keep)
 
     block.forward = remembering
+
+
+def _announce(block: nn.Module, store: Store) -> None:
+    """The first block that keeps its own: when its backward begins, the block before it starts its way back."""
+
+    def when_backward_comes(_module: nn.Module, _args: object, output: Any) -> None:
+        hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+        if hidden is not None and hidden.requires_grad:
+            prefetch = store.prefetcher()
+            hidden.register_hook(lambda grad: prefetch())
+
+    block.register_forward_hook(when_backward_comes)
 
 
 def _no_cache(value: Any) -> Any:

@@ -8,6 +8,7 @@ of them would free nothing. Tensors that are saved more than once, or as views o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,12 @@ class Store(Protocol):
     def open(self, index: int) -> Group:
         """A group for block `index`; groups of one forward are opened in the order of its blocks."""
 
+    def prefetcher(self) -> Callable[[], None]:
+        """What starts the way back of the group that was opened last."""
+
+    def drain(self) -> None:
+        """Wait until all that was put has left the device's memory."""
+
 
 @dataclass(frozen=True)
 class _Whole:
@@ -60,9 +67,11 @@ class _Entry:
 
     group: Group
     handle: Any
+    source: weakref.ref[torch.UntypedStorage]
+    """What was put there: the address of a storage that is gone is given to others."""
     version: int
-    last: weakref.ref[torch.UntypedStorage] | None = None
-    """The storage as it came back, while anything uses it: several views of it share one copy."""
+    last: weakref.ref[torch.Tensor] | None = None
+    """The bytes as they came back, while anything uses it: several views of it share one copy."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,9 @@ class SavedTensors:
                 return tensor
             key, storage = _storage(tensor), tensor.untyped_storage()
             entry = entries.get(key)
-            if entry is None or entry.version != tensor._version:
-                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
-                entry = entries[key] = _Entry(group, group.put(flat), tensor._version)
+            if entry is None or entry.source() is not storage or entry.version != tensor._version:
+                flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
+                entry = entries[key] = _Entry(group, group.put(flat), weakref.ref(storage), tensor._version)
             return _Whole(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -130,12 +139,12 @@ class SavedTensors:
 
 def _from_store(packed: _Whole) -> torch.Tensor:
     entry = packed.entry
-    storage = entry.last() if entry.last is not None else None
-    if storage is None:
-        storage = entry.group.get(entry.handle).untyped_storage()
-        entry.last = weakref.ref(storage)
-    tensor = torch.empty(0, dtype=packed.dtype, device=storage.device)
-    return tensor.set_(storage, packed.offset, packed.size, packed.stride)
+    flat = entry.last() if entry.last is not None else None
+    if flat is None:
+        flat = entry.group.get(entry.handle)
+        entry.last = weakref.ref(flat)
+    whole = flat[: flat.numel() // packed.dtype.itemsize * packed.dtype.itemsize].view(packed.dtype)
+    return whole.as_strided(packed.size, packed.stride, packed.offset)
 
 
 def _storage(tensor: torch.Tensor) -> int:

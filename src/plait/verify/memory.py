@@ -72,6 +72,8 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         with live:
             before_backward(engine.parts, last=True)
             total, _ = engine._run(engine._loss(), piece)
+            if engine.parts.activation_store is not None:
+                engine.parts.activation_store.drain()
             live.forget(unsharded_parameters(model))
             kept = dict(live.bytes)
             del total

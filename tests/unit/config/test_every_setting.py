@@ -44,6 +44,18 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "compile.backend": ({}, "inductor", "aot_eager"),
     "compile.mode": ({}, "default", "max-autotune"),
     "activation_checkpointing.partition_activations": ({"parallel.recompute.mode": "full", "parallel.tp": 2}, False, True),
+    "activation_checkpointing.cpu_checkpointing": ({"parallel.recompute.mode": "full"}, False, True),
+    "parallel.activation_offload.fraction": ({}, 0, 0.5),
+    "parallel.activation_offload.device": (
+        {"parallel.activation_offload.fraction": 1, "parallel.activation_offload.path": "a"},
+        "cpu",
+        "disk",
+    ),
+    "parallel.activation_offload.path": (
+        {"parallel.activation_offload.fraction": 1, "parallel.activation_offload.device": "disk"},
+        "a",
+        "b",
+    ),
     "parallel.recompute.mode": ({}, "none", "full"),
     "parallel.recompute.every": ({"parallel.recompute.mode": "full"}, 1, 2),
     "parallel.recompute.keep": ({"parallel.recompute.mode": "selective"}, ["attention"], ["matmul"]),

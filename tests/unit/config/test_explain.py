@@ -63,6 +63,13 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
             "activation_checkpointing.partition_activations",
             "meaningless",
         ),
+        ({"parallel": {"activation_offload": {"path": "a"}}}, "parallel.activation_offload.path", "meaningless"),
+        ({"parallel": {"activation_offload": {"path": "a", "fraction": 1}}}, "parallel.activation_offload.path", "meaningless"),
+        (
+            {"parallel": {"activation_offload": {"path": "a", "fraction": 1, "device": "disk"}}},
+            "parallel.activation_offload.path",
+            "supported",
+        ),
         ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
         ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "meaningless"),

@@ -132,6 +132,6 @@ def test_a_budget_in_the_engine() -> None:
         batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
         held = measure_activations(engine, batch)
         assert held["activations"] == facts.kept(engine.parts.block_modes)
-        assert held["activations"] + held["logits"] + facts.recomputed(engine.parts.block_modes) <= budget
+        assert held["activations"] + held["logits"] + facts.returning(engine.parts.block_modes) <= budget
     finally:
         engine.close()

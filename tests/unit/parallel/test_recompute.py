@@ -36,8 +36,8 @@ def test_every() -> None:
 def test_the_account_by_hand() -> None:
     found = facts(3, kept=KEPT, flops=FLOPS)
     assert found.kept(("full", "none", "selective")) == 3 + 4 + 100 + 30
-    assert found.recomputed(("full", "none", "selective")) == 96
-    assert found.recomputed(("none",) * 3) == 0
+    assert found.returning(("full", "none", "selective")) == 96
+    assert found.returning(("none",) * 3) == 0
     assert found.total(("full",) * 3) == 3 + 12 + 11 + 96
 
 
