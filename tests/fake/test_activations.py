@@ -11,6 +11,8 @@ import torch
 import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
+from plait.engine.batch import default_forward
+from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.dryrun import activation_facts, token_batch
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
@@ -44,6 +46,7 @@ def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any
     world = config["parallel"]["tp"] * config["parallel"]["dp_replicate"] * config["parallel"]["dp_shard"]
     resolved = resolve(load(config), world_size=world)
     model = cases.build(kind, tied=False, dtype=dtype)
+    chunk = resolved.loss_chunk_tokens
     blocks = find_blocks(model)
     compute = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}[resolved.precision.compute]
     measured = activation_facts(
@@ -54,11 +57,18 @@ def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any
         tensor_parallel=resolved.tensor_parallel,
         recompute=resolved.recompute,
         compute_dtype=compute,
+        **({"loss_fn": ChunkedCausalLMLoss(chunk_tokens=chunk), "forward": deferred(default_forward, model)} if chunk else {}),
     )
     at = resolved.layout
     plan = make_plan(model, tp=at.tp, blocks=blocks) if at.tp > 1 else None
     start = Ledger.start(
-        dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, tp=at.tp, tokens=SAMPLES * LENGTH, activations=measured, accumulation=1
+        dp_replicate=at.dp_replicate,
+        dp_shard=at.dp_shard,
+        tp=at.tp,
+        tokens=SAMPLES * LENGTH,
+        activations=measured,
+        accumulation=1,
+        loss_passes=2 if chunk else 1,
     )
     techniques = (resolved.tensor_parallel, resolved.recompute, resolved.compile, resolved.precision, resolved.data_parallel)
     return model, resolved, measured, account_all(techniques, start, model_facts(model, blocks, tensor_plan=plan))
@@ -108,12 +118,19 @@ def test_foretold_is_measured_everywhere(
     check(fake_world, kind, tp, sequence, stage, mode, dtype)
 
 
-def check(fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None) -> None:
+@pytest.mark.parametrize("loss_parallel", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_the_loss_in_pieces(fake_world: FakeWorld, tp: int, loss_parallel: bool) -> None:
+    """The head's input takes the place of the logits; the loss's collectives go out twice."""
+    check(fake_world, "llama", tp, tp == 2 and loss_parallel, 3, "selective", None, loss_chunk_tokens=6, loss_parallel=loss_parallel)
+
+
+def check(fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None, **more: Any) -> None:
     """Blocks, head and loss; and the traffic that recomputation repeats."""
     fake_world(2 * tp)
     recompute = dict(RECOMPUTE[mode])
     partition = recompute.pop("partition", False)
-    config = settings(2 * tp, tp, stage, 1, 1, sequence, recompute=recompute)
+    config = settings(2 * tp, tp, stage, 1, 1, sequence, recompute=recompute, **more)
     config |= {"bf16": {"enabled": dtype == "bf16"}, "activation_checkpointing": {"partition_activations": partition}}
     model, resolved, _, ledger = foretold(kind, config, torch.float32)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)

@@ -133,6 +133,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.blocks": list(resolved.blocks) or "found in the model",
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
+        "parallel.loss_chunk_tokens": resolved.loss_chunk_tokens,
         "parallel.recompute.mode": resolved.recompute.mode,
         "parallel.recompute.every": resolved.recompute.every,
         "parallel.recompute.keep": list(resolved.recompute.keep),

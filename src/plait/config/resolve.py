@@ -52,6 +52,8 @@ class Resolved(Policy):
     """Which blocks recompute what."""
     activation_offload: ActivationOffload
     """Where blocks put what they save for backward."""
+    loss_chunk_tokens: int = 0
+    """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()
     """Names or patterns of the repeated blocks; empty: found in the model."""
     gradient_clipping: float
@@ -144,7 +146,7 @@ def resolve(
     recompute = found.attempt(lambda: parts.recompute(found))
     offload = found.attempt(lambda: parts.activation_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
-    found.sources["parallel.blocks"] = config.origin("parallel.blocks")
+    found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):
             found.sources[path] = config.origin(path)
@@ -162,6 +164,7 @@ def resolve(
         compile=compiled,
         recompute=recompute,
         activation_offload=offload,
+        loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,
         optimizer=optimizer,

@@ -175,6 +175,9 @@ class ParallelSection(Policy):
     of equal modules in the model."""
     bucket_mib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] = 25.0
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
+    loss_chunk_tokens: Annotated[int, Field(ge=0), Number] = 0
+    """Compute head and cross entropy for this many tokens at a time, so that whole logits never exist; 0: all at once. For language models
+    with plait.causal_lm_loss."""
     recompute: RecomputeSection = RecomputeSection()
     """Activation checkpointing."""
     activation_offload: ActivationOffloadSection = ActivationOffloadSection()

@@ -23,13 +23,14 @@ from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.batch import Forward, default_forward
+from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.engine import Engine
-from plait.engine.loss import Loss, Weighted, causal_lm_loss
+from plait.engine.loss import CausalLMLoss, Loss, Weighted, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
-from plait.errors import InputError, ModelError
+from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.parallel.compatibility import refuse_incompatible
@@ -68,6 +69,9 @@ def initialize(
     _refuse_wrapped(model)
     loss = _as_loss(loss_fn, weight_fn)
     resolved = _resolve(model, config, total_steps=total_steps)
+    if resolved.loss_chunk_tokens:
+        loss = _chunked(loss, resolved.loss_chunk_tokens)
+        forward = deferred(forward, model)
     named = {id(p): name for name, p in model.named_parameters()}
     mesh, parts = _parallelize(model, resolved, weights=weights, loss_fn=loss, forward=forward)
     reduce_by_sum(parts)
@@ -101,6 +105,8 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
     resolved = _resolve(model, config)
     if resolved.precision.loss_scale is not None:
         raise ModelError("fp16 needs its loss scaled; plait.parallelize has no step to do it in: use bf16, or plait.initialize")
+    if resolved.loss_chunk_tokens:
+        _chunked(None, resolved.loss_chunk_tokens)
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
         parts.reducer.mean = True
@@ -171,6 +177,20 @@ def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | Non
             "from the batch; pass weight_fn=lambda batch: ..., or use plait.causal_lm_loss or plait.per_sample(...)"
         )
     return Weighted(loss_fn, weight_fn)
+
+
+def _chunked(loss: Loss | None, tokens: int) -> Loss:
+    if type(loss) is CausalLMLoss:
+        return ChunkedCausalLMLoss(chunk_tokens=tokens)
+    given = "no loss is given" if loss is None else f"the loss is a {type(loss).__name__}"
+    raise ConfigError(
+        Problem(
+            "parallel.loss_chunk_tokens",
+            tokens,
+            f"only plait.causal_lm_loss is computed in pieces, and {given}",
+            "pass loss_fn=plait.causal_lm_loss, or use 0; in a loop of your own call plait.chunked_causal_lm_loss",
+        )
+    )
 
 
 def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = None) -> Resolved:

@@ -49,6 +49,8 @@ class Ledger:
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
     activations: ActivationFacts | None = None
     """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
+    loss_passes: int = 1
+    """How often head and loss are computed for a micro-batch; 2 where that is done in pieces, because backward does it again."""
     offloaded_blocks: int = 0
     """How many blocks put what they save into a store."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
