@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plait.config.resolve import load as load_config
     from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
+    from plait.engine.chunked_loss import chunked_causal_lm_loss
     from plait.engine.engine import Engine, StepResult
     from plait.engine.loss import causal_lm_loss, per_sample
     from plait.errors import ConfigError, PlaitError
@@ -22,6 +23,7 @@ _HOMES = {
     "StepResult": "plait.engine.engine",
     "accumulate": "plait.engine.build",
     "causal_lm_loss": "plait.engine.loss",
+    "chunked_causal_lm_loss": "plait.engine.chunked_loss",
     "clip_grad_norm": "plait.engine.build",
     "initialize": "plait.engine.build",
     "load_config": "plait.config.resolve",
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "causal_lm_loss",
+    "chunked_causal_lm_loss",
     "clip_grad_norm",
     "initialize",
     "load_config",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -22,8 +24,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -78,6 +82,14 @@ def unsharded_parameter_bytes(model: nn.Module) -> int:
         for parameter in _sharded_parameters(module):
             total += sum(tensor.untyped_storage().nbytes() for tensor in parameter.all_gather_outputs)
     return total
+
+
+def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that hold gathered (unsharded) parameters now."""
+    gathered = (p for module in sharded_modules(model) for p in _sharded_parameters(module))
+    return [
+        tensor for p in gathered for tensor in (*p.all_gather_outputs, *([p._unsharded_param] if hasattr(p, "_unsharded_param") else []))
+    ]
 
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
@@ -184,3 +196,17 @@ def schedule_actions(name: str, *, pp: int, stages_per_rank: int, microbatches: 
         ]
         for rank in range(pp)
     ]
+
+
+def operator_named(name: str) -> Any | None:
+    """`aten.mm` to the operator with all of its overloads; None where this torch has none of that name."""
+    namespace, _, operator = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops, namespace), operator) if operator else None
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def finished_work() -> Any:
+    """What a collective operator returns beside its tensors, for one that was not carried out."""
+    return FakeWork().boxed()

@@ -20,11 +20,12 @@ from tests.pool import Pool
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 LAYERS = 8
+IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "loss_chunk_tokens")
 
 
 def settings(stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any) -> dict[str, Any]:
-    """A configuration file; `more` are the degrees of the layout, and whole sections."""
-    degrees = {name: more.pop(name) for name in ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel") if name in more}
+    """A configuration file; `more` are settings of `parallel`, and whole sections."""
+    degrees = {name: more.pop(name) for name in IN_PARALLEL if name in more}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -120,12 +121,16 @@ COMBINED = [
     (8, settings(1, 4, "interleaved-zero-bubble", pp=2, dp_replicate=2, dp_shard=2)),
     (8, settings(3, 8, pp=4, dp_shard=2)),
     (6, settings(2, 3, pp=2, dp_shard=3)),
+    *((2, settings(0, 4, schedule, pp=2, recompute={"mode": mode})) for schedule in ("1f1b", "zbv") for mode in ("full", "selective")),
+    (4, settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2, recompute={"mode": "full", "every": 2})),
+    *((2, settings(0, 4, schedule, pp=2, loss_chunk_tokens=8)) for schedule in ("1f1b", "dualpipev")),
 ]
 
 
 def named(config: dict[str, Any]) -> str:
     """Of a combined layout."""
-    degrees = [f"{name}{value}" for name, value in config["parallel"].items() if name != "pipeline"]
+    degrees = [f"{name}{value if isinstance(value, int) else ''}" for name, value in config["parallel"].items() if name != "pipeline"]
+    degrees += list(config["parallel"].get("recompute", {}).values())[:1]
     return "-".join([config["parallel"]["pipeline"]["schedule"], *degrees, f"zero{config['zero_optimization']['stage']}"])
 
 

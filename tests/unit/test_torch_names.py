@@ -116,7 +116,7 @@ def test_a_forward_that_is_left_and_a_late_reduction() -> None:
     class Left(Exception):
         pass
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         raise Left
 
     handle = model[-1].register_forward_hook(leave)
@@ -147,3 +147,36 @@ def test_fake_tensors_and_their_storages() -> None:
     assert _torch.storage_key(tensor) == _torch.storage_key(tensor.view(2, -1)) != _torch.storage_key(torch.ones(1))
     assert _torch.FakeStore() is not None
     assert _torch.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}
+
+
+def test_operators_by_name() -> None:
+    """All overloads at once."""
+    assert _torch.operator_named("aten.mm") is torch.ops.aten.mm
+    assert _torch.operator_named("aten.no_such") is None
+    assert _torch.operator_named("no_such.mm") is None
+    assert _torch.operator_named("mm") is None
+
+
+def test_gathered_buffers() -> None:
+    """Those of every unit, once it is gathered."""
+    model = sharded()
+    assert all(not t.untyped_storage().nbytes() for t in _torch.unsharded_parameters(model))
+    model(torch.ones(1, 4))
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _torch.unsharded_parameters(model)}
+    assert sum(held.values()) == _torch.unsharded_parameter_bytes(model) > 0
+
+
+def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
+    """A dispatch mode outside the fake one answers for the collective, and nobody waits."""
+
+    class NoCollectives(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.namespace == "c10d":
+                return args[0], _torch.finished_work()
+            return func(*args, **(kwargs or {}))
+
+    with _torch.FakeTensorMode():
+        x = torch.ones(2**40)
+        with NoCollectives():
+            dist.all_reduce(x)
+        assert isinstance(x, _torch.FakeTensor)

@@ -97,9 +97,14 @@ def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timed
     return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 
 
+def default_device_type() -> str:
+    """What a process gets unless it is told: `cuda` where there is a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def local_device(device_type: str | None, here: Place) -> torch.device:
     """This process's device: `cuda:local_rank`, or the CPU."""
-    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device_type or default_device_type()
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, here.local_rank)

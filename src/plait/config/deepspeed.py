@@ -90,6 +90,8 @@ SUPPORTED: tuple[str, ...] = (
     "compile.enabled",
     "compile.backend",
     "compile.mode",
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
 )
 """Fields of the schema outside Plait's own sections, described there. `aliases` lists the keys that are other names of such fields."""
 
@@ -282,7 +284,7 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        "checkpointing of activations is off, so it has nothing to arrange",
+        "parallel.recompute says which blocks are recomputed; there is nothing else to arrange",
         {
             "activation_checkpointing.number_checkpoints": "whole",
             "activation_checkpointing.synchronize_checkpoint_boundary": "flag",
@@ -477,14 +479,14 @@ REFUSED: tuple[Refusal, ...] = (
         {"sparse_gradients": _FLAG},
     ),
     Refusal(
-        "this release recomputes no activations",
-        "set it to false or leave it out; for a Transformers model call model.gradient_checkpointing_enable()",
-        {
-            "activation_checkpointing.partition_activations": _FLAG,
-            "activation_checkpointing.cpu_checkpointing": _FLAG,
-            "activation_checkpointing.contiguous_memory_optimization": _FLAG,
-            "pipeline.activation_checkpoint_interval": ("whole", (0,)),
-        },
+        "inputs of recomputed blocks are kept as they come, in no common buffer",
+        "set it to false or leave it out; the allocator's expandable segments avoid fragments",
+        {"activation_checkpointing.contiguous_memory_optimization": _FLAG},
+    ),
+    Refusal(
+        "blocks are recomputed one by one, not in groups",
+        'leave it out and set parallel.recompute.mode = "full"',
+        {"pipeline.activation_checkpoint_interval": ("whole", (0,))},
     ),
     Refusal(
         "compilation is torch.compile, a block at a time",

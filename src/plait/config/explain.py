@@ -16,7 +16,7 @@ from plait.config.resolve import Resolved, finish, look, resolve
 from plait.config.schema import Config, Row
 from plait.config.source import Source
 from plait.errors import ConfigError, Problem
-from plait.units import MIB
+from plait.units import GIB, MIB
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,20 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "the loss scale is constant (fp16.loss_scale)",
     ),
     (tuple(f"parallel.{name}" for name in _TENSOR), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
+    (
+        ("parallel.recompute.every",),
+        lambda r: r.recompute.mode not in ("full", "selective"),
+        "it counts blocks for the modes full and selective; a budget decides for every block",
+    ),
+    (("parallel.recompute.keep",), lambda r: r.recompute.mode not in ("selective", "budget"), "the mode keeps no results of operators"),
+    (("parallel.recompute.sequence_length",), lambda r: r.recompute.mode != "budget", "the mode is not budget"),
+    (
+        ("parallel.activation_offload.device", "parallel.activation_offload.path"),
+        lambda r: r.activation_offload.fraction == 0,
+        "parallel.activation_offload.fraction is 0",
+    ),
+    (("parallel.activation_offload.path",), lambda r: r.activation_offload.device != "disk", "the device is not disk"),
+    (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (("bf16.check_grad_overflow",), lambda r: r.precision.compute != "bfloat16", "bf16 is off"),
     (("compile.backend", "compile.mode"), lambda r: not r.compile.enabled, "compile is off"),
 )
@@ -119,6 +133,16 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.blocks": list(resolved.blocks) or "found in the model",
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
+        "parallel.loss_chunk_tokens": resolved.loss_chunk_tokens,
+        "parallel.recompute.mode": resolved.recompute.mode,
+        "parallel.recompute.every": resolved.recompute.every,
+        "parallel.recompute.keep": list(resolved.recompute.keep),
+        "parallel.recompute.budget_gib": resolved.recompute.budget_bytes / GIB or "none",
+        "parallel.recompute.sequence_length": resolved.recompute.sequence_length or "not needed",
+        "parallel.activation_offload.fraction": resolved.activation_offload.fraction,
+        "parallel.activation_offload.device": resolved.activation_offload.device,
+        "parallel.activation_offload.path": resolved.activation_offload.path or "none",
+        "activation_checkpointing.partition_activations": resolved.recompute.partition_inputs,
         "zero_optimization.stage": data.stage,
         "precision.compute": precision.compute or "the parameters' own",
         "precision.reduce": precision.reduce or "the gradients' own",

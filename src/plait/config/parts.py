@@ -18,13 +18,15 @@ from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
 from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import ComputeDtype, Precision, ReduceDtype
+from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
-from plait.units import MIB, dtype_of
+from plait.units import GIB, MIB, dtype_of
 
 T = TypeVar("T")
 
@@ -238,6 +240,68 @@ def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -
 def has_buckets(stage: int, *, mixed: bool) -> bool:
     """Whether gradients are reduced in buckets: replicated parameters in their own dtype. All else is reduced block by block."""
     return stage == 0 and not mixed
+
+
+def recompute(found: Findings) -> Recompute:
+    """Which blocks recompute what."""
+    section, path = found.config.parallel.recompute, "parallel.recompute"
+    mode = section.mode or ("budget" if section.budget_gib is not None else "none")
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    if section.mode is None and section.budget_gib is not None:
+        found.sources[f"{path}.mode"] = f"derived: {path}.budget_gib is given"
+    length = section.sequence_length
+    if length is None and mode == "budget" and found.config.data is not None:
+        length, found.sources[f"{path}.sequence_length"] = found.config.data.sequence_length, "derived: data.sequence_length"
+    partition, name = found.config.activation_checkpointing.partition_activations, "activation_checkpointing.partition_activations"
+    found.sources[name] = found.config.origin(name)
+    problems = []
+    if mode == "budget" and section.budget_gib is None:
+        problems.append(Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib"))
+    if mode != "budget" and section.budget_gib is not None:
+        rule = f"the mode is {mode}, which keeps what it keeps, whatever the budget"
+        problems.append(Problem(f"{path}.budget_gib", section.budget_gib, rule, f'leave it out, or set {path}.mode = "budget"'))
+    if mode == "budget" and length is None:
+        rule = "activations grow with it, and neither it nor data.sequence_length is given"
+        problems.append(Problem(f"{path}.sequence_length", None, rule, "write the longest sequence's tokens"))
+    if mode == "budget" and found.sources.get(MICRO) == CALLERS:
+        rule = "activations grow with the micro-batch, and the file gives no batch size"
+        problems.append(Problem(f"{path}.mode", "budget", rule, "set train_micro_batch_size_per_gpu"))
+    if partition and mode == "none":
+        rule = f"no block is recomputed ({path}.mode is none), so there is no checkpointed input to shard"
+        problems.append(Problem(name, "true", rule, f'set {path}.mode = "full", or false'))
+    if problems:
+        raise ConfigError(*problems)
+    return Recompute(
+        mode=mode,
+        every=section.every,
+        keep=section.keep,
+        budget_bytes=round((section.budget_gib or 0) * GIB),
+        sequence_length=length or 0,
+        partition_inputs=partition,
+    )
+
+
+def activation_offload(found: Findings) -> ActivationOffload:
+    """Where blocks put what they save for backward."""
+    section, path = found.config.parallel.activation_offload, "parallel.activation_offload"
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    to_host, name = found.config.activation_checkpointing.cpu_checkpointing, "activation_checkpointing.cpu_checkpointing"
+    fraction, given = section.fraction, found.config.origin(f"{path}.fraction") != "default"
+    problems = []
+    if to_host:
+        recompute = found.config.parallel.recompute
+        if recompute.mode in (None, "none") and recompute.budget_gib is None:
+            rule = "no block is recomputed (parallel.recompute.mode is none), so there is no checkpointed input to move"
+            problems.append(Problem(name, "true", rule, 'set parallel.recompute.mode = "full", or false'))
+        if (given and fraction != 1) or section.device != "cpu":
+            rule = f"it means {path}.fraction = 1 on cpu, and the file says {fraction:g} on {section.device}"
+            problems.append(Problem(name, "true", rule, "keep one of them"))
+        fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
+    if fraction and section.device == "disk" and section.path is None:
+        problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
+    if problems:
+        raise ConfigError(*problems)
+    return ActivationOffload(fraction=fraction, device=section.device, path=section.path if section.device == "disk" else None)
 
 
 def compiled(found: Findings) -> Compile:

@@ -22,10 +22,12 @@ from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.config.source import Document, Source, parse_override, read
 from plait.config.validation import validate
 from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
+from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
 
@@ -49,6 +51,12 @@ class Resolved(Policy):
     """The dtypes of computation and reduction; None is the parameters' own."""
     compile: Compile
     """torch.compile."""
+    recompute: Recompute
+    """Which blocks recompute what."""
+    activation_offload: ActivationOffload
+    """Where blocks put what they save for backward."""
+    loss_chunk_tokens: int = 0
+    """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()
     """Names or patterns of the repeated blocks; empty: found in the model."""
     gradient_clipping: float
@@ -138,14 +146,17 @@ def resolve(
     optimizer = parts.optimizer(found)
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)
+    recompute = found.attempt(lambda: parts.recompute(found))
+    offload = found.attempt(lambda: parts.activation_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
-    found.sources["parallel.blocks"] = config.origin("parallel.blocks")
+    found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):
             found.sources[path] = config.origin(path)
     if found.problems:
         raise ConfigError(*found.problems)
     assert layout is not None and batch is not None and precision is not None and data_parallel is not None
+    assert recompute is not None and offload is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
@@ -155,6 +166,9 @@ def resolve(
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,
+        recompute=recompute,
+        activation_offload=offload,
+        loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,
         optimizer=optimizer,

@@ -19,8 +19,10 @@ from plait.parallel.ledger import Ledger
 from plait.policy import Policy
 
 if TYPE_CHECKING:
+    from plait.parallel.activations import BlockMode
     from plait.parallel.pipeline import PipelineParts
     from plait.parallel.reducer import Reducer
+    from plait.parallel.saved import Store
     from plait.parallel.styles import Region
 
 
@@ -42,6 +44,12 @@ class Parts:
     """What the modules that are split over tp share; None without tensor parallelism."""
     loss_parallel: bool = False
     """Whether a loss that can may take logits that are split over the vocabulary."""
+    block_modes: tuple[BlockMode, ...] = ()
+    """What every block recomputes; empty before that is decided."""
+    activation_store: Store | None = None
+    """Where the first blocks put what they save for backward; None leaves it where it is."""
+    offloaded_blocks: int = 0
+    """How many blocks do."""
     reducer: Reducer | None = None
     """The stage 0 gradient reducer, where one is needed."""
     stage: int = 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: TensorParallel) -> dict[str, Array]:
     """Collective to bytes that one rank sends per optimizer step."""
-    features, gathered, parameters = _features(facts, plan, technique)
+    features, gathered, parameters = _features(facts, plan, technique, loss_passes=ledger.loss_passes)
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n = ledger.tp
@@ -49,7 +49,7 @@ def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, techniqu
     return sent
 
 
-def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) -> tuple[Counter[str], list[int], int]:
+def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel, *, loss_passes: int) -> tuple[Counter[str], list[int], int]:
     """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the
     elements of all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
@@ -70,9 +70,9 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) ->
         if entry.style == "colwise_gather_output":
             gathered.append(outputs)
         if entry.style == "vocab_head" and technique.loss_parallel:
-            moved["loss"] += 3
+            moved["loss"] += 3 * loss_passes
         elif entry.style == "vocab_head":
-            gathered.append(outputs)
+            gathered += [outputs] * loss_passes
         if entry.style in ("rowwise", "rowwise_split_input"):
             moved.update({"all_gather": outputs, "reduce_scatter": outputs} if sequence else {"all_reduce": outputs})
             bias = shape_of.get(f"{entry.name}.bias")

@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "activation checkpointing of megatron": (
         {"train_batch_size": 8, "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
-        ["activation_checkpointing.partition_activations", "activation_checkpointing.contiguous_memory_optimization"],
+        ["activation_checkpointing.contiguous_memory_optimization"],
     ),
     "curriculum": (
         {"train_batch_size": 8, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},

@@ -97,7 +97,7 @@ def test_overrides_win_over_flags() -> None:
             "--num-layers-per-virtual-pipeline-stage 2",
             "--num-layers-per-virtual-pipeline-stage = 2: stages are given by their number",
         ),
-        ("--recompute-activations", "--recompute-activations: this release recomputes no activations"),
+        ("--recompute-num-layers 2", "--recompute-num-layers = 2: blocks are recomputed one by one"),
         ("--expert-model-parallel-size 8", "--expert-model-parallel-size = 8: experts are not distributed in this release"),
         (
             "--lr-decay-style cosine",
