@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -117,6 +118,12 @@ def group_of(args: tuple[Any, ...]) -> int:
             except RuntimeError:  # another kind of object, e.g. the reduction
                 continue
     return int(_resolve_process_group(args[-1]).size())
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of a gloo group gives up."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
 
 
 def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

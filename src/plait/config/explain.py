@@ -83,6 +83,12 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "the loss scale is constant (fp16.loss_scale)",
     ),
     (tuple(f"parallel.{name}" for name in _TENSOR), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
+    (("parallel.transport",), lambda r: r.layout.dp == 1, "one data-parallel process exchanges nothing"),
+    (
+        ("parallel.transport",),
+        lambda r: r.layout.dp_shard == 1 and r.precision.compute is not None,
+        "replicated parameters that are cast are reduced by torch's collectives",
+    ),
     (("bf16.check_grad_overflow",), lambda r: r.precision.compute != "bfloat16", "bf16 is off"),
     (("compile.backend", "compile.mode"), lambda r: not r.compile.enabled, "compile is off"),
 )
@@ -119,6 +125,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.blocks": list(resolved.blocks) or "found in the model",
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
+        "parallel.transport": data.transport,
         "zero_optimization.stage": data.stage,
         "precision.compute": precision.compute or "the parameters' own",
         "precision.reduce": precision.reduce or "the gradients' own",

@@ -195,7 +195,15 @@ def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None
     """ZeRO stage, and how gradients are reduced."""
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or _described(found.config, "hidden_size", "n_embd"))
-    return DataParallel(stage=found.config.zero_optimization.stage, bucket_bytes=bucket_bytes, unused_parameters=unused)
+    transport = found.config.parallel.transport
+    given = found.config.origin("parallel.transport")
+    found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
+    return DataParallel(
+        stage=found.config.zero_optimization.stage,
+        bucket_bytes=bucket_bytes,
+        unused_parameters=unused,
+        transport="prefer-shared-memory" if transport == "auto" else transport,
+    )
 
 
 def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int:

@@ -138,6 +138,9 @@ class ParallelSection(Policy):
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
     unused_parameters: FlagOrAuto = True
     """Let a step leave parameters unused, also different ones on different processes."""
+    transport: Literal["auto", "torch", "shared-memory"] = "auto"
+    """How gradients and parameters move between data-parallel processes: "torch" by its collectives (gloo, NCCL), "shared-memory" through
+    memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
 
 
 @dataclass(frozen=True)

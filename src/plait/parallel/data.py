@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
-from plait.comm.reduce_scatter import AllToAllReduceScatter
-from plait.errors import ModelError
+from plait.comm.transport import TransportName, connect
+from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Array, Ledger
 from plait.parallel.reducer import Reducer
@@ -45,6 +45,8 @@ class DataParallel(Technique):
     """Stage 0: gradients are reduced in buckets of about this size. Sharded stages reduce block by block."""
     unused_parameters: bool = True
     """Let a step leave parameters unused, also different ones on different ranks. Costs one small all-reduce a step."""
+    transport: TransportName = "prefer-shared-memory"
+    """How bytes move between processes: torch's collectives, or memory that the processes of one machine share."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
@@ -53,15 +55,17 @@ class DataParallel(Technique):
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
+            transport = connect(group, label="dp_replicate", device=mesh.device, wanted=self.transport)
             reducer = Reducer(
                 parts.model,
                 group,
                 bucket_bytes=self.bucket_bytes,
+                make_buckets=transport.buckets,
                 reduce_dtype=parts.reduce_dtype,
                 track_unused=self.unused_parameters,
             )
             return parts.with_(reducer=reducer)
-        _shard(parts, mesh, free_after_forward=self.stage == 3)
+        _shard(parts, mesh, free_after_forward=self.stage == 3, transport=self.transport)
         return parts
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
@@ -69,7 +73,7 @@ class DataParallel(Technique):
         return _account(self, ledger, facts)
 
 
-def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool) -> None:
+def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool, transport: TransportName) -> None:
     _refuse_unshardable(parts)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
     policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
@@ -77,9 +81,17 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool) -> None:
         fully_shard(parts.model.get_submodule(name), mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
     fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=False)
-    if mesh.device.type == "cpu" and mesh.layout.dp_shard > 1:
+    group = mesh.group("dp_shard")
+    if group is None and transport == "shared-memory" and mesh.layout.dp > 1:
+        rule = "replicated parameters that are cast for the computation are reduced by torch's collectives"
+        raise ConfigError(Problem("parallel.transport", transport, rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
+    if group is not None:
+        way = connect(group, label="dp_shard", device=mesh.device, wanted=transport)
         for module in sharded_modules(parts.model):
-            module.set_custom_reduce_scatter(AllToAllReduceScatter())
+            if way.all_gather is not None:
+                module.set_custom_all_gather(way.all_gather)
+            if way.reduce_scatter is not None:
+                module.set_custom_reduce_scatter(way.reduce_scatter)
 
 
 def _refuse_unshardable(parts: Parts) -> None:

@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.blocks": ({}, ["model.layers.*"], ["transformer.h.*"]),
     "parallel.bucket_mib": ({}, 25, 10),
     "parallel.unused_parameters": ({}, True, False),
+    "parallel.transport": ({}, "auto", "torch"),
     "model.config": ({}, {"model_type": "llama"}, {"model_type": "gpt2"}),
     "model.path": ({}, "a", "b"),
     "model.dtype": (SCRATCH, "float32", "bfloat16"),
