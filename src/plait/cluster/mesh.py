@@ -6,6 +6,7 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -60,6 +61,39 @@ class Mesh:
         """Destroy the default group, if this mesh made it."""
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and its counterparts on the others."""
+
+    whole: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    """The ranks of the group on this machine."""
+    across: dist.ProcessGroup
+    """One rank of every machine: those with this rank's position on theirs."""
+
+
+def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
+    """The two levels of a group whose ranks, in order, sit on the machines `nodes`. Collective over the group.
+
+    None where there is one level only: one machine, or one rank on each. Raises ConfigError where machines hold unequal numbers of them.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    by_node: dict[int, list[int]] = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        by_node.setdefault(node, []).append(rank)
+    inside = list(by_node.values())
+    if len(inside) == 1 or len(inside) == len(ranks):
+        return None
+    sizes = [len(members) for members in inside]
+    if len(set(sizes)) > 1:
+        rule = f"the machines hold {', '.join(map(str, sizes))} of the group's {len(ranks)} ranks; two levels need equal numbers"
+        raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "all-reduce"'))
+    me = dist.get_rank()
+    groups = [members for members in [*inside, *(list(column) for column in zip(*inside, strict=True))] if me in members]
+    mine = [dist.new_group(members, use_local_synchronization=True) for members in groups]
+    return Levels(group, mine[0], mine[1])
 
 
 def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> Mesh:
