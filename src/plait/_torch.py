@@ -45,6 +45,15 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     return [(p.sharded_param, p._unsharded_param) for p in _sharded_parameters(module) if hasattr(p, "_unsharded_param")]
 
 
+def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
+    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
+    laid out for collectives."""
+    return [
+        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
+        for p in _sharded_parameters(module)
+    ]
+
+
 def unsharded_parameter_bytes(model: nn.Module) -> int:
     """Bytes of gathered (unsharded) parameters that are allocated now, padding included."""
     total = 0

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from plait.comm.buckets import Flat
 from plait.comm.transport import connect
 from plait.errors import CommunicationError
 
@@ -38,7 +39,7 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
     timeout = timedelta(seconds=GROUP_SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     way = connect(dist.group.WORLD, label="dp_shard", device=torch.device("cpu"), wanted="shared-memory")
-    buckets = way.buckets([(100_000, torch.float32)])
+    buckets = way.buckets([Flat(torch.float32, ((100_000,),))])
 
     def reduce() -> None:
         buckets.start(0)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import plait
 from plait.comm import host as host_module
+from plait.comm.buckets import Flat
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.comm.transport import Transport, connect
 from plait.errors import CommunicationError, ConfigError
@@ -32,6 +33,10 @@ def shared(group: dist.ProcessGroup | None = None) -> Transport:
     found = connect(group or dist.group.WORLD, label="the test", device=CPU)
     assert found.name == "shared-memory", found.reason
     return found
+
+
+def flat(numel: int, dtype: torch.dtype = torch.float32) -> Flat:
+    return Flat(dtype, ((numel,),))
 
 
 def numbers(seed: int, numel: int, dtype: torch.dtype, *, whole: bool) -> torch.Tensor:
@@ -98,7 +103,7 @@ def sums_of_buckets(rank: int, ranks: int) -> list[bytes]:
     """Several in flight over several steps, started and finished in any order that all share. Runs in a worker."""
     way = shared()
     sizes = [(100_003, torch.float32), (1, torch.float32), (4096, torch.bfloat16), (7, torch.float64), (0, torch.float32)]
-    buckets = way.buckets(sizes)
+    buckets = way.buckets([flat(numel, dtype) for numel, dtype in sizes])
     order = random.Random(4)
     bits = []
     for step in range(20):
@@ -202,7 +207,7 @@ def pairs(rank: int, ranks: int) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[rank // 2]
     everyone, half = shared(), shared(mine)
-    whole_buckets, half_buckets = everyone.buckets([(1000, torch.float32)]), half.buckets([(500, torch.float32)])
+    whole_buckets, half_buckets = everyone.buckets([flat(1000)]), half.buckets([flat(500)])
     for step in range(5):
         whole_buckets.buffers[0].fill_(step + rank)
         half_buckets.buffers[0].fill_(rank)
@@ -290,14 +295,14 @@ def short_of_memory(rank: int, ranks: int) -> None:
                 assert torch.equal(gather(way, shard, ranks, ask=True), torch.cat(everyone))
                 inputs = [numbers(r, numel * ranks, torch.float32, whole=True) for r in range(ranks)]
                 assert torch.equal(scatter(way, inputs[rank], ranks, ask=True), sum(inputs[1:], inputs[0]).chunk(ranks)[rank])
-            buckets = way.buckets([(1_000_000, torch.float32)])
+            buckets = way.buckets([flat(1_000_000)])
             buckets.buffers[0].fill_(rank)
             buckets.start(0)
             buckets.finish(0)
             assert torch.equal(buckets.buffers[0], torch.full((1_000_000,), float(sum(range(ranks)))))
         assert "all_to_all" in {call.kind for call in traffic.calls}, "large reduce-scatters go through torch"
         with pytest.raises(ConfigError, match="to share, and"):
-            connect(dist.group.WORLD, label="the test", device=CPU, wanted="shared-memory").buckets([(1_000_000, torch.float32)])
+            connect(dist.group.WORLD, label="the test", device=CPU, wanted="shared-memory").buckets([flat(1_000_000)])
 
 
 def test_short_of_memory(pool: Pool) -> None:

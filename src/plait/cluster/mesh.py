@@ -77,7 +77,7 @@ class Levels:
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
     """The two levels of a group whose ranks, in order, sit on the machines `nodes`. Collective over the group.
 
-    None where there is one level only: one machine, or one rank on each. Raises ConfigError where machines hold unequal numbers of them.
+    None where there is one level only: one machine, or one rank on each; or where machines do not hold equal runs of consecutive ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     by_node: dict[int, list[int]] = {}
@@ -86,10 +86,8 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     inside = list(by_node.values())
     if len(inside) == 1 or len(inside) == len(ranks):
         return None
-    sizes = [len(members) for members in inside]
-    if len(set(sizes)) > 1:
-        rule = f"the machines hold {', '.join(map(str, sizes))} of the group's {len(ranks)} ranks; two levels need equal numbers"
-        raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "all-reduce"'))
+    if len({len(members) for members in inside}) > 1 or [rank for members in inside for rank in members] != ranks:
+        return None
     me = dist.get_rank()
     groups = [members for members in [*inside, *(list(column) for column in zip(*inside, strict=True))] if me in members]
     mine = [dist.new_group(members, use_local_synchronization=True) for members in groups]

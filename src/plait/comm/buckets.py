@@ -7,7 +7,9 @@ order. Two ways of the same: torch's asynchronous all-reduce, and memory that th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Protocol
 
 import torch
@@ -17,8 +19,23 @@ from plait.comm.host import Host, Memory
 from plait.comm.record import record
 from plait.comm.summing import add_in_order
 
-Sizes = Sequence[tuple[int, torch.dtype]]
-"""(elements, dtype) of every buffer."""
+
+@dataclass(frozen=True)
+class Flat:
+    """What a buffer holds: tensors of these shapes, one after the other."""
+
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return sum(map(prod, self.shapes))
+
+    @property
+    def matrices(self) -> bool:
+        """Whether all of it has two dimensions or more, so that it may be compressed."""
+        return all(len(shape) > 1 for shape in self.shapes)
 
 
 class Buckets(Protocol):
@@ -38,8 +55,8 @@ class Buckets(Protocol):
 class GroupBuckets:
     """By torch's all-reduce, which runs beside the computation."""
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sizes, device: torch.device) -> None:
-        self.buffers = [torch.zeros(numel, dtype=dtype, device=device) for numel, dtype in sizes]
+    def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device) -> None:
+        self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self._group = group
         self._works: dict[int, dist.Work] = {}
 
@@ -62,23 +79,23 @@ class SharedBuckets:
     are ready, so ranks do not wait for each other before the end.
     """
 
-    def __init__(self, host: Host, sizes: Sizes) -> None:
+    def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
         """Collective. Raises Unavailable where memory is short, on every rank alike."""
         starts, total = [], 0
-        for numel, dtype in sizes:
+        for flat in flats:
             starts.append(total)
-            total += -(-numel * dtype.itemsize // 128) * 128
+            total += -(-flat.numel * flat.dtype.itemsize // 128) * 128
         self._host = host
-        self._memory = memory = Memory(host, words=2 * len(sizes), data_bytes=host.ranks * total)
+        self._memory = memory = Memory(host, words=2 * len(flats), data_bytes=host.ranks * total)
         self._pieces = [
-            [memory.tensor(rank * total + start, numel, dtype) for rank in range(host.ranks)]
-            for start, (numel, dtype) in zip(starts, sizes, strict=True)
+            [memory.tensor(rank * total + start, flat.numel, flat.dtype) for rank in range(host.ranks)]
+            for start, flat in zip(starts, flats, strict=True)
         ]
         """By buffer, then by rank."""
         self.buffers = [pieces[host.rank] for pieces in self._pieces]
         for buffer in self.buffers:
             buffer.zero_()  # also places the pages near this rank
-        self._calls = [0] * len(sizes)
+        self._calls = [0] * len(flats)
         """How often each buffer was started."""
         self._waiting: list[int] = []
         """Started here and not yet summed here, in order."""

@@ -6,7 +6,7 @@ loopback sockets, several times slower. GPUs keep NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from plait._torch import AllGather, ReduceScatter
-from plait.comm.buckets import Buckets, GroupBuckets, SharedBuckets, Sizes
+from plait.comm.buckets import Buckets, Flat, GroupBuckets, SharedBuckets
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_gather import SharedAllGather
 from plait.comm.host_scatter import SharedReduceScatter
@@ -31,7 +31,7 @@ class Transport:
 
     name: Literal["torch", "shared-memory"]
     reason: str
-    buckets: Callable[[Sizes], Buckets]
+    buckets: Callable[[Sequence[Flat]], Buckets]
     """Makes buffers that are summed over the group. Collective."""
     all_gather: AllGather | None = None
     """What `fully_shard` calls in place of its own; None keeps it."""
@@ -57,13 +57,13 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
             raise _refused(str(unavailable)) from None
         return _by_torch(group, device, str(unavailable))
 
-    def buckets(sizes: Sizes) -> Buckets:
+    def buckets(flats: Sequence[Flat]) -> Buckets:
         try:
-            return SharedBuckets(host, sizes)
+            return SharedBuckets(host, flats)
         except Unavailable as unavailable:
             if wanted == "shared-memory":
                 raise _refused(str(unavailable)) from None
-            return GroupBuckets(group, sizes, device)
+            return GroupBuckets(group, flats, device)
 
     return Transport(
         "shared-memory",
@@ -76,7 +76,7 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
 
 def _by_torch(group: dist.ProcessGroup, device: torch.device, reason: str) -> Transport:
     scatter = AllToAllReduceScatter() if device.type == "cpu" else None
-    return Transport("torch", reason, buckets=lambda sizes: GroupBuckets(group, sizes, device), reduce_scatter=scatter)
+    return Transport("torch", reason, buckets=lambda flats: GroupBuckets(group, flats, device), reduce_scatter=scatter)
 
 
 def _refused(rule: str) -> ConfigError:

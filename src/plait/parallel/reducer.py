@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch import after_backward, like_parameter, local_tensor
-from plait.comm.buckets import Buckets, Sizes
+from plait.comm.buckets import Buckets, Flat
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Reducer:
     model: nn.Module
     group: dist.ProcessGroup
     bucket_bytes: int
-    make_buckets: Callable[[Sizes], Buckets]
+    make_buckets: Callable[[Sequence[Flat]], Buckets]
     """Makes the buffers that are summed over `group` (see `comm.transport`)."""
     mean: bool = False
     reduce_dtype: torch.dtype | None = None
@@ -67,9 +67,9 @@ class Reducer:
     def attach(self) -> None:
         """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
         partition = _partition(list(self.model.parameters()), self.bucket_bytes)
-        sizes = [sum(local_tensor(p.detach()).numel() for p in members) for members in partition]
+        shapes = [tuple(tuple(local_tensor(p.detach()).shape) for p in members) for members in partition]
         self._reduction = self.make_buckets(
-            [(size, self.reduce_dtype or members[0].dtype) for size, members in zip(sizes, partition, strict=True)]
+            [Flat(self.reduce_dtype or members[0].dtype, held) for members, held in zip(partition, shapes, strict=True)]
         )
         for members, wire in zip(partition, self._reduction.buffers, strict=True):
             self._add_bucket(members, wire)
