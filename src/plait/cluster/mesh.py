@@ -6,8 +6,8 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -30,6 +30,8 @@ class Mesh:
     rank: int
     device_mesh: DeviceMesh
     owns_default_group: bool
+    downwards: dist.ProcessGroup | None = None
+    """A second group over pp, for messages to lower stages; None without a pipeline."""
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -56,6 +58,12 @@ class Mesh:
             return None
         mesh = self.sub(*used)
         return mesh.get_group() if len(used) == 1 else mesh._flatten().get_group()
+
+    def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
+        """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
+        columns = [tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")]
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
+        return group if self.coordinates["pp"] in stages else None
 
     def close(self) -> None:
         """Destroy the default group, if this mesh made it."""
@@ -116,7 +124,8 @@ def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timed
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
-    return Mesh(layout, device, dist.get_rank(), device_mesh, owns)
+    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, owns)
+    return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 
 
 def local_device(device_type: str | None, here: Place) -> torch.device:

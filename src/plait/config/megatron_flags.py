@@ -157,10 +157,11 @@ FLAGS: dict[str, Flag] = {
     ),
     **_ignored("checkpoints are written by torch.distributed.checkpoint, one file a process", "ckpt_format dist_ckpt_format"),
     **_ignored("checkpoints are written by torch.distributed.checkpoint, one file a process", "use_dist_ckpt async_save", "switch"),
+    "num_virtual_stages_per_pipeline_rank": _sets("parallel.pipeline.stages_per_rank"),
     **_refused(
-        "this release runs one pipeline stage a process, without interleaving",
-        "leave it out",
-        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout",
+        "stages are given by their number, and by parallel.pipeline.blocks_per_stage",
+        "give --num-virtual-stages-per-pipeline-rank",
+        "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
     ),
     **_refused(
         "pipeline stages are balanced by their predicted time",

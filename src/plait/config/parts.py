@@ -21,6 +21,7 @@ from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
+from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import ComputeDtype, Precision, ReduceDtype
 from plait.parallel.tensor import TensorParallel
 from plait.units import MIB, dtype_of
@@ -189,6 +190,21 @@ def tensor_parallel(found: Findings) -> TensorParallel:
         origin = found.config.origin(f"parallel.{name}")
         found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
     return TensorParallel(sequence_parallel=section.sequence_parallel, loss_parallel=section.loss_parallel, plan=section.plan)
+
+
+def pipeline(found: Findings, solved: Layout) -> Pipeline:
+    """How the pp axis is used. Whether the schedule exists for the numbers is asked when the model is there (`Pipeline.check`)."""
+    section = found.config.parallel.pipeline
+    for name in ("schedule", "stages_per_rank", "blocks_per_stage"):
+        origin = found.config.origin(f"parallel.pipeline.{name}")
+        found.sources[f"parallel.pipeline.{name}"] = origin if solved.pp > 1 else f"{origin}; not used: pp is 1"
+    schedule = section.schedule
+    if schedule is None:
+        several = (section.stages_per_rank or 1) > 1
+        schedule = "interleaved-1f1b" if several else "1f1b"
+        if several:
+            found.sources["parallel.pipeline.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
+    return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
 
 
 def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None) -> DataParallel:

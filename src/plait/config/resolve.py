@@ -24,6 +24,7 @@ from plait.config.validation import validate
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
+from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
@@ -40,6 +41,8 @@ class Resolved(Policy):
     """How many samples, where."""
     tensor_parallel: TensorParallel
     """How layers are split over the tp axis."""
+    pipeline: Pipeline
+    """How the pp axis is used."""
     data_parallel: DataParallel
     """ZeRO stage, and how gradients are reduced."""
     precision: Precision
@@ -148,6 +151,7 @@ def resolve(
         layout=layout,
         batch=batch,
         tensor_parallel=parts.tensor_parallel(found),
+        pipeline=parts.pipeline(found, layout),
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,

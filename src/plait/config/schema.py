@@ -111,11 +111,25 @@ class CompileSection(Policy):
     """A mode of torch.compile, for example "max-autotune"."""
 
 
+class PipelineSection(Policy):
+    """How the pipeline's ranks take turns. Its micro-batches are the accumulation steps."""
+
+    schedule: str | None = None
+    """gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev; `plait schedule` draws them. Left out: 1f1b, or
+    interleaved-1f1b where stages_per_rank is above 1."""
+    stages_per_rank: Count | None = None
+    """Stages of each rank. Left out: the schedule's own number."""
+    blocks_per_stage: tuple[Count, ...] | None = None
+    """Blocks of each stage. Left out: their predicted time is balanced, embedding and head counted."""
+
+
 class ParallelSection(Policy):
     """How many processes each kind of parallelism takes. The product of the degrees is the number of processes."""
 
     pp: Count = 1
-    """Pipeline stages."""
+    """Processes that hold consecutive blocks of the model each."""
+    pipeline: PipelineSection = PipelineSection()
+    """With pp: the schedule and the stages."""
     dp_replicate: FreeDegree | None = None
     """Copies of the sharded model. Left out, -1 or "auto": the processes that remain; at stage 0 all of data parallelism."""
     dp_shard: FreeDegree | None = None

@@ -27,14 +27,16 @@ from plait.engine.engine import Engine
 from plait.engine.loss import Loss, Weighted
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
+from plait.engine.state import dropout_seed
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
-from plait.errors import InputError, ModelError
+from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.order import apply_all
+from plait.parallel.pipeline import build_pipeline
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
 
@@ -68,6 +70,7 @@ def initialize(
     named = {id(p): name for name, p in model.named_parameters()}
     mesh, parts = _parallelize(model, resolved, weights=weights)
     reduce_by_sum(parts)
+    pipeline = build_pipeline(parts, mesh, track_unused=resolved.data_parallel.unused_parameters)
     unused = None
     dp_group = mesh.group("dp_replicate", "dp_shard")
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
@@ -83,11 +86,21 @@ def initialize(
         optimizer=made,
         scheduler=scheduler,
         clipping=resolved.gradient_clipping,
+        counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
     )
-    torch.manual_seed(resolved.seed + 1_000_003 * (mesh.dp_index + 1))  # dropout differs over data-parallel ranks
-    return Engine(parts=parts, mesh=mesh, resolved=resolved, stepper=stepper, unused=unused, loss_fn=loss, forward=forward)
+    torch.manual_seed(dropout_seed(resolved.seed, mesh))
+    return Engine(
+        parts=parts,
+        mesh=mesh,
+        resolved=resolved,
+        stepper=stepper,
+        unused=unused,
+        pipeline=pipeline,
+        loss_fn=loss,
+        forward=forward,
+    )
 
 
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
@@ -98,6 +111,15 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
     resolved = _resolve(model, config)
     if resolved.precision.loss_scale is not None:
         raise ModelError("fp16 needs its loss scaled; plait.parallelize has no step to do it in: use bf16, or plait.initialize")
+    if resolved.layout.pp > 1:
+        raise ConfigError(
+            Problem(
+                "parallel.pp",
+                resolved.layout.pp,
+                "a loop of one's own calls the whole model, and here each process has a part of it",
+                "use plait.initialize and engine.train_batch, or parallel.pp = 1",
+            )
+        )
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
         parts.reducer.mean = True
@@ -184,21 +206,9 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
 
 
 def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | None) -> tuple[Mesh, Parts]:
-    refuse_incompatible(resolved.layout, resolved.compile)
     blocks = find_blocks(model, resolved.blocks or None)
-    on_meta = materialise.is_meta(model)
-    if weights is not None and not on_meta:
-        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
-    # All that can be refused is refused before a process group exists.
-    resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
-    _check_placement(resolved)
-    mesh = build_mesh(resolved.layout)
-    template = materialise.template_of(model) if on_meta else None
-    if not on_meta:
-        model.to(mesh.device)
-        materialise.broadcast(model)
-    parts = Parts(model=model, blocks=blocks)
-    parts = apply_all((resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
+    template = materialise.template_of(model) if materialise.is_meta(model) else None
+    mesh, parts = split(model, resolved, weights=weights)
     if template is not None:
         materialise.allocate(model, mesh.device)
         if weights is None:
@@ -209,6 +219,27 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
     if parts.reducer is not None:
         parts.reducer.attach()
     return mesh, parts
+
+
+def split(model: nn.Module, resolved: Resolved, *, weights: str | Path | None = None) -> tuple[Mesh, Parts]:
+    """Apply every technique to `model` in place; one on meta stays there. Everything that can be refused is, before a process group
+    exists."""
+    refuse_incompatible(resolved.layout, resolved.compile)
+    blocks = find_blocks(model, resolved.blocks or None)
+    on_meta = materialise.is_meta(model)
+    if weights is not None and not on_meta:
+        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+    resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
+    pipeline = resolved.pipeline.check(
+        model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
+    )
+    _check_placement(resolved)
+    mesh = build_mesh(resolved.layout)
+    if not on_meta:
+        model.to(mesh.device)
+        materialise.broadcast(model)
+    techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.compile, resolved.precision, resolved.data_parallel)
+    return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
 
 
 def _check_placement(resolved: Resolved) -> None:

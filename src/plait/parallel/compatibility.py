@@ -23,17 +23,10 @@ class Refusal:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        field="parallel.pp",
-        value=lambda layout, _: layout.pp,
-        applies=lambda layout, _: layout.pp > 1,
-        rule="this version runs data and tensor parallelism",
-        remedy="use 1; the processes become data parallel",
-    ),
-    Refusal(
         field="parallel.cp",
         value=lambda layout, _: layout.cp,
         applies=lambda layout, _: layout.cp > 1,
-        rule="this version runs data and tensor parallelism",
+        rule="this version runs data, tensor and pipeline parallelism",
         remedy="use 1; the processes become data parallel",
     ),
     Refusal(
@@ -42,6 +35,13 @@ REFUSALS: tuple[Refusal, ...] = (
         applies=lambda layout, compiled: compiled.enabled and layout.tp > 1,
         rule="blocks that tensor parallelism has split are not proven to keep their gradients under torch.compile",
         remedy="use false, or parallel.tp = 1",
+    ),
+    Refusal(
+        field="compile.enabled",
+        value=lambda *_: "true",
+        applies=lambda layout, compiled: compiled.enabled and layout.pp > 1,
+        rule="pipeline stages are not proven under torch.compile",
+        remedy="use false, or parallel.pp = 1",
     ),
 )
 

@@ -145,7 +145,17 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
     # One column a distinct shape, split and so on: models repeat a few shapes many times.
-    kinds = ("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole")
+    kinds = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "wire_gather_block",
+        "wire_gather_root",
+        "wire_reduce_block",
+        "wire_reduce_root",
+        "whole",
+    )
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
@@ -162,9 +172,9 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         if trainable:
             total["gradients"] += count * padded * row_numel * itemsize
             total["optimizer"] += count * (held * row_numel * itemsize * ledger.optimizer_tensors + ledger.optimizer_scalar_bytes)
-            total["wire_reduce"] += count * full * row_numel * reduce
+            total["wire_reduce_block" if in_block else "wire_reduce_root"] += count * full * row_numel * reduce
             total["whole"] += count * rows * row_numel * reduce
-    accumulates = k > 1
+    accumulates = (k > 1) & (ledger.stage is None)  # a pipeline's, after each computation, are `pipeline_account.held_after`
     between = {
         "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
         "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),
@@ -173,11 +183,16 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         ledger = ledger.add_memory(kind, total[kind])
     for kind, extra in between.items():
         ledger = ledger.add_memory(kind, extra)
-    gathers = np.where(stage == 3, 2 * k, 1) * total["wire_gather_block"] + np.where(stage == 3, k, 1) * total["wire_gather_root"]
-    reduces = np.where(stage >= 2, k, 1) * total["wire_reduce"]
+    root_gathers = k if ledger.stage is None else ledger.stage.root_gathers
+    root_reduces = k if ledger.stage is None else ledger.stage.root_reduces
+    gathers = (
+        np.where(stage == 3, 2 * k, 1) * total["wire_gather_block"] + np.where(stage == 3, root_gathers, 1) * total["wire_gather_root"]
+    )
+    reduces = np.where(stage >= 2, k, 1) * total["wire_reduce_block"] + np.where(stage >= 2, root_reduces, 1) * total["wire_reduce_root"]
     ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n, 0))
     ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
-    across = np.where(sharded, total["wire_reduce"] // n, total["wire_reduce"])
+    reduced = total["wire_reduce_block"] + total["wire_reduce_root"]
+    across = np.where(sharded, reduced // n, reduced)
     return ledger.add_traffic("all_reduce", 2 * across * (replicas - 1) // replicas)
 
 

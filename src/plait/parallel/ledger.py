@@ -16,11 +16,31 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.int64]
 
+
+@dataclass(frozen=True)
+class StageCounts:
+    """What one rank of a pipeline does in a step, counted from its schedule's table (see `pipeline_account`)."""
+
+    root_gathers: Array
+    """How often ZeRO stage 3 gathers what is outside of the blocks."""
+    ends: Array
+    """How many of the model's two ends, the front and the back, are here."""
+    root_reduces: Array
+    """Backwards of the stages that own something outside of the blocks: how often ZeRO stages 2 and 3 reduce it."""
+    sends: Array
+    """Tensors sent to other stages: activations and their gradients."""
+    boundary_bytes: Array
+    """Bytes of one of them."""
+    shared_bytes: Array
+    """2 (n - 1) / n bytes of the gradients that n stages share, after sharding: what their sum sends."""
+
+
 MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer")
 """`parameters`, `gradients` and `optimizer` are what a rank holds just before the optimizer step; `gathered_parameters` and
-`unsharded_gradients` are what it holds in addition between two micro-batches of a step."""
+`unsharded_gradients` are what it holds in addition between two micro-batches of a step; in a pipeline, `pipeline_account.held_after` tells
+them for every computation."""
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "control")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
 """`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
 
 
@@ -49,6 +69,8 @@ class Ledger:
     """Bytes per element of the compute dtype; None where parameters keep their own."""
     reduce_bytes: Array | None = None
     """Bytes per element of the reduction dtype; None where gradients keep their own."""
+    stage: StageCounts | None = None
+    """The pipeline's part; None without a pipeline."""
     memory: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
     """Kind to bytes per rank."""
     traffic: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))

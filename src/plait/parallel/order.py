@@ -10,12 +10,14 @@ from plait.model.facts import ModelFacts
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
+from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, Compile, Precision, DataParallel)
-"""What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
+ORDER: tuple[type[Technique], ...] = (TensorParallel, Pipeline, Compile, Precision, DataParallel)
+"""What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes. A pipeline comes after the
+split over tp, which is decided for the whole model."""
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
@@ -30,9 +32,11 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
     for technique in in_order(techniques):
         parts = technique.apply(parts, mesh)
         now = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-        if now != names:
-            changed = sorted(set(now) ^ set(names))[:4]
+        kept = [name for name in names if name in set(now)] if isinstance(technique, Pipeline) else names
+        if now != kept:
+            changed = sorted(set(now) ^ set(kept))[:4]
             raise ModelError(f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a technique must keep them")
+        names = now
     return parts
 
 

@@ -19,6 +19,7 @@ from plait.parallel.ledger import Ledger
 from plait.policy import Policy
 
 if TYPE_CHECKING:
+    from plait.parallel.pipeline import PipelineParts
     from plait.parallel.reducer import Reducer
     from plait.parallel.styles import Region
 
@@ -30,7 +31,9 @@ class Parts:
     model: nn.Module
     """Changed in place; the object a user holds stays the one that trains."""
     blocks: tuple[str, ...]
-    """Names (FQNs) of the repeated blocks: the units of sharding, recompute and compilation."""
+    """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
+    pipeline: PipelineParts | None = None
+    """Schedule and stages; None without a pipeline."""
     compute_dtype: torch.dtype | None = None
     """What parameters are cast to for forward and backward; None keeps their own dtype."""
     reduce_dtype: torch.dtype | None = None
@@ -55,7 +58,7 @@ class Technique(Policy):
     """One way to use many devices. Subclasses add fields, `apply` and `account`."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Do it to the model, in place. Parameter names stay as they are."""
+        """Do it to the model, in place. Parameter names stay as they are; a pipeline's rank keeps its own parameters only."""
         raise NotImplementedError
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:

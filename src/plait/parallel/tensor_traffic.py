@@ -34,6 +34,9 @@ def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, techniqu
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n = ledger.tp
+    if technique.sequence_parallel:  # backward of the first block's door, forward of the last
+        hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
+        features["all_gather"] += hidden * (2 if ledger.stage is None else ledger.stage.ends)
     sent = {}
     padded = sum(-(-width // n) * n for width in gathered)  # collectives want equal parts
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
@@ -80,8 +83,6 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) ->
             summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] == entry.name)
     if technique.sequence_parallel:
         summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] in plan.norms)
-        hidden = next(shape_of[f"{name}.weight"].shape[-1] for name in plan.norms)
-        moved["all_gather"] += 2 * hidden  # backward of the first block's door, forward of the last
     return moved, gathered, summed
 
 

@@ -169,8 +169,13 @@ def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener) ->
 
     def write() -> str:
         assert section.sample is not None
-        with engine.evaluating() as model:
-            return sample(model, data.tokenizer, section.sample, seed=resolved.seed, device=engine.device)
+
+        def predict(tokens: torch.Tensor) -> torch.Tensor:
+            output = engine.predict({"input_ids": tokens})
+            return engine.from_output_stage(None if output is None else output.logits[0, -1])
+
+        with engine.evaluating():
+            return sample(predict, data.tokenizer, section.sample, seed=resolved.seed, device=engine.device)
 
     return Job(
         engine=engine,

@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 
-from plait._torch import local_tensor, unsharded_gradient_bytes, unsharded_parameter_bytes
+from plait._torch import local_tensor, storage_key, unsharded_gradient_bytes, unsharded_parameter_bytes
 from plait.engine.engine import Engine
 from plait.parallel.ledger import MEMORY_KINDS
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind this rank's parts of `tensors`."""
-    storages = {}
-    for tensor in tensors:
-        storage = local_tensor(tensor.detach()).untyped_storage()
-        if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum({storage_key(tensor): local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
