@@ -22,6 +22,17 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
+class Levels:
+    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and its counterparts on the others."""
+
+    whole: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    """The ranks of the group on this machine."""
+    across: dist.ProcessGroup
+    """One rank of every machine: those with this rank's position on theirs."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """A layout made real: this process's rank and device, and the groups along every axis."""
 
@@ -65,21 +76,20 @@ class Mesh:
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
         return group if self.coordinates["pp"] in stages else None
 
+    def levels(self, *axes: str) -> Levels | None:
+        """The two levels of the group over `axes`; None where it has one (see `split_by_node`). Collective over the group where the run
+        spans machines."""
+        group, here = self.group(*axes), place()
+        if group is None or here.local_world_size == here.world_size or dist.get_backend(group) == "fake":
+            return None
+        nodes = [0] * group.size()
+        dist.all_gather_object(nodes, here.node_rank, group=group)
+        return split_by_node(group, nodes)
+
     def close(self) -> None:
         """Destroy the default group, if this mesh made it."""
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and its counterparts on the others."""
-
-    whole: dist.ProcessGroup
-    inside: dist.ProcessGroup
-    """The ranks of the group on this machine."""
-    across: dist.ProcessGroup
-    """One rank of every machine: those with this rank's position on theirs."""
 
 
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:

@@ -6,7 +6,7 @@ order. Two ways of the same: torch's asynchronous all-reduce, and memory that th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -45,6 +45,10 @@ class Buckets(Protocol):
     def buffers(self) -> list[torch.Tensor]:
         """This rank's, [n] each, zero at first."""
 
+    @property
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """What is kept from step to step, by name; for a checkpoint."""
+
     def start(self, index: int) -> None:
         """This rank's buffer is ready; nothing may touch it until it is finished."""
 
@@ -57,6 +61,7 @@ class GroupBuckets:
 
     def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device) -> None:
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
+        self.state: dict[str, torch.Tensor] = {}
         self._group = group
         self._works: dict[int, dist.Work] = {}
 
@@ -85,6 +90,7 @@ class SharedBuckets:
         for flat in flats:
             starts.append(total)
             total += -(-flat.numel * flat.dtype.itemsize // 128) * 128
+        self.state: dict[str, torch.Tensor] = {}
         self._host = host
         self._memory = memory = Memory(host, words=2 * len(flats), data_bytes=host.ranks * total)
         self._pieces = [

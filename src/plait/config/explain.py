@@ -66,6 +66,7 @@ def _processes(config: Config) -> int:
 
 # ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
 
+_BITS = {0: "none", 4: "int4", 8: "int8"}
 _FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _DYNAMIC = _FP16[1:]
 _TENSOR = ("sequence_parallel", "loss_parallel", "plan")
@@ -83,6 +84,20 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "the loss scale is constant (fp16.loss_scale)",
     ),
     (tuple(f"parallel.{name}" for name in _TENSOR), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
+    (
+        ("parallel.compress_gradients", "parallel.compress_weights", "parallel.second_copy"),
+        lambda r: r.layout.dp == 1,
+        "one data-parallel process exchanges nothing",
+    ),
+    (("parallel.compress_weights",), lambda r: r.data_parallel.stage == 0, "stage 0 gathers no parameters"),
+    (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
+    (("parallel.error_feedback",), lambda r: r.data_parallel.compression.gradient_bits == 0, "gradients are not quantised"),
+    (("parallel.powersgd_rank",), lambda r: r.data_parallel.compression.powersgd_rank == 0, "compress_gradients is not powersgd"),
+    (
+        ("parallel.transport",),
+        lambda r: r.data_parallel.compression.gradients and (r.data_parallel.stage == 0 or bool(r.data_parallel.compression.weight_bits)),
+        "what is compressed goes through torch's collectives",
+    ),
     (("parallel.transport",), lambda r: r.layout.dp == 1, "one data-parallel process exchanges nothing"),
     (
         ("parallel.transport",),
@@ -116,6 +131,7 @@ def values_of(resolved: Resolved) -> tuple[Value, ...]:
 
 def _named(resolved: Resolved) -> dict[str, Any]:
     scale, precision, data = resolved.precision.loss_scale, resolved.precision, resolved.data_parallel
+    wire = data.compression
     values: dict[str, Any] = {
         "train_batch_size": resolved.batch.train_batch_size,
         "train_micro_batch_size_per_gpu": resolved.batch.micro_batch_size,
@@ -126,6 +142,11 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
         "parallel.transport": data.transport,
+        "parallel.compress_gradients": "powersgd" if wire.powersgd_rank else _BITS[wire.gradient_bits],
+        "parallel.compress_weights": _BITS[wire.weight_bits],
+        "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),
+        "parallel.powersgd_rank": wire.powersgd_rank,
+        "parallel.second_copy": data.second_copy,
         "zero_optimization.stage": data.stage,
         "precision.compute": precision.compute or "the parameters' own",
         "precision.reduce": precision.reduce or "the gradients' own",

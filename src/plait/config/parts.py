@@ -19,6 +19,7 @@ from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
+from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.pipeline import Pipeline
@@ -207,8 +208,8 @@ def pipeline(found: Findings, solved: Layout) -> Pipeline:
     return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
 
 
-def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None) -> DataParallel:
-    """ZeRO stage, and how gradients are reduced."""
+def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size: int | None) -> DataParallel:
+    """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters out."""
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or _described(found.config, "hidden_size", "n_embd"))
     transport = found.config.parallel.transport
@@ -219,7 +220,43 @@ def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None
         bucket_bytes=bucket_bytes,
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
+        compression=_compression(found, dtypes),
+        second_copy=_second_copy(found, shard),
     )
+
+
+def _compression(found: Findings, dtypes: Precision) -> Compression:
+    parallel, stage = found.config.parallel, found.config.zero_optimization.stage
+    buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+    for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
+        found.sources[f"parallel.{name}"] = found.config.origin(f"parallel.{name}")
+    gradients, path = parallel.compress_gradients, "parallel.compress_gradients"
+    if gradients == "powersgd" and stage:
+        rule = f"factors a matrix's whole gradient, and ZeRO stage {stage} reduces it in shards"
+        raise ConfigError(Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0'))
+    if gradients != "none" and stage == 0 and not buckets:
+        rule = "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot be given another collective"
+        raise ConfigError(Problem(path, gradients, rule, "use zero_optimization.stage 1, or compute in the model's own dtype"))
+    default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold whole gradients")
+    feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
+    bits = {"none": 0, "powersgd": 0, "int8": 8, "int4": 4}
+    return Compression(
+        gradient_bits=bits[gradients],
+        weight_bits=bits[parallel.compress_weights] if stage else 0,
+        powersgd_rank=parallel.powersgd_rank if gradients == "powersgd" else 0,
+        error_feedback=bool(feedback) and gradients in ("int8", "int4"),
+    )
+
+
+def _second_copy(found: Findings, shard: int) -> int:
+    wanted, path = found.config.parallel.second_copy, "parallel.second_copy"
+    found.sources[path] = found.config.origin(path)
+    if wanted in (0, 1) or found.config.zero_optimization.stage < 3 or wanted == shard:
+        return 0
+    if wanted > shard or shard % wanted:
+        fitting = ", ".join(str(degree) for degree in range(2, shard + 1) if shard % degree == 0) or "0"
+        raise ConfigError(Problem(path, wanted, f"parallel.dp_shard is {shard}, which it must divide", f"use {fitting}"))
+    return wanted
 
 
 def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int:

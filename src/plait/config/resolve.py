@@ -134,7 +134,10 @@ def resolve(
     layout = found.attempt(lambda: parts.layout(found, world_size=world_size))
     batch = found.attempt(lambda: parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
     precision = found.attempt(lambda: parts.precision(found))
-    data_parallel = found.attempt(lambda: parts.data_parallel(found, precision, hidden_size=hidden_size)) if precision else None
+    data_parallel = None
+    if precision is not None:
+        shard = layout.dp_shard if layout is not None else 1
+        data_parallel = found.attempt(lambda: parts.data_parallel(found, precision, shard=shard, hidden_size=hidden_size))
     optimizer = parts.optimizer(found)
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)

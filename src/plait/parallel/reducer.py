@@ -17,6 +17,7 @@ from torch import nn
 
 from plait._torch import after_backward, like_parameter, local_tensor
 from plait.comm.buckets import Buckets, Flat
+from plait.parallel.compression import partition
 
 
 @dataclass
@@ -55,9 +56,11 @@ class Reducer:
     mean: bool = False
     reduce_dtype: torch.dtype | None = None
     track_unused: bool = True
+    separate_vectors: bool = False
+    """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as they are."""
     synchronise: bool = True
     buckets: list[_Bucket] = field(default_factory=list, init=False)
-    _reduction: Buckets = field(init=False)
+    reduction: Buckets = field(init=False)
     _slots: dict[nn.Parameter, _Slot] = field(default_factory=dict, init=False)
     _used: list[bool] = field(default_factory=list, init=False)
     _next: int = field(default=0, init=False)
@@ -66,16 +69,24 @@ class Reducer:
 
     def attach(self) -> None:
         """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
-        partition = _partition(list(self.model.parameters()), self.bucket_bytes)
+        partition = self._partition()
         shapes = [tuple(tuple(local_tensor(p.detach()).shape) for p in members) for members in partition]
-        self._reduction = self.make_buckets(
+        self.reduction = self.make_buckets(
             [Flat(self.reduce_dtype or members[0].dtype, held) for members, held in zip(partition, shapes, strict=True)]
         )
-        for members, wire in zip(partition, self._reduction.buffers, strict=True):
+        for members, wire in zip(partition, self.reduction.buffers, strict=True):
             self._add_bucket(members, wire)
         self.start_step()
         for parameter in self._slots:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _partition(self) -> list[list[nn.Parameter]]:
+        """Trainable parameters by bucket, one dtype a bucket."""
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        sizes = [
+            (local_tensor(p.detach()).numel() * p.element_size(), (p.dtype, p.ndim > 1 or not self.separate_vectors)) for p in trainable
+        ]
+        return [[trainable[i] for i in members] for members in partition(sizes, self.bucket_bytes)]
 
     def _add_bucket(self, members: list[nn.Parameter], wire: torch.Tensor) -> None:
         locals_ = [local_tensor(p.detach()) for p in members]
@@ -107,7 +118,7 @@ class Reducer:
     def _launch(self, bucket: _Bucket) -> None:
         if bucket.wire is not bucket.flat:
             bucket.wire.copy_(bucket.flat)
-        self._reduction.start(self._next)
+        self.reduction.start(self._next)
         self._next += 1
 
     def finish(self) -> None:
@@ -123,7 +134,7 @@ class Reducer:
             self._launch(bucket)
         used = self._used_anywhere()
         for index, bucket in enumerate(self.buckets):
-            self._reduction.finish(index)
+            self.reduction.finish(index)
             if bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
             if self.mean:
@@ -156,18 +167,3 @@ class Reducer:
             yield
         finally:
             self.synchronise = before
-
-
-def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Trainable parameters in about the order in which their gradients appear (last registered first), cut at `bucket_bytes`, one dtype a
-    bucket."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        nbytes = local_tensor(parameter.detach()).numel() * parameter.element_size()
-        if not buckets or size + nbytes > bucket_bytes or buckets[-1][0].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += nbytes
-    return buckets

@@ -12,6 +12,7 @@ import torch
 
 from plait._torch import local_tensor, storage_key, unsharded_gradient_bytes, unsharded_parameter_bytes
 from plait.engine.engine import Engine
+from plait.parallel.compression import states as compression_states
 from plait.parallel.ledger import MEMORY_KINDS
 
 
@@ -38,6 +39,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         parameters = list(engine.model.parameters())
         held["parameters"] = storage_bytes(parameters)
         held["gradients"] = storage_bytes(p.grad for p in parameters if p.grad is not None)
+        held["compression"] = storage_bytes(compression_states(engine.parts).values())
 
     engine._forward = between
     engine.stepper.before_update.append(before_update)
