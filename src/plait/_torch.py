@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor, Shard
@@ -51,6 +52,15 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     Autograd accumulates into the unsharded one; torch then reduces into the sharded one.
     """
     return [(p.sharded_param, p._unsharded_param) for p in _sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
+    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
+    laid out for collectives."""
+    return [
+        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
+        for p in _sharded_parameters(module)
+    ]
 
 
 def leave_forward(model: nn.Module, output: Any) -> Any:
@@ -161,6 +171,12 @@ def group_of(args: tuple[Any, ...]) -> int:
             except RuntimeError:  # another kind of object, e.g. the reduction
                 continue
     return int(_resolve_process_group(args[-1]).size())
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of a gloo group gives up."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
 
 
 def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -180,3 +181,29 @@ def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
         with NoCollectives():
             dist.all_reduce(x)
         assert isinstance(x, _torch.FakeTensor)
+
+
+def test_custom_all_gather() -> None:
+    """`fully_shard` asks it for the output and calls it in place of the collective."""
+    calls = []
+
+    class Counted(_torch.AllGather):
+        def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
+            calls.append(("allocate", tuple(size)))
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]
+            calls.append(("gather", input_tensor.numel()))
+
+    model = sharded()
+    for module in _torch.sharded_modules(model):
+        module.set_custom_all_gather(Counted())
+    model(torch.ones(1, 4))
+    assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)], "the root first, rows padded to both ranks"
+
+
+def test_timeout_of_a_group() -> None:
+    """gloo's, in seconds."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
+    assert _torch.timeout_of(dist.group.WORLD) == 77.0

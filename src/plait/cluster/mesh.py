@@ -6,7 +6,7 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -19,6 +19,17 @@ from plait.cluster.topology import Place, place
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and its counterparts on the others."""
+
+    whole: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    """The ranks of the group on this machine."""
+    across: dist.ProcessGroup
+    """One rank of every machine: those with this rank's position on theirs."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,40 @@ class Mesh:
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
         return group if self.coordinates["pp"] in stages else None
 
+    def levels(self, *axes: str) -> Levels | None:
+        """The two levels of the group over `axes`; None where it has one (see `split_by_node`). Collective over the group where the run
+        spans machines."""
+        group, here = self.group(*axes), place()
+        if group is None or here.local_world_size == here.world_size or dist.get_backend(group) == "fake":
+            return None
+        nodes = [0] * group.size()
+        dist.all_gather_object(nodes, here.node_rank, group=group)
+        return split_by_node(group, nodes)
+
     def close(self) -> None:
         """Destroy the default group, if this mesh made it."""
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
+    """The two levels of a group whose ranks, in order, sit on the machines `nodes`. Collective over the group.
+
+    None where there is one level only: one machine, or one rank on each; or where machines do not hold equal runs of consecutive ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    by_node: dict[int, list[int]] = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        by_node.setdefault(node, []).append(rank)
+    inside = list(by_node.values())
+    if len(inside) == 1 or len(inside) == len(ranks):
+        return None
+    if len({len(members) for members in inside}) > 1 or [rank for members in inside for rank in members] != ranks:
+        return None
+    me = dist.get_rank()
+    groups = [members for members in [*inside, *(list(column) for column in zip(*inside, strict=True))] if me in members]
+    mine = [dist.new_group(members, use_local_synchronization=True) for members in groups]
+    return Levels(group, mine[0], mine[1])
 
 
 def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> Mesh:

@@ -413,20 +413,19 @@ REFUSED: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "this release sends parameters and gradients unquantised",
-        "set it to false or leave it out; communication_data_type sets the dtype of the reduction",
-        {
-            "zero_optimization.zero_quantized_weights": _FLAG,
-            "zero_optimization.zero_quantized_gradients": _FLAG,
-            "zero_optimization.zero_quantized_nontrainable_weights": _FLAG,
-            "zero_optimization.zeropp_loco_param": _GIVEN,
-        },
+        "parameters that are not trained are quantised with the others or not at all",
+        "leave it out and set zero_quantized_weights",
+        {"zero_optimization.zero_quantized_nontrainable_weights": _FLAG},
     ),
     Refusal(
-        "a second copy of the parameters inside a node is not kept",
+        "DeepSpeed removed it; parallel.error_feedback keeps the whole error",
+        "leave it out and set parallel.error_feedback",
+        {"zero_optimization.zeropp_loco_param": _GIVEN},
+    ),
+    Refusal(
+        "DeepSpeed removed it",
         "leave it out; for shards that stay inside a node set parallel.dp_replicate to the number of nodes",
         {
-            "zero_optimization.zero_hpz_partition_size": ("whole", (0, 1)),
             "zero_optimization.mics_shard_size": ("number", (-1, 0, 1)),
             "zero_optimization.mics_hierarchical_params_gather": _FLAG,
         },

@@ -18,15 +18,9 @@ from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
 from plait.errors import ConfigError, Problem
-from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
-from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
-from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import ComputeDtype, Precision, ReduceDtype
-from plait.parallel.recompute import Recompute
-from plait.parallel.tensor import TensorParallel
-from plait.units import GIB, MIB, dtype_of
 
 T = TypeVar("T")
 
@@ -91,17 +85,17 @@ def _check_against(found: Findings, solved: Layout, world_size: int) -> None:
         rule = f"{processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x dp_shard {solved.dp_shard} = {solved.dp}"
         found.problems.append(Problem("data_parallel_size", expected, rule, f"leave it out or set it to {solved.dp}"))
     layers = found.config.num_layers
-    described = _described(found.config, "num_hidden_layers", "n_layer")
-    if layers is not None and described is not None and layers != described:
-        rule = f"the model section describes {described} layers"
-        found.problems.append(Problem("num_layers", layers, rule, f"leave it out or set it to {described}"))
-    layers = layers or described
+    told = described(found.config, "num_hidden_layers", "n_layer")
+    if layers is not None and told is not None and layers != told:
+        rule = f"the model section describes {told} layers"
+        found.problems.append(Problem("num_layers", layers, rule, f"leave it out or set it to {told}"))
+    layers = layers or told
     if layers is not None and solved.pp > layers:
         rule = f"a pipeline stage has at least one layer, and the model has {layers}"
         found.problems.append(Problem("parallel.pp", solved.pp, rule, f"use {layers} or fewer"))
 
 
-def _described(config: Config, *names: str) -> int | None:
+def described(config: Config, *names: str) -> int | None:
     """A whole number in `model.config` under one of several names."""
     if config.model is None or config.model.config is None:
         return None
@@ -183,125 +177,6 @@ def _loss_scale(found: Findings, fp16: Fp16Section) -> LossScale:
         remedy = f"use at most {first:g}, or raise fp16.initial_scale_power"
         raise ConfigError(Problem("fp16.min_loss_scale", least, f"the first scale is 2^{power} = {first:g}, below it", remedy))
     return LossScale(**values)
-
-
-def tensor_parallel(found: Findings) -> TensorParallel:
-    """How layers are split over the tp axis."""
-    section = found.config.parallel
-    for name in ("sequence_parallel", "loss_parallel", "plan"):
-        origin = found.config.origin(f"parallel.{name}")
-        found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
-    return TensorParallel(sequence_parallel=section.sequence_parallel, loss_parallel=section.loss_parallel, plan=section.plan)
-
-
-def pipeline(found: Findings, solved: Layout) -> Pipeline:
-    """How the pp axis is used. Whether the schedule exists for the numbers is asked when the model is there (`Pipeline.check`)."""
-    section = found.config.parallel.pipeline
-    for name in ("schedule", "stages_per_rank", "blocks_per_stage"):
-        origin = found.config.origin(f"parallel.pipeline.{name}")
-        found.sources[f"parallel.pipeline.{name}"] = origin if solved.pp > 1 else f"{origin}; not used: pp is 1"
-    schedule = section.schedule
-    if schedule is None:
-        several = (section.stages_per_rank or 1) > 1
-        schedule = "interleaved-1f1b" if several else "1f1b"
-        if several:
-            found.sources["parallel.pipeline.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
-    return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
-
-
-def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None) -> DataParallel:
-    """ZeRO stage, and how gradients are reduced."""
-    unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
-    bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or _described(found.config, "hidden_size", "n_embd"))
-    return DataParallel(stage=found.config.zero_optimization.stage, bucket_bytes=bucket_bytes, unused_parameters=unused)
-
-
-def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int:
-    mib, path = found.config.parallel.bucket_mib, "zero_optimization.reduce_bucket_size"
-    from_mib = round(mib * MIB)
-    mib_source = found.config.origin("parallel.bucket_mib")
-    elements, source = found.config.zero_optimization.reduce_bucket_size, found.config.origin(path)
-    if elements == "auto":
-        by_rule = hidden_size**2 if hidden_size is not None else None
-        elements = found.auto.get(path, by_rule)
-        source = "auto: the caller's" if path in found.auto else f"auto: hidden size {hidden_size} squared"
-    buckets = has_buckets(found.config.zero_optimization.stage, mixed=dtypes.compute is not None)
-    if elements is None or not buckets:
-        found.sources["parallel.bucket_mib"] = mib_source if buckets else "not used: gradients are reduced block by block"
-        return from_mib
-    itemsize = dtype_of(dtypes.reduce or "float32").itemsize
-    if mib_source != "default" and elements * itemsize != from_mib:
-        rule = f"both set the bucket and disagree: {elements} x {itemsize} bytes = {elements * itemsize / MIB:g} MiB"
-        raise ConfigError(Problem(f"{path} = {elements} and parallel.bucket_mib = {mib:g}", None, rule, "keep one of them"))
-    found.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"
-    return int(elements) * itemsize
-
-
-def has_buckets(stage: int, *, mixed: bool) -> bool:
-    """Whether gradients are reduced in buckets: replicated parameters in their own dtype. All else is reduced block by block."""
-    return stage == 0 and not mixed
-
-
-def recompute(found: Findings) -> Recompute:
-    """Which blocks recompute what."""
-    section, path = found.config.parallel.recompute, "parallel.recompute"
-    mode = section.mode or ("budget" if section.budget_gib is not None else "none")
-    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
-    if section.mode is None and section.budget_gib is not None:
-        found.sources[f"{path}.mode"] = f"derived: {path}.budget_gib is given"
-    length = section.sequence_length
-    if length is None and mode == "budget" and found.config.data is not None:
-        length, found.sources[f"{path}.sequence_length"] = found.config.data.sequence_length, "derived: data.sequence_length"
-    partition, name = found.config.activation_checkpointing.partition_activations, "activation_checkpointing.partition_activations"
-    found.sources[name] = found.config.origin(name)
-    problems = []
-    if mode == "budget" and section.budget_gib is None:
-        problems.append(Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib"))
-    if mode != "budget" and section.budget_gib is not None:
-        rule = f"the mode is {mode}, which keeps what it keeps, whatever the budget"
-        problems.append(Problem(f"{path}.budget_gib", section.budget_gib, rule, f'leave it out, or set {path}.mode = "budget"'))
-    if mode == "budget" and length is None:
-        rule = "activations grow with it, and neither it nor data.sequence_length is given"
-        problems.append(Problem(f"{path}.sequence_length", None, rule, "write the longest sequence's tokens"))
-    if mode == "budget" and found.sources.get(MICRO) == CALLERS:
-        rule = "activations grow with the micro-batch, and the file gives no batch size"
-        problems.append(Problem(f"{path}.mode", "budget", rule, "set train_micro_batch_size_per_gpu"))
-    if partition and mode == "none":
-        rule = f"no block is recomputed ({path}.mode is none), so there is no checkpointed input to shard"
-        problems.append(Problem(name, "true", rule, f'set {path}.mode = "full", or false'))
-    if problems:
-        raise ConfigError(*problems)
-    return Recompute(
-        mode=mode,
-        every=section.every,
-        keep=section.keep,
-        budget_bytes=round((section.budget_gib or 0) * GIB),
-        sequence_length=length or 0,
-        partition_inputs=partition,
-    )
-
-
-def activation_offload(found: Findings) -> ActivationOffload:
-    """Where blocks put what they save for backward."""
-    section, path = found.config.parallel.activation_offload, "parallel.activation_offload"
-    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
-    to_host, name = found.config.activation_checkpointing.cpu_checkpointing, "activation_checkpointing.cpu_checkpointing"
-    fraction, given = section.fraction, found.config.origin(f"{path}.fraction") != "default"
-    problems = []
-    if to_host:
-        recompute = found.config.parallel.recompute
-        if recompute.mode in (None, "none") and recompute.budget_gib is None:
-            rule = "no block is recomputed (parallel.recompute.mode is none), so there is no checkpointed input to move"
-            problems.append(Problem(name, "true", rule, 'set parallel.recompute.mode = "full", or false'))
-        if (given and fraction != 1) or section.device != "cpu":
-            rule = f"it means {path}.fraction = 1 on cpu, and the file says {fraction:g} on {section.device}"
-            problems.append(Problem(name, "true", rule, "keep one of them"))
-        fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
-    if fraction and section.device == "disk" and section.path is None:
-        problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
-    if problems:
-        raise ConfigError(*problems)
-    return ActivationOffload(fraction=fraction, device=section.device, path=section.path if section.device == "disk" else None)
 
 
 def compiled(found: Findings) -> Compile:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cluster.layout import Layout
-from plait.config import megatron, parts
+from plait.config import megatron, parts, techniques
 from plait.config.batch import Batch, solve_batch
 from plait.config.degrees import smallest_world, solve_layout
 from plait.config.examine import Examined, examine
@@ -142,12 +142,15 @@ def resolve(
     layout = found.attempt(lambda: parts.layout(found, world_size=world_size))
     batch = found.attempt(lambda: parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
     precision = found.attempt(lambda: parts.precision(found))
-    data_parallel = found.attempt(lambda: parts.data_parallel(found, precision, hidden_size=hidden_size)) if precision else None
+    data_parallel = None
+    if precision is not None:
+        shard = layout.dp_shard if layout is not None else 1
+        data_parallel = found.attempt(lambda: techniques.data_parallel(found, precision, shard=shard, hidden_size=hidden_size))
     optimizer = parts.optimizer(found)
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)
-    recompute = found.attempt(lambda: parts.recompute(found))
-    offload = found.attempt(lambda: parts.activation_offload(found))
+    recompute = found.attempt(lambda: techniques.recompute(found))
+    offload = found.attempt(lambda: techniques.activation_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
     for path in fields():
@@ -161,8 +164,8 @@ def resolve(
     return Resolved(
         layout=layout,
         batch=batch,
-        tensor_parallel=parts.tensor_parallel(found),
-        pipeline=parts.pipeline(found, layout),
+        tensor_parallel=techniques.tensor_parallel(found),
+        pipeline=techniques.pipeline(found, layout),
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,

@@ -198,6 +198,22 @@ class ParallelSection(Policy):
     """Activations in host memory or on disk."""
     unused_parameters: FlagOrAuto = True
     """Let a step leave parameters unused, also different ones on different processes."""
+    transport: Literal["auto", "torch", "shared-memory"] = "auto"
+    """How gradients and parameters move between data-parallel processes: "torch" by its collectives (gloo, NCCL), "shared-memory" through
+    memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
+    compress_gradients: Literal["none", "int8", "int4", "powersgd"] = "none"
+    """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
+    factors of every matrix. It changes the training a little; for links that are slower than the computation."""
+    compress_weights: Literal["none", "int8", "int4"] = "none"
+    """Stages 1 to 3: what parameters travel as when they are gathered."""
+    error_feedback: FlagOrAuto = "auto"
+    """With compress_gradients: add what a step lost to the next step's gradients. "auto": at stage 0, where it costs as much memory as the
+    gradients; at stages 1 to 3 it would cost that of unsharded gradients. PowerSGD always does."""
+    powersgd_rank: Count = 4
+    """Columns of PowerSGD's factors."""
+    second_copy: Annotated[int, Field(ge=0), Number] = 0
+    """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
+    machine), so that the backward gathers from them and not from all. 0: off."""
 
 
 @dataclass(frozen=True)

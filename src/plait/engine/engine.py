@@ -24,6 +24,7 @@ from plait.engine.loss import CausalLMLoss, Loss
 from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
 from plait.errors import InputError, PlaitError
+from plait.parallel import compression
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.pipeline import PipelineRank
 from plait.parallel.technique import Parts
@@ -213,7 +214,10 @@ class Engine:
             self._unused.restore_none()
         if self._pipeline is not None:
             self._pipeline.reduce_shared()
+        scale = self.stepper.loss_scale
         outcome = self._outcome = self.stepper(divisor=divisor)
+        if self.stepper.loss_scale != scale:
+            compression.rescale(self.parts, self.stepper.loss_scale / scale)
         if self.parts.reducer is not None:
             self.parts.reducer.start_step()
         self.global_steps += 1

@@ -9,6 +9,7 @@ import torch
 
 from plait.checkpoint import distributed
 from plait.cluster.mesh import Mesh
+from plait.parallel import compression
 from plait.parallel.data import free_gathered
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def save_engine(engine: Engine, folder: Path, *, tag: str | None, client_state: 
         optimizer=stepper.optimizer,
         random=_random_states(engine),
         facts=facts,
+        private=compression.states(engine.parts),
     )
 
 
@@ -52,6 +54,10 @@ def load_engine(engine: Engine, folder: Path, *, tag: str | None) -> tuple[Path,
         _restore_random(engine, random)
     else:
         torch.manual_seed(dropout_seed(engine.config.seed, engine.mesh, step=facts["global_steps"]))
+    saved = distributed.load_private(found)
+    # Errors belong to a rank's own gradients: on another layout they start anew, which costs what one step loses.
+    if saved and facts["layout"] == engine.mesh.layout.degrees and facts["zero_stage"] == engine.parts.stage:
+        compression.restore(engine.parts, saved)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scheduler is not None and facts["scheduler"] is not None:

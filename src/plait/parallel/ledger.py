@@ -38,10 +38,10 @@ class StageCounts:
     """2 (n - 1) / n bytes of the gradients that n stages share, after sharding: what their sum sends."""
 
 
-MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer")
-"""`parameters`, `gradients` and `optimizer` are what a rank holds just before the optimizer step; `gathered_parameters` and
-`unsharded_gradients` are what it holds in addition between two micro-batches of a step; in a pipeline, `pipeline_account.held_after` tells
-them for every computation."""
+MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer", "compression")
+"""`parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just before the optimizer step;
+`gathered_parameters` and `unsharded_gradients` are what it holds in addition between two micro-batches of a step; in a pipeline,
+`pipeline_account.held_after` tells them for every computation."""
 
 ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
 """What a micro-batch keeps on the device from forward to backward, in blocks and before them, and after them (head, loss); the most that

@@ -7,6 +7,7 @@ travel in Parts until the technique that makes the call consumes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,6 +20,7 @@ from plait.parallel.ledger import Ledger
 from plait.policy import Policy
 
 if TYPE_CHECKING:
+    from plait.comm.compress import QuantisedReduceScatter
     from plait.parallel.activations import BlockMode
     from plait.parallel.pipeline import PipelineParts
     from plait.parallel.reducer import Reducer
@@ -54,6 +56,8 @@ class Parts:
     """The stage 0 gradient reducer, where one is needed."""
     stage: int = 0
     """ZeRO stage that was applied."""
+    compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
+    """Compressed collectives of sharded units that may keep errors, by name."""
     applied: tuple[str, ...] = field(default=())
     """Names of the techniques applied so far, in order."""
 

@@ -15,6 +15,7 @@ from plait.engine.batch import to_device
 from plait.engine.dryrun import AFTER, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
 from plait.engine.live import LiveStorages
+from plait.parallel.compression import states as compression_states
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
 
@@ -42,6 +43,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         parameters = list(engine.model.parameters())
         held["parameters"] = storage_bytes(parameters)
         held["gradients"] = storage_bytes(p.grad for p in parameters if p.grad is not None)
+        held["compression"] = storage_bytes(compression_states(engine.parts).values())
 
     engine._forward = between
     engine.stepper.before_update.append(before_update)
