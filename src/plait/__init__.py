@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine, StepResult
     from plait.engine.loss import causal_lm_loss, per_sample
     from plait.errors import ConfigError, PlaitError
+    from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
 
 __version__ = "0.1.0"
 
 # Looked up on first use, so that `plait --help` and `import plait` do not import torch.
 _HOMES = {
     "ConfigError": "plait.errors",
+    "LayerSpec": "plait.model.pipeline_module",
+    "PipelineModule": "plait.model.pipeline_module",
+    "TiedLayerSpec": "plait.model.pipeline_module",
     "Engine": "plait.engine.engine",
     "PlaitError": "plait.errors",
     "StepResult": "plait.engine.engine",
@@ -34,8 +38,11 @@ _HOMES = {
 __all__ = [
     "ConfigError",
     "Engine",
+    "LayerSpec",
+    "PipelineModule",
     "PlaitError",
     "StepResult",
+    "TiedLayerSpec",
     "__version__",
     "accumulate",
     "causal_lm_loss",

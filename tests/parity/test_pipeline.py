@@ -140,6 +140,66 @@ def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
     check(pool, world, "qwen3", True, config)
 
 
+# ---- DeepSpeed's shape of a model ---------------------------------------------------------------------------------------------------
+
+
+def head(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """An embedding's weight as a projection."""
+    return nn.functional.linear(hidden, layer.weight)  # type: ignore[arg-type]
+
+
+def layered() -> nn.Module:
+    """Layers of several classes, a function among them, the first and the last tied."""
+    return plait.PipelineModule(
+        [
+            plait.TiedLayerSpec("embedding", nn.Embedding, cases.VOCABULARY, 12),
+            plait.LayerSpec(nn.Linear, 12, 30),
+            torch.tanh,
+            plait.LayerSpec(nn.Linear, 30, 12),
+            plait.LayerSpec(nn.LayerNorm, 12),
+            plait.TiedLayerSpec("embedding", nn.Embedding, cases.VOCABULARY, 12, forward_fn=head),
+        ]
+    ).double()
+
+
+LAYERED_LOSS = plait.per_sample(
+    lambda logits, batch: nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+)
+
+
+def layered_steps(micro_batches: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(ids, targets) [2, length], of several lengths."""
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda length: torch.randint(0, cases.VOCABULARY, (2, length), generator=generator)  # noqa: E731
+    return [[(draw(5 + index), draw(5 + index)) for index in range(micro_batches)] for _ in range(3)]
+
+
+def train_layered(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    with torch.device("meta"):
+        model = layered()
+    engine = plait.initialize(model, config, loss_fn=LAYERED_LOSS)
+    trace = engine_trace(engine, layered_steps(dp_of(config) * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [(2, settings(0, 4, "1f1b", pp=2)), (2, settings(0, 4, "zbv", pp=2)), (6, settings(2, 3, "gpipe", pp=3, dp_shard=2))],
+    ids=["1f1b", "zbv", "zero2"],
+)
+def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
+    """Initialised on meta, tied between the first and the last layer, which the stages between them do not have."""
+    found = pool.run(world, train_layered, config)[0]
+    with torch.device("meta"):
+        model = layered()
+    plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}).close()
+    steps = layered_steps(dp_of(config) * config["gradient_accumulation_steps"])
+    expected = reference_trace(model, steps, loss_fn=LAYERED_LOSS, optimizer=cases.adamw, clipping=CLIPPING)
+    difference = worst(compare(expected, found))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+
+
 # ---- evaluation, checkpoints, overflow ----------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class StageCut:
     """Parameter name to the stages that use it; tied names share one entry's value."""
     front: frozenset[str]
     """Names of the parameters that are used before the first block."""
+    first_names: dict[str, str] = field(default_factory=dict)
+    """Tied parameter to the first of its names, which a later stage may not have."""
 
     @property
     def stages(self) -> int:
@@ -53,10 +55,12 @@ def cut_model(model: nn.Module, blocks: Sequence[str], bounds: Sequence[int]) ->
     for name, _ in model.named_parameters(remove_duplicate=False):
         block = next((b for b in blocks if name.startswith(f"{b}.")), None)
         owners[name] = frozenset({stage_of[block] if block is not None else 0 if name in front else stages - 1})
+    first_names = {}
     for group in tied_names(model):
+        first_names.update(dict.fromkeys(group, group[0]))
         together = frozenset().union(*(owners[name] for name in group))
         owners.update(dict.fromkeys(group, together))
-    return StageCut(container, tuple(blocks), tuple(bounds), owners, front)
+    return StageCut(container, tuple(blocks), tuple(bounds), owners, front, first_names)
 
 
 def block_list(model: nn.Module, blocks: Sequence[str]) -> str:

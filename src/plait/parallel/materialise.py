@@ -58,6 +58,10 @@ def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *
     Raises ModelError where a parameter or buffer has no initialisation that can be run again.
     """
     targets = _targets(model)
+    for group in tied_names(template):  # a pipeline stage may lack the first name, whose value counts
+        here = next((targets[name] for name in group if name in targets), None)
+        if here is not None:
+            targets.update(dict.fromkeys(group, here))
     filled: set[int] = set()
     rules = _rules(template)
     for prefix, unit, recurse in _units(template, blocks):

@@ -70,8 +70,8 @@ class Pipeline(Technique):
         counts = self.blocks_per_stage
         if counts is None:
             if stages > len(blocks):
-                rule = f"{self.schedule} has {stages} stages, each needs a block, and the model has {len(blocks)}"
-                raise ConfigError(Problem("parallel.pp", stages, rule, f"use {len(blocks)} stages or fewer"))
+                rule = f"{self.schedule} makes {stages} stages, each needs a block, and the model has {len(blocks)}"
+                raise ConfigError(Problem("parallel.pipeline.schedule", self.schedule, rule, "lower parallel.pp or stages_per_rank"))
             costs = forward_costs(model_facts(model, blocks))
             counts = cut(costs.blocks, stages, first=costs.first, last=costs.last)
         elif len(counts) != stages or sum(counts) != len(blocks) or min(counts) < 1:
@@ -152,7 +152,7 @@ def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineR
         if ranks not in groups:
             groups[ranks] = mesh.stages_group(ranks)
         group = groups[ranks]
-        if group is not None and own[name].requires_grad:
+        if group is not None and name in own and own[name].requires_grad:
             shared[own[name]] = group
             if mesh.coordinates["pp"] != min(ranks):
                 counted.add(own[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -18,6 +19,7 @@ from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
 from plait.parallel.ledger import Ledger, StageCounts
 from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination
+from plait.parallel.stages import forward_costs, imbalance, stage_costs
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,45 @@ def held_after(
             left[stage] -= 1
         rows.append(Held(action, sum(gathered[name] for name in is_gathered), sum(gradients.get(name, 0) for name in has_gradient)))
     return rows
+
+
+# ---- the stages, to be read ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of a cut."""
+
+    stage: int
+    rank: int
+    """On the pp axis."""
+    blocks: tuple[str, ...]
+    parameters: int
+    """Tied ones on each stage that holds them."""
+    cost: float
+    """FLOPs of a forward for one token (see `stages.forward_costs`)."""
+
+
+def stage_rows(schedule: Schedule, cut: StageCut, facts: ModelFacts) -> list[StageRow]:
+    """Every stage. `facts` is the whole model's."""
+    costs = forward_costs(facts)
+    sizes = [after - before for before, after in pairwise(cut.bounds)]
+    loads = stage_costs(costs.blocks, sizes, first=costs.first, last=costs.last)
+    return [
+        StageRow(
+            stage,
+            schedule.stage_ranks[stage],
+            cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]],
+            facts_of_rank(facts, cut, [stage]).numel,
+            loads[stage],
+        )
+        for stage in range(cut.stages)
+    ]
+
+
+def balance(rows: Sequence[StageRow]) -> float:
+    """The largest cost of a rank over the mean: 1.0 is even."""
+    loads: dict[int, float] = {}
+    for row in rows:
+        loads[row.rank] = loads.get(row.rank, 0.0) + row.cost
+    return imbalance(list(loads.values()))
