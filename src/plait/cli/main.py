@@ -23,6 +23,7 @@ VERBS = {
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),
     "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
+    "doctor": ("plait.cli.doctor", "Measure the links between processes, and say how gradients are best summed over them."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }
 """Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""
