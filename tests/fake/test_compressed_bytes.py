@@ -85,6 +85,17 @@ def test_stage_0(fake_world: FakeWorld, ranks: int, kind: str, bucket_mib: float
     check(fake_world, config, ranks=ranks, rank=0, kind=kind, steps=steps, slack=30 if ranks == 5 else 0)
 
 
+@pytest.mark.parametrize("algorithm", ["all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling"])
+@pytest.mark.parametrize("bucket_mib", [0.02, 25])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [2, 5, 8])
+def test_algorithms(fake_world: FakeWorld, ranks: int, wire: str, bucket_mib: float, algorithm: str) -> None:
+    """Each message is counted to the byte, so their sum may be off by one a message."""
+    config = settings(ranks, 0, 1, 2, communication_data_type=wire)
+    config["parallel"] |= {"all_reduce": algorithm, "bucket_mib": bucket_mib}
+    check(fake_world, config, ranks=ranks, rank=0, kind="llama", slack=0 if ranks == 2 else 20)
+
+
 def test_int8_is_a_quarter_of_float32_and_int4_an_eighth(fake_world: FakeWorld) -> None:
     """Of matrices that blocks fit; the tiny ones of other tests are mostly padding."""
     sizes = {}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch.distributed as dist
 
 from plait.cluster.mesh import Levels, split_by_node
 from plait.comm.algorithms import Name, advance, run, sum_over, wire_bytes
+from plait.verify.parity import Trace, compare, worst
 from plait.verify.traffic import count_traffic
-from tests.pool import Pool
+from tests.parity.test_data_parallel import reference, settings, train
+from tests.pool import Pool, WorkerFailed
 
 NAMES: tuple[Name, ...] = get_args(Name)
 
@@ -82,6 +86,41 @@ def uneven(rank: int, ranks: int) -> None:
 
 def test_one_level_where_machines_are_not_alike(pool: Pool) -> None:
     pool.run(3, uneven)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("algorithm", ["all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling"])
+def test_training_equals_one_process(pool: Pool, algorithm: str, world: int) -> None:
+    """Stage 0 with several buckets in flight, float64."""
+    config = settings(world, 0, 1, 3)
+    config["parallel"] |= {"all_reduce": algorithm, "bucket_mib": 0.01}
+    found = pool.run(world, train, "plain", True, config)[0]
+    bar = worst(compare(reference("plain", True, world * 3), found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def on_two_machines(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace | None, set[tuple[str, int]]]:
+    """As if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs in a worker."""
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
+    with patch.dict(os.environ, {name: str(value) for name, value in place.items()}), count_traffic() as traffic:
+        trace = train(rank, world, "plain", True, config)
+    return trace, {(call.kind, call.ranks) for call in traffic.calls if call.full_bytes > 2000}
+
+
+def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
+    results = pool.run(4, on_two_machines, settings(4, 0, 1, 1))
+    assert all({("all_to_all", 2), ("all_reduce", 2), ("all_gather", 2)} <= calls for _, calls in results)
+    trace = results[0][0]
+    assert trace is not None
+    bar = worst(compare(reference("plain", True, 4), trace))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def test_two_levels_of_one_machine_are_refused(pool: Pool) -> None:
+    config = settings(2, 0, 1, 1)
+    config["parallel"] |= {"all_reduce": "two-level"}
+    with pytest.raises(WorkerFailed, match="parallel.all_reduce = 'two-level': the 2 processes are on one machine"):
+        pool.run(2, train, "plain", True, config)
 
 
 def test_formulas() -> None:

@@ -1,7 +1,8 @@
 """Sums of flat buffers over a group, started as each is ready and finished later: what the gradient reducer needs of communication.
 
 Every step: fill a buffer, `start` it, and `finish` it, which leaves the sum in it. All ranks start and finish in one
-order. Two ways of the same: torch's asynchronous all-reduce, and memory that the ranks of one machine share.
+order, all starts of a step before its first finish. Three ways of the same: torch's asynchronous all-reduce, an algorithm of several
+steps, and memory that the ranks of one machine share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from plait.cluster.mesh import Levels
+from plait.comm.algorithms import Name, Steps, sum_over
 from plait.comm.host import Host, Memory
 from plait.comm.record import record
 from plait.comm.summing import add_in_order
@@ -74,6 +77,35 @@ class GroupBuckets:
     def finish(self, index: int) -> None:
         """See Buckets."""
         self._works.pop(index).wait()
+
+
+class AlgorithmBuckets:
+    """By one of `comm.algorithms`: the first step of each runs beside the computation, the others follow in `finish`, by turns."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, algorithm: Name, levels: Levels | None = None
+    ) -> None:
+        self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
+        self.state: dict[str, torch.Tensor] = {}
+        self._start = partial(sum_over, group=group, algorithm=algorithm, levels=levels)
+        self._running: list[tuple[Steps, list[dist.Work]]] = []
+
+    def start(self, index: int) -> None:
+        """See Buckets."""
+        steps = self._start(self.buffers[index])
+        self._running.append((steps, next(steps, [])))
+
+    def finish(self, index: int) -> None:
+        """See Buckets."""
+        while self._running:
+            going = []
+            for steps, works in self._running:
+                for work in works:
+                    work.wait()
+                following = next(steps, None)
+                if following is not None:
+                    going.append((steps, following))
+            self._running = going
 
 
 class SharedBuckets:

@@ -30,6 +30,8 @@ from plait.units import format_bytes
 
 _PAGE = 4096
 _NONCE_BYTES = 32
+_YIELDING_SECONDS = 500e-6
+"""A wait gives the core to whoever wants it for so long, then sleeps: waking up costs about 100 microseconds."""
 _SHARE_OF_FREE_MEMORY = 0.5
 """No more than this part of the memory that is free now is shared."""
 
@@ -72,14 +74,14 @@ class Host:
     def wait(self, late: Callable[[], list[int]], *, operation: str) -> None:
         """Return once `late()`, the ranks that are still missing, is empty.
 
-        Yields the core at once and sleeps soon: there may be more ranks than cores. Raises CommunicationError naming the ranks and the
+        Yields the core at once and sleeps later: there may be more ranks than cores. Raises CommunicationError naming the ranks and the
         operation when one of them has ended, or at the group's deadline.
         """
-        for _ in range(100):
-            if not late():
-                return
-            os.sched_yield()
         began = checked = time.monotonic()
+        while late():
+            os.sched_yield()
+            if time.monotonic() - began > _YIELDING_SECONDS:
+                break
         pause = 20e-6
         while late():
             time.sleep(pause)

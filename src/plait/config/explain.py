@@ -99,6 +99,12 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (("parallel.activation_offload.path",), lambda r: r.activation_offload.device != "disk", "the device is not disk"),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
+        ("parallel.all_reduce",),
+        lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
+        "gradients are summed so only at stage 0, in the model's own dtype, over several processes",
+    ),
+    (("parallel.all_reduce",), lambda r: r.data_parallel.compression.gradients, "compressed gradients are summed in their own way"),
+    (
         ("parallel.compress_gradients", "parallel.compress_weights", "parallel.second_copy"),
         lambda r: r.layout.dp == 1,
         "one data-parallel process exchanges nothing",
@@ -107,6 +113,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
     (("parallel.error_feedback",), lambda r: r.data_parallel.compression.gradient_bits == 0, "gradients are not quantised"),
     (("parallel.powersgd_rank",), lambda r: r.data_parallel.compression.powersgd_rank == 0, "compress_gradients is not powersgd"),
+    (
+        ("parallel.transport",),
+        lambda r: r.data_parallel.stage == 0 and r.data_parallel.all_reduce != "by-machines",
+        "parallel.all_reduce names one of torch's collectives",
+    ),
     (
         ("parallel.transport",),
         lambda r: r.data_parallel.compression.gradients and (r.data_parallel.stage == 0 or bool(r.data_parallel.compression.weight_bits)),
@@ -166,6 +177,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.activation_offload.path": resolved.activation_offload.path or "none",
         "activation_checkpointing.partition_activations": resolved.recompute.partition_inputs,
         "parallel.transport": data.transport,
+        "parallel.all_reduce": data.all_reduce,
         "parallel.compress_gradients": "powersgd" if wire.powersgd_rank else _BITS[wire.gradient_bits],
         "parallel.compress_weights": _BITS[wire.weight_bits],
         "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),

@@ -201,6 +201,9 @@ class ParallelSection(Policy):
     transport: Literal["auto", "torch", "shared-memory"] = "auto"
     """How gradients and parameters move between data-parallel processes: "torch" by its collectives (gloo, NCCL), "shared-memory" through
     memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
+    all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
+    """How gradients are summed at stage 0 in the model's own dtype. "auto": in two levels (inside machines, across, inside) where the
+    processes span machines with several of them each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
     compress_gradients: Literal["none", "int8", "int4", "powersgd"] = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
     factors of every matrix. It changes the training a little; for links that are slower than the computation."""

@@ -5,7 +5,10 @@ Pure, like `parts`, which does the rest of a configuration.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from plait.cluster.layout import Layout
+from plait.comm.algorithms import Name
 from plait.config.batch import CALLERS, MICRO
 from plait.config.parts import Findings, described
 from plait.errors import ConfigError, Problem
@@ -55,9 +58,23 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
         bucket_bytes=bucket_bytes,
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
+        all_reduce=_all_reduce(found),
         compression=_compression(found, dtypes),
         second_copy=_second_copy(found, shard),
     )
+
+
+def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
+    wanted, path = found.config.parallel.all_reduce, "parallel.all_reduce"
+    origin = found.config.origin(path)
+    if wanted == "auto":
+        found.sources[path] = f"{origin}: auto, decided by each group when it is made"
+        return "by-machines"
+    found.sources[path] = origin
+    if found.config.parallel.transport == "shared-memory" and found.config.zero_optimization.stage == 0:
+        rule = "parallel.transport is shared-memory, which sums in its own way"
+        raise ConfigError(Problem(path, wanted, rule, 'use "auto" for one of them'))
+    return wanted
 
 
 def _compression(found: Findings, dtypes: Precision) -> Compression:

@@ -7,14 +7,12 @@ the replicas is torch's.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 
 from plait._torch import shard_shapes, sharded_modules
@@ -25,13 +23,9 @@ from plait.comm.compress import (
     QuantisedAllGather,
     QuantisedBuckets,
     QuantisedReduceScatter,
-    factor_numel,
-    factor_rank,
-    part_of,
 )
 from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
-from plait.model.facts import ModelFacts
-from plait.parallel.ledger import Array, Ledger
+from plait.parallel.ledger import Array
 from plait.policy import Policy
 
 if TYPE_CHECKING:
@@ -120,54 +114,3 @@ def error_bytes(compression: Compression, shape: Sequence[int], numel: Array, ra
         return np.zeros_like(numel)
     on = (np.asarray(compression.gradient_bits) > 0) & np.asarray(compression.error_feedback)
     return np.where(on, ranks * blocks_of(numel) * BLOCK * 4, 0)
-
-
-def account_buckets(
-    compression: Compression, ledger: Ledger, facts: ModelFacts, numels: Iterable[Array], *, bucket_bytes: int, at: NDArray[np.bool_]
-) -> Ledger:
-    """Traffic and memory of stage 0 with compressed gradients, for the candidates where `at` is true. `numels` are the elements of every
-    trainable parameter on a rank, in the facts' order. All-reduces of whole gradients are what the ledger has for them already."""
-    parameters = facts.trainable
-    columns = list(numels)
-    sums = {kind: np.zeros_like(ledger.dp_replicate) for kind in ("all_reduce", "all_gather", "reduce_scatter", "memory")}
-    for candidate in np.flatnonzero(at):
-        ranks = int(ledger.dp_replicate[candidate])
-        held = [int(np.broadcast_to(column, at.shape)[candidate]) for column in columns]
-        sizes = [(numel * p.itemsize, (p.itemsize, len(p.shape) > 1)) for numel, p in zip(held, parameters, strict=True)]
-        sums["memory"][candidate] += 8 * bool(compression.powersgd_rank)  # its count of steps
-        for members in partition(sizes, bucket_bytes):
-            numel = sum(held[i] for i in members)
-            itemsize = parameters[members[0]].itemsize if ledger.reduce_bytes is None else int(ledger.reduce_bytes[candidate])
-            if len(parameters[members[0]].shape) < 2:
-                sums["all_reduce"][candidate] += 2 * (ranks - 1) * numel * itemsize // ranks
-            elif compression.powersgd_rank:
-                shapes = [parameters[i].shape for i in members]
-                factors = sum(factor_numel(shape, compression.powersgd_rank) for shape in shapes)
-                sums["all_reduce"][candidate] += 2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
-                rights = sum(prod(shape[1:]) * factor_rank(shape, compression.powersgd_rank) for shape in shapes)
-                sums["memory"][candidate] += (numel + rights) * max(itemsize, 4) * bool(rights)
-            else:
-                part = part_of(numel, ranks)
-                for kind in ("reduce_scatter", "all_gather"):
-                    sums[kind][candidate] += (ranks - 1) * packed_bytes(part, compression.gradient_bits)
-                sums["memory"][candidate] += 4 * (ranks + 1) * part * compression.error_feedback
-    ledger = ledger.add_memory("compression", sums.pop("memory"))
-    for kind, count in sums.items():
-        ledger = ledger.add_traffic(kind, count)
-    return ledger
-
-
-def partition(sizes: Sequence[tuple[int, Hashable]], bucket_bytes: int) -> list[list[int]]:
-    """Buckets of parameters, given as (bytes, kind), in about the order in which their gradients appear: last registered first, cut at
-    `bucket_bytes`, one kind a bucket. A bucket comes when its last gradient does."""
-    closed: list[list[int]] = []
-    open_: dict[Hashable, tuple[list[int], int]] = {}
-    for index in reversed(range(len(sizes))):
-        nbytes, kind = sizes[index]
-        members, held = open_.get(kind, ([], 0))
-        if members and held + nbytes > bucket_bytes:
-            closed.append(members)
-            members, held = [], 0
-        members.append(index)
-        open_[kind] = members, held + nbytes
-    return sorted([*closed, *(members for members, _ in open_.values())], key=lambda members: -members[-1])

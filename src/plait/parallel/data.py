@@ -27,12 +27,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
-from plait.comm.buckets import Buckets, Flat
+from plait.comm.algorithms import Name
+from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.transport import TransportName, connect
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
-from plait.parallel.compression import Compression, account_buckets, error_bytes, sent_bytes
+from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
+from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
@@ -54,6 +56,9 @@ class DataParallel(Technique):
     """How bytes move between processes: torch's collectives, or memory that the processes of one machine share."""
     compression: Compression = Compression()
     """What is compressed on the way."""
+    all_reduce: Name | Literal["by-machines"] = "by-machines"
+    """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: in two levels where a group spans machines that hold
+    several of its ranks each, else in one call, or through shared memory."""
     second_copy: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""
@@ -81,7 +86,14 @@ class DataParallel(Technique):
     def _buckets(self, group: dist.ProcessGroup, mesh: Mesh) -> Callable[[Sequence[Flat]], Buckets]:
         if self.compression.gradients:
             return lambda flats: self.compression.buckets(group, flats, mesh.device)
-        return connect(group, label="dp_replicate", device=mesh.device, wanted=self.transport).buckets
+        levels = mesh.levels("dp_replicate") if self.all_reduce in ("by-machines", "two-level") else None
+        if self.all_reduce == "two-level" and levels is None:
+            rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
+            raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
+        if levels is None and self.all_reduce == "by-machines":
+            return connect(group, label="dp_replicate", device=mesh.device, wanted=self.transport).buckets
+        algorithm: Name = "two-level" if self.all_reduce == "by-machines" else self.all_reduce
+        return lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels)
 
     def _install(self, parts: Parts, mesh: Mesh) -> Mapping[str, QuantisedReduceScatter]:
         """The collectives of sharded units in place of torch's."""
@@ -223,12 +235,15 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n + again, 0))
     ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
     ledger = ledger.add_memory("compression", np.where(sharded, total["compression"], 0))
-    in_buckets = np.broadcast_to(~sharded & (replicas > 1) & technique.compression.gradients, n.shape)
+    special = technique.compression.gradients or technique.all_reduce in ALGORITHM_KINDS
+    in_buckets = np.broadcast_to(~sharded & (replicas > 1) & special, n.shape)
     ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, 2 * total["across"] * (replicas - 1) // replicas))
     if not in_buckets.any():
         return ledger
     numels = [rows * of_row for rows, of_row in (_local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable)]
-    return account_buckets(technique.compression, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets)
+    return account_buckets(
+        technique.compression, technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets
+    )
 
 
 def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from plait._torch import after_backward, like_parameter, local_tensor
 from plait.comm.buckets import Buckets, Flat
-from plait.parallel.compression import partition
+from plait.parallel.bucket_account import partition
 
 
 @dataclass

@@ -322,6 +322,10 @@ def test_compression() -> None:
             "parallel.compress_gradients = 'int8': at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block",
         ),
         (
+            {"parallel": {"all_reduce": "ring", "transport": "shared-memory"}},
+            "parallel.all_reduce = 'ring': parallel.transport is shared-memory, which sums in its own way",
+        ),
+        (
             {"zero_optimization": {"stage": 3}, "parallel": {"second_copy": 3}},
             "parallel.second_copy = 3: parallel.dp_shard is 4, which it must divide; use 2, 4",
         ),
