@@ -126,3 +126,21 @@ def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
         with NoCollectives():
             dist.all_reduce(x)
         assert isinstance(x, _torch.FakeTensor)
+
+
+def test_shard_buffers() -> None:
+    """Replaced in place: parameters stay, padding too, and the next forward gathers from the new ones."""
+    model = sharded()
+    unit = _torch.sharded_modules(model)[1]
+    before = [p.detach().to_local().clone() for p in unit.parameters()]  # type: ignore[attr-defined, union-attr]
+    names = [id(p) for p in model.parameters()]
+    assert [buffer.numel() for buffer in _torch.shard_buffers(unit)] == [2 * 4, 2], "the second of two ranks has one row of three"
+    made = []
+    _torch.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])  # type: ignore[func-returns-value]
+    assert names == [id(p) for p in model.parameters()]
+    model(torch.ones(1, 4))
+    unit.reshard()
+    for buffer, now, parameter, was in zip(made, _torch.shard_buffers(unit), unit.parameters(), before, strict=True):  # type: ignore[attr-defined]
+        assert now is buffer
+        assert parameter.to_local().data_ptr() == buffer.data_ptr()
+        assert torch.equal(parameter.to_local(), was)

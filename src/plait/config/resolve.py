@@ -25,6 +25,7 @@ from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
@@ -52,6 +53,8 @@ class Resolved(Policy):
     """Which blocks recompute what."""
     activation_offload: ActivationOffload
     """Where blocks put what they save for backward."""
+    optimizer_offload: OptimizerOffload
+    """Where optimizer states, gradients and masters live."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()
@@ -145,6 +148,7 @@ def resolve(
     compiled = parts.compiled(found)
     recompute = found.attempt(lambda: parts.recompute(found))
     offload = found.attempt(lambda: parts.activation_offload(found))
+    states = found.attempt(lambda: parts.optimizer_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
     for path in fields():
@@ -153,7 +157,7 @@ def resolve(
     if found.problems:
         raise ConfigError(*found.problems)
     assert layout is not None and batch is not None and precision is not None and data_parallel is not None
-    assert recompute is not None and offload is not None
+    assert recompute is not None and offload is not None and states is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
@@ -164,6 +168,7 @@ def resolve(
         compile=compiled,
         recompute=recompute,
         activation_offload=offload,
+        optimizer_offload=states,
         loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,

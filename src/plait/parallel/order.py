@@ -11,12 +11,13 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, ActivationOffload, Recompute, Compile, Precision, DataParallel)
+ORDER: tuple[type[Technique], ...] = (TensorParallel, ActivationOffload, Recompute, Compile, Precision, DataParallel, OptimizerOffload)
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
 
 
