@@ -91,11 +91,32 @@ class Bf16Section(Policy):
     """Skip an optimizer step whose gradients are not finite."""
 
 
+def _not_on_the_host(value: Any) -> Any:
+    if value == "cpu":
+        raise ValueError('this release keeps optimizer states on the device or in files; use "none", or "nvme" with a nvme_path')
+    return value
+
+
+class OffloadOptimizerSection(Policy):
+    """Where optimizer states, gradients and master parameters live."""
+
+    device: Annotated[Literal["none", "nvme"], BeforeValidator(_not_on_the_host)] = "none"
+    """none: on the device. nvme: in files in `nvme_path`, read and written in pieces during the step. Not for GPUs in this release."""
+    nvme_path: str | None = None
+    """nvme: a folder on a fast local disk."""
+    buffer_count: Annotated[int, Field(ge=4), Number] = 4
+    """nvme: pieces of the states that are in memory at once: one arriving, one computed, two leaving."""
+    buffer_size: Count = 100_000_000
+    """nvme: float32 numbers in a piece, parameters, gradients and states together."""
+
+
 class ZeroSection(Policy):
     """What data-parallel processes share out instead of each holding all of it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], Number] = 0
     """What is shared out: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too, gathered for use and freed."""
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
+    """Optimizer states in files."""
     reduce_bucket_size: CountOrAuto | None = None
     """Elements in a reduction of gradients at stage 0 in the model's own dtype, the one case with buckets. "auto": the square of the hidden
     size. Left out: parallel.bucket_mib."""

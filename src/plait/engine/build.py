@@ -24,6 +24,7 @@ from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
+from plait.engine.disk_optimizer import DiskTier, large_states
 from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.engine import Engine
 from plait.engine.loss import CausalLMLoss, Loss, Weighted, causal_lm_loss
@@ -34,6 +35,7 @@ from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
+from plait.parallel.arena import Arena
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
@@ -83,6 +85,8 @@ def initialize(
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
         unused = UnusedTracker(model, dp_group)
     made = _optimizer(optimizer, resolved, model, named)
+    if parts.disk_tier is not None:
+        parts.disk_tier.drive(made)
     scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
     if scheduler is None and resolved.scheduler is not None:
         scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
@@ -96,6 +100,7 @@ def initialize(
         counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
+        tier=parts.disk_tier,
     )
     torch.manual_seed(dropout_seed(resolved.seed, mesh))
     return Engine(
@@ -129,6 +134,8 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         )
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
+    if resolved.optimizer_offload.device != "none":
+        raise ModelError("zero_optimization.offload_optimizer: plait.parallelize makes no optimizer; use plait.initialize, or none")
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
         parts.reducer.mean = True
@@ -241,14 +248,28 @@ def _parallelize(
     mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
     if template is not None:
         materialise.allocate(model, mesh.device)
+    tier = _disk_tier(resolved, model)
+    if template is not None:
         if weights is None:
             materialise.initialise(model, template, blocks, seed=resolved.seed)
         else:
             load_weights(model, weights)
             materialise.fill_buffers(model, template)
+    if tier is not None:
+        tier.put_parameters_away()
     if parts.reducer is not None:
         parts.reducer.attach()
-    return mesh, parts
+    return mesh, parts.with_(disk_tier=tier)
+
+
+def _disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
+    """Files for the states of `model`, which is sharded and may not have its weights yet."""
+    offload = resolved.optimizer_offload
+    if offload.device == "none":
+        return None
+    tier = DiskTier(Arena(Path(offload.path or ".")), buffer_bytes=offload.buffer_bytes, buffer_count=offload.buffer_count)
+    tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
+    return tier
 
 
 def split(
@@ -278,6 +299,7 @@ def split(
         model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
     )
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
+    resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
     mesh = build_mesh(resolved.layout)
@@ -292,6 +314,7 @@ def split(
         resolved.compile,
         resolved.precision,
         resolved.data_parallel,
+        resolved.optimizer_offload,
     )
     return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
 

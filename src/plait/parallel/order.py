@@ -11,13 +11,23 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, Pipeline, ActivationOffload, Recompute, Compile, Precision, DataParallel)
+ORDER: tuple[type[Technique], ...] = (
+    TensorParallel,
+    Pipeline,
+    ActivationOffload,
+    Recompute,
+    Compile,
+    Precision,
+    DataParallel,
+    OptimizerOffload,
+)
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes. A pipeline comes after the
 split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
 

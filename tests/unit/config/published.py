@@ -262,7 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "llama-factory zero3 with offload": (
         {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_optimizer": TO_CPU, "offload_param": TO_CPU}},
-        ["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"],
+        ["zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device"],
     ),
     "nvme": (
         {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5}}},

@@ -96,7 +96,7 @@ def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
     ("tree", "key", "status"),
     [
         ({"zero_optimization": {"offload_optimizer": False}}, "zero_optimization.offload_optimizer", "meaningless"),
-        ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.cpu_offload", "meaningless"),
+        ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.cpu_offload", "renamed"),
         (
             {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
