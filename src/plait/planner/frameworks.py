@@ -1,0 +1,83 @@
+"""How a framework computes, as numbers (`data/frameworks.yaml`): bytes of its states, what it fuses, what it overlaps.
+
+The search plans for Plait itself; the other entries price rows that others measured. Rates are in `constants`, not here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import yaml
+
+from plait.planner.hardware import Numbers
+
+ATTENTION = ("flash", "fused", "plain")
+
+
+@dataclass(frozen=True)
+class Framework:
+    """See the YAML file for the meaning of each; arrays hold one entry a candidate."""
+
+    name: Any
+    weights: Numbers
+    gradients: Numbers
+    optimizer: Numbers
+    gathered: Numbers
+    """Bytes a parameter of model states, and of the copy that a forward uses."""
+    wire_gather: Numbers
+    wire_reduce: Numbers
+    eager: Numbers
+    attention: Numbers
+    """Index into ATTENTION."""
+    hidden_tp: Numbers
+    hidden_dp: Numbers
+    host_seconds: Numbers
+    logits: Numbers
+    norms: Numbers
+    slack: Numbers
+    step_bytes: Numbers
+    """Bytes that the optimizer step moves a parameter."""
+
+
+@cache
+def _table() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((files("plait.planner") / "data" / "frameworks.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def framework(name: str, *, states: str | None = None) -> Framework:
+    """The entry that matches `name`; `states` names another recipe of model states than its usual one."""
+    lower = name.lower()
+    table = _table()
+    found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
+    entry = table["frameworks"][found]
+    weights, gradients, optimizer, gathered = table["recipes"][states or entry["states"]]
+    return Framework(
+        name=found,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=gathered,
+        wire_gather=entry["wire"][0],
+        wire_reduce=entry["wire"][1],
+        eager=entry["eager"],
+        attention=ATTENTION.index(entry["attention"]),
+        hidden_tp=entry["hidden_tp"],
+        hidden_dp=entry["hidden_dp"],
+        host_seconds=entry["host_us"] * 1e-6,
+        logits=entry["logits"],
+        norms=entry["norms"],
+        slack=entry["slack"],
+        step_bytes=entry["optimizer"],
+    )
+
+
+def stack(frameworks: list[Framework]) -> Framework:
+    """One Framework whose fields are arrays, an entry each."""
+    return Framework(**{f.name: np.array([getattr(x, f.name) for x in frameworks]) for f in fields(Framework)})
