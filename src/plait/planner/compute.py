@@ -87,7 +87,7 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
     """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the logits that pass through memory."""
     tokens, columns = job.tokens, job.model.vocab / job.layouts.tp
     flops = 6 * tokens * job.model.hidden * columns
-    products = flops / (job.other_flops * rates.by_family("gemm", job.device) * rates["overall"])
+    products = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
     moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
     return products + moved / (job.device.memory_bandwidth * rates["memory"])
 
@@ -103,7 +103,11 @@ def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
 def _gemm_share(job: Job, rates: Rates) -> Numbers:
     precision = np.asarray(job.precision)
     low = np.where(precision == _FP8, rates["gemm.fp8"], np.where(precision == _FP4, rates["gemm.fp4"], 1.0))
-    return rates.by_family("gemm", job.device) * low * rates["overall"]
+    return rates.by_family("gemm", job.device) * low * _speed(job, rates)
+
+
+def _speed(job: Job, rates: Rates) -> Numbers:
+    return rates["overall"] * rates.by_stack(job.framework)
 
 
 def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
@@ -137,12 +141,13 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     """(forward, backward). One kernel computes half of the square and two and a half times that again backward; with scores in memory all
     of the square is computed, and written and read several times."""
     model, at = job.model, job.layouts
-    flops = 4 * job.tokens * job.sequence * model.heads * model.head_dim / at.tp
-    reached = job.other_flops * rates.by_family("attention", job.device) * rates["overall"]
+    tp = 1 if job.whole_attention else at.tp
+    flops = 4 * job.tokens * job.sequence * model.heads * model.head_dim / tp
+    reached = job.other_flops * rates.by_family("attention", job.device) * _speed(job, rates)
     flash = 0.5 * flops / reached
     passes = np.choose(np.asarray(job.framework.attention), [0, 11, 18])
-    scores = job.tokens * job.sequence * model.heads / at.tp * passes / (job.device.memory_bandwidth * rates["memory"])
-    gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * rates["overall"]
+    scores = job.tokens * job.sequence * model.heads / tp * passes / (job.device.memory_bandwidth * rates["memory"])
+    gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
     unfused = flops / gemm + scores
     one_kernel = np.asarray(job.framework.attention) == 0
     return np.where(one_kernel, flash, unfused), np.where(one_kernel, 2.5 * flash, 2 * unfused)

@@ -14,6 +14,7 @@ from importlib.resources import files
 
 import numpy as np
 
+from plait.planner.frameworks import Framework, stacks
 from plait.planner.hardware import FAMILIES, Device, Numbers
 
 
@@ -54,7 +55,8 @@ CONSTANTS: dict[str, Constant] = {
     "optimizer": Constant(1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"),
     "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
     "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),
-    "overall": Constant(1.0, 0.06, "all of computation"),
+    "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
+    **{f"stack.{name}": Constant(1.0, 0.12, f"speed of the kernels of {name}") for name in stacks()},
 }
 """Name to prior, the values that come from datasheets and the literature; fitted medians replace them where there are some."""
 
@@ -79,6 +81,10 @@ class Rates:
     def by_family(self, name: str, device: Device) -> Numbers:
         """The constant `name` of every candidate's family of devices."""
         return np.choose(np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES])
+
+    def by_stack(self, framework: Framework) -> Numbers:
+        """The speed of every candidate's framework."""
+        return np.array([self.values[f"stack.{name}"] for name in stacks()])[np.asarray(framework.stack)]
 
 
 @cache

@@ -24,6 +24,8 @@ class Framework:
     """See the YAML file for the meaning of each; arrays hold one entry a candidate."""
 
     name: Any
+    stack: Numbers
+    """Index into `stacks()`: frameworks that share kernels share what is fitted."""
     weights: Numbers
     gradients: Numbers
     optimizer: Numbers
@@ -51,6 +53,12 @@ def _table() -> dict[str, Any]:
 
 
 @cache
+def stacks() -> tuple[str, ...]:
+    """The entries of the table."""
+    return tuple(_table()["frameworks"])
+
+
+@cache
 def framework(name: str, *, states: str | None = None) -> Framework:
     """The entry that matches `name`; `states` names another recipe of model states than its usual one."""
     lower = name.lower()
@@ -60,6 +68,7 @@ def framework(name: str, *, states: str | None = None) -> Framework:
     weights, gradients, optimizer, gathered = table["recipes"][states or entry["states"]]
     return Framework(
         name=found,
+        stack=stacks().index(found),
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,

@@ -85,6 +85,8 @@ class Job:
     sequence: Numbers
     precision: Numbers
     """Index into PRECISIONS: of the layers' matrix products."""
+    whole_attention: bool = False
+    """Tensor parallelism splits the projections and leaves attention itself whole on every rank, as with fused queries, keys and values."""
 
     @property
     def tokens(self) -> Numbers:
@@ -113,6 +115,7 @@ class Job:
             layouts=self.layouts.take(index),
             sequence=np.asarray(self.sequence)[index],
             precision=np.asarray(self.precision)[index],
+            whole_attention=self.whole_attention,
         )
 
 

@@ -157,9 +157,10 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     whole = (framework.norms + 2 * old) * hidden / sequence
     unfused = 8 - 2 * (framework.eager <= 1.1)
     inner = np.where(np.asarray(model.gated) > 0, unfused, 4) * ffn
-    split = (4 * width + 4 * kv + inner + 4 * model.heads) / at.tp
+    attention_tp = 1 if job.whole_attention else at.tp
+    split = inner / at.tp + (4 * width + 4 * kv + 4 * model.heads) / attention_tp
     split = split + share * 4 * model.active * hidden / at.tp
-    scores = np.choose(np.asarray(framework.attention), [0.0, 2 + 3 * old, 6 + 3 * old]) * model.heads * job.sequence / at.tp
+    scores = np.choose(np.asarray(framework.attention), [0.0, 2 + 3 * old, 6 + 3 * old]) * model.heads * job.sequence / attention_tp
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
     operators = job.tokens * (8 * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp
