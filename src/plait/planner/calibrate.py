@@ -6,7 +6,7 @@ decide; with none the result is the priors. The covariance is what intervals are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import InputError
-from plait.planner.constants import Constant, Rates, default_spread, priors
+from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
 from plait.planner.estimate import estimate
 from plait.planner.frameworks import stacks
 from plait.planner.hardware import FAMILIES, PRECISIONS
@@ -39,10 +39,9 @@ class Fit:
     """Logarithm of what each group of rows was slower than predicted."""
 
 
-def unfitted(names: Sequence[str], *, spread: float) -> Fit:
+def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
     """The priors as a fit of no rows."""
-    known = priors()
-    return Fit(tuple(names), Rates({name: c.median for name, c in known.items()}), np.diag([known[n].width ** 2 for n in names]), spread)
+    return Fit(tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread)
 
 
 def fit(
@@ -50,7 +49,7 @@ def fit(
     measured: Array,
     names: Sequence[str],
     *,
-    known: dict[str, Constant] | None = None,
+    known: Mapping[str, Constant],
     spread: float,
     weights: Array | None = None,
     groups: Array | None = None,
@@ -59,7 +58,6 @@ def fit(
 ) -> Fit:
     """`predict(rates)` gives the logarithms of what was measured. `groups` numbers rows whose common offset, of width `group_width`, is not
     the constants' to explain. Weights scale a row's evidence."""
-    known = known or priors()
     names = tuple(names)
     weights = np.ones_like(measured) if weights is None else weights
     count = 0 if groups is None else int(groups.max()) + 1
@@ -137,8 +135,8 @@ def deviation(predict: Callable[[Rates], Array], found: Fit, job: Job) -> Array:
 
 # ---- of rows ---------------------------------------------------------------------------------------------------------------------------
 
-TIME_NAMES = tuple(name for name in priors() if not name.startswith("memory:"))
-MEMORY_NAMES = tuple(name for name in priors() if name.startswith("memory:"))
+TIME_NAMES = tuple(CONSTANTS)
+MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
 
 
 def time_of(job: Job) -> Callable[[Rates], Array]:
@@ -182,19 +180,21 @@ class Calibration:
     memory: Fit
 
 
-def uncalibrated() -> Calibration:
+def uncalibrated(known: Knowledge | None = None) -> Calibration:
     """The shipped constants, as uncertain as between machines and frameworks that were never measured."""
-    spread = default_spread()
-    return Calibration(unfitted(TIME_NAMES, spread=spread.time), unfitted(MEMORY_NAMES, spread=spread.memory))
+    known = known or knowledge()
+    return Calibration(unfitted(TIME_NAMES, known, spread=known.time_spread), unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
 
 
-def calibrate(runs: Runs, *, within: float = 0.04) -> Calibration:
-    """Fit to measured rows of one device and framework. `within` is the noise believed of repeated runs, as a logarithm.
+def calibrate(runs: Runs, *, known: Knowledge | None = None, within: float = 0.04) -> Calibration:
+    """Fit to measured rows of one device and framework, starting from `known`. `within` is the noise believed of repeated runs, as a
+    logarithm.
 
     Raises InputError where no row has both a prediction and a measurement.
     """
-    base = uncalibrated()
-    chosen, seconds, memory = _measured(runs)
+    known = known or knowledge()
+    base = uncalibrated(known)
+    chosen, seconds, memory = _measured(runs, base)
     if runs.job is None or not chosen:
         reasons = "; ".join(f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
         raise InputError(f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})")
@@ -203,7 +203,7 @@ def calibrate(runs: Runs, *, within: float = 0.04) -> Calibration:
     time = base.time
     if timed.any():
         job = runs.job.take(index[timed])
-        time = fit(time_of(job), np.log(seconds[timed]), relevant(TIME_NAMES, job), spread=within)
+        time = fit(time_of(job), np.log(seconds[timed]), relevant(TIME_NAMES, job), known=known.constants, spread=within)
         time = replace(time, spread=_remaining(time, time_of(job), np.log(seconds[timed]), within, base.time.spread))
     held = [position for position, found in enumerate(memory) if found is not None]
     space = base.memory
@@ -211,7 +211,7 @@ def calibrate(runs: Runs, *, within: float = 0.04) -> Calibration:
         job = runs.job.take(index[held])
         values = np.log([found[0] for found in memory if found is not None])
         predict = memory_of(job, [found[1] for found in memory if found is not None])
-        space = fit(predict, values, MEMORY_NAMES, spread=within)
+        space = fit(predict, values, MEMORY_NAMES, known=known.constants, spread=within)
         space = replace(space, spread=_remaining(space, predict, values, within, base.memory.spread))
     return Calibration(time, space)
 
@@ -224,11 +224,11 @@ def _remaining(found: Fit, predict: Callable[[Rates], Array], measured: Array, w
     return max(within, float(np.sqrt((n * robust**2 * 1.5 + 4 * (0.7 * between) ** 2) / (n + 4))))
 
 
-def _measured(runs: Runs) -> tuple[list[int], Array, list[Any]]:
+def _measured(runs: Runs, base: Calibration) -> tuple[list[int], Array, list[Any]]:
     """(variant of every row that was measured, its seconds or NaN, its bytes or None)."""
     chosen, seconds, memory = [], [], []
     if runs.job is not None:
-        for row, variant in choose(runs, default_choice(runs)).items():
+        for row, variant in choose(runs, costs(runs, base)).items():
             time, space = measured_seconds(runs.rows[row]), measured_bytes(runs.rows[row])
             if time is not None or space is not None:
                 chosen.append(variant)
@@ -237,11 +237,10 @@ def _measured(runs: Runs) -> tuple[list[int], Array, list[Any]]:
     return chosen, np.array(seconds, dtype=float), memory
 
 
-def default_choice(runs: Runs, calibration: Calibration | None = None) -> tuple[Array, Array]:
+def costs(runs: Runs, calibration: Calibration) -> tuple[Array, Array]:
     """(seconds, bytes) of every variant."""
     assert runs.job is not None
-    rates = merged(calibration) if calibration else None
-    found = estimate(runs.job, rates)
+    found = estimate(runs.job, merged(calibration))
     shape = (len(runs.variants),)
     return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(np.asarray(found.memory.total, float), shape)
 

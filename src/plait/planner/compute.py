@@ -143,7 +143,7 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     model, at = job.model, job.layouts
     tp = 1 if job.whole_attention else at.tp
     flops = 4 * job.tokens * job.sequence * model.heads * model.head_dim / tp
-    reached = job.other_flops * rates.by_family("attention", job.device) * _speed(job, rates)
+    reached = job.other_flops * rates.by_family("attention", job.device) * job.framework.flash * _speed(job, rates)
     flash = 0.5 * flops / reached
     passes = np.choose(np.asarray(job.framework.attention), [0, 11, 18])
     scores = job.tokens * job.sequence * model.heads / tp * passes / (job.device.memory_bandwidth * rates["memory"])

@@ -44,19 +44,19 @@ CONSTANTS: dict[str, Constant] = {
     "attention.cdna3": Constant(0.30, 0.3, "share of the peak that attention reaches, causal FLOPs"),
     "attention.cpu": Constant(0.40, 0.5, "share of the peak that attention reaches, causal FLOPs"),
     "memory": Constant(0.75, 0.2, "share of the memory's bandwidth that element-wise kernels reach"),
-    "link": Constant(0.72, 0.25, "share of the link inside a node"),
-    "nic": Constant(0.75, 0.3, "share of the network between nodes"),
+    "link": Constant(0.70, 0.2, "share of the link inside a node"),
+    "nic": Constant(0.70, 0.15, "share of the network between nodes"),
     "latency": Constant(1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"),
     "p2p": Constant(1.0, 0.5, "exposed time of sends between stages"),
-    "bubble": Constant(1.0, 0.15, "idle time of the pipeline, of the schedule's own"),
-    "contention": Constant(0.15, 0.6, "share of overlapped traffic that slows computation down"),
+    "bubble": Constant(1.0, 0.1, "idle time of the pipeline, of the schedule's own"),
+    "contention": Constant(0.15, 0.3, "share of overlapped traffic that slows computation down"),
     "dp": Constant(1.0, 0.4, "exposed reductions and gathers of data parallelism"),
     "host": Constant(1.0, 0.4, "time of the host to launch, of the framework's usual"),
     "optimizer": Constant(1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"),
     "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
     "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
-    **{f"stack.{name}": Constant(1.0, 0.12, f"speed of the kernels of {name}") for name in stacks()},
+    **{f"stack.{name}": Constant(1.0, 0.15, f"speed of the kernels of {name}") for name in stacks()},
 }
 """Name to prior, the values that come from datasheets and the literature; fitted medians replace them where there are some."""
 
@@ -87,34 +87,36 @@ class Rates:
         return np.array([self.values[f"stack.{name}"] for name in stacks()])[np.asarray(framework.stack)]
 
 
-@cache
-def priors() -> dict[str, Constant]:
-    """All constants, with fitted medians and widths where there are some."""
-    given = {**CONSTANTS, **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()}}
-    file = files("plait.planner") / "data" / "constants.json"
-    fitted = json.loads(file.read_text(encoding="utf-8"))["constants"] if file.is_file() else {}
-    return {
-        name: Constant(*fitted[name], meaning=constant.meaning) if name in fitted else constant for name, constant in given.items()
-    }
-
-
-@cache
-def default_rates() -> Rates:
-    """The medians."""
-    return Rates({name: constant.median for name, constant in priors().items()})
-
-
 @dataclass(frozen=True)
-class Spread:
-    """Standard deviation of the logarithm of measured over predicted that constants do not explain."""
+class Knowledge:
+    """What is believed before a machine's own runs are seen."""
 
-    time: float
-    memory: float
+    constants: Mapping[str, Constant]
+    time_spread: float
+    """Standard deviation of the logarithm of measured over predicted seconds that constants do not explain."""
+    memory_spread: float
+
+    @property
+    def rates(self) -> Rates:
+        """The medians."""
+        return Rates({name: constant.median for name, constant in self.constants.items()})
+
+
+def unlearned() -> Knowledge:
+    """Datasheets and the literature alone."""
+    return Knowledge({**CONSTANTS, **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()}}, 0.10, 0.12)
 
 
 @cache
-def default_spread() -> Spread:
-    """As fitted to published runs."""
+def knowledge() -> Knowledge:
+    """What was learned from published runs (`data/constants.json`), over what is otherwise believed."""
+    base = unlearned()
     file = files("plait.planner") / "data" / "constants.json"
-    found = json.loads(file.read_text(encoding="utf-8")).get("spread", {}) if file.is_file() else {}
-    return Spread(found.get("time", 0.10), found.get("memory", 0.12))
+    if not file.is_file():
+        return base
+    learned = json.loads(file.read_text(encoding="utf-8"))
+    constants = {
+        name: Constant(*learned["constants"].get(name, (constant.median, constant.width)), meaning=constant.meaning)
+        for name, constant in base.constants.items()
+    }
+    return Knowledge(constants, learned["time_spread"], learned["memory_spread"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.planner.constants import Rates, default_rates
+from plait.planner.constants import Rates, knowledge
 from plait.planner.hardware import Numbers
 from plait.planner.job import Job
 from plait.planner.memory import Memory, States, memory_bytes
@@ -26,5 +26,5 @@ class Estimate:
 
 def estimate(job: Job, rates: Rates | None = None, states: States | None = None) -> Estimate:
     """Price every candidate of `job`. `states` replaces the framework's bytes of model states."""
-    rates = rates or default_rates()
+    rates = rates or knowledge().rates
     return Estimate(step_seconds(job, rates), memory_bytes(job, rates, states))

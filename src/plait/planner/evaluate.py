@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
+from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
 from plait.planner.memory import MOMENTS
 from plait.planner.metrics import confusion, errors, ranking
@@ -87,12 +88,13 @@ def source_of(row: Row) -> str:
     return name or (row.get("source") or "unknown")
 
 
-def evaluate(rows: Sequence[Row], *, calibrate: Sequence[Row] = ()) -> Evaluation:
-    """Predict every row. `calibrate` are measured rows; those of a row's device and framework move its constants."""
+def evaluate(rows: Sequence[Row], *, calibrate: Sequence[Row] = (), known: Knowledge | None = None) -> Evaluation:
+    """Predict every row from `known` (by default what ships). `calibrate` are measured rows; those of a row's device and framework move its
+    constants."""
     used = {row["id"] for row in calibrate if row.get("id")}
     rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
     runs = read_runs(rows)
-    fits = _calibrations(calibrate)
+    fits = _calibrations(calibrate, known)
     if runs.job is None:
         return Evaluation(rows, (), runs.reasons, len(calibrate))
     groups: dict[tuple[str, str] | None, list[int]] = defaultdict(list)
@@ -102,7 +104,7 @@ def evaluate(rows: Sequence[Row], *, calibrate: Sequence[Row] = ()) -> Evaluatio
     found: list[Prediction] = []
     for group, indices in groups.items():
         calibrated = group is not None
-        found += _predict(runs, np.array(indices), fits[group] if group is not None else uncalibrated(), calibrated=calibrated)
+        found += _predict(runs, np.array(indices), fits[group] if group is not None else uncalibrated(known), calibrated=calibrated)
     found.sort(key=lambda prediction: prediction.row)
     return Evaluation(rows, tuple(found), runs.reasons, len(calibrate))
 
@@ -111,19 +113,19 @@ def _key(row: Row, framework: Any, device: Any) -> tuple[str, str]:
     return (str(device), str(framework))
 
 
-def _calibrations(rows: Sequence[Row]) -> dict[tuple[str, str] | None, Calibration]:
+def _calibrations(rows: Sequence[Row], known: Knowledge | None) -> dict[tuple[str, str] | None, Calibration]:
     by: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         one = read_runs([row])
         if one.variants:
             by[_key(row, one.variants[0].framework.name, one.variants[0].device.name)].append(row)
-    return {key: calibration_of.calibrate(read_runs(group)) for key, group in by.items()}
+    return {key: calibration_of.calibrate(read_runs(group), known=known) for key, group in by.items()}
 
 
 def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *, calibrated: bool) -> list[Prediction]:
     assert runs.job is not None
     part = Runs(runs.rows, tuple(runs.variants[i] for i in indices), runs.job.take(indices), {})
-    chosen = calibration_of.choose(part, calibration_of.default_choice(part, calibration))
+    chosen = calibration_of.choose(part, calibration_of.costs(part, calibration))
     rows, picks = list(chosen), np.array(list(chosen.values()))
     assert part.job is not None
     job = part.job.take(picks)

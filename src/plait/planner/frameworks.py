@@ -36,9 +36,12 @@ class Framework:
     eager: Numbers
     attention: Numbers
     """Index into ATTENTION."""
+    flash: Numbers
+    """Speed of the attention kernel, of FlashAttention 2's."""
     hidden_tp: Numbers
     hidden_dp: Numbers
     host_seconds: Numbers
+    send_seconds: Numbers
     logits: Numbers
     norms: Numbers
     slack: Numbers
@@ -77,9 +80,11 @@ def framework(name: str, *, states: str | None = None) -> Framework:
         wire_reduce=entry["wire"][1],
         eager=entry["eager"],
         attention=ATTENTION.index(entry["attention"]),
+        flash=entry.get("flash", 1.0),
         hidden_tp=entry["hidden_tp"],
         hidden_dp=entry["hidden_dp"],
         host_seconds=entry["host_us"] * 1e-6,
+        send_seconds=entry.get("send_us", 25) * 1e-6,
         logits=entry["logits"],
         norms=entry["norms"],
         slack=entry["slack"],

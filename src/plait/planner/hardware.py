@@ -49,7 +49,7 @@ class Device:
     units: Numbers
     devices_per_node: Numbers
     power: Numbers
-    """Share of its full clock that the power limit leaves under load."""
+    """Clock under load, of that of the usual device of its family."""
     flops: dict[str, Numbers]
     """Precision to peak FLOP/s; NaN or absent: it cannot compute so."""
     source: Any = ""

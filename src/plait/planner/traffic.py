@@ -70,4 +70,4 @@ def send_seconds(job: Job, rates: Rates) -> Numbers:
     per_stage = at.tp * at.cp * at.dp
     near = per_stage * 2 <= job.device.domain
     bandwidth = np.where(near, job.device.link_bandwidth * rates["link"], job.device.nic_bandwidth * rates["nic"])
-    return np.where(np.asarray(at.pp) > 1, size / bandwidth + rates["latency"] * np.where(near, 10e-6, 25e-6), 0.0)
+    return np.where(np.asarray(at.pp) > 1, size / bandwidth + job.framework.send_seconds, 0.0)
