@@ -63,8 +63,8 @@ CONSTANTS: dict[str, Constant] = {
 MEMORY_CONSTANTS: dict[str, Constant] = {
     "states": Constant(1.0, 0.02, "bytes of model states, of those counted"),
     "activations": Constant(1.0, 0.25, "bytes of activations, of those counted"),
-    "logits": Constant(1.0, 0.3, "bytes of logits and loss, of those counted"),
-    "slack": Constant(1.0, 0.6, "what the allocator keeps and does not use, of the framework's usual"),
+    "logits": Constant(1.0, 0.2, "bytes of logits and loss, of those counted"),
+    "slack": Constant(1.0, 0.4, "what the allocator keeps and does not use, of the framework's usual"),
     "context": Constant(1.0, 0.4, "bytes of the context and the communicators"),
 }
 

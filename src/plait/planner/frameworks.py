@@ -43,6 +43,8 @@ class Framework:
     host_seconds: Numbers
     send_seconds: Numbers
     logits: Numbers
+    whole_logits: Numbers
+    whole_inputs: Numbers
     norms: Numbers
     slack: Numbers
     step_bytes: Numbers
@@ -62,13 +64,13 @@ def stacks() -> tuple[str, ...]:
 
 
 @cache
-def framework(name: str, *, states: str | None = None) -> Framework:
-    """The entry that matches `name`; `states` names another recipe of model states than its usual one."""
+def framework(name: str, *, states: str | None = None, precision: str = "bf16") -> Framework:
+    """The entry that matches `name`; `states` names another recipe of model states than its usual one with `precision`."""
     lower = name.lower()
     table = _table()
     found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
     entry = table["frameworks"][found]
-    weights, gradients, optimizer, gathered = table["recipes"][states or entry["states"]]
+    weights, gradients, optimizer, gathered = table["recipes"][states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]]
     return Framework(
         name=found,
         stack=stacks().index(found),
@@ -86,6 +88,8 @@ def framework(name: str, *, states: str | None = None) -> Framework:
         host_seconds=entry["host_us"] * 1e-6,
         send_seconds=entry.get("send_us", 25) * 1e-6,
         logits=entry["logits"],
+        whole_logits=entry.get("whole_logits", 0),
+        whole_inputs=entry.get("whole_inputs", 0),
         norms=entry["norms"],
         slack=entry["slack"],
         step_bytes=entry["optimizer"],

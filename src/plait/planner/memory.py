@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.planner.constants import Rates
-from plait.planner.hardware import FAMILIES, Numbers
+from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, stage_layers
 from plait.planner.pipeline import in_flight, in_flight_last
 from plait.units import GIB, MIB
@@ -78,7 +78,8 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
     first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
-    logits = job.framework.logits * job.tokens * job.model.vocab / at.tp * rates["memory:logits"]
+    columns = job.model.vocab / np.where(np.asarray(job.framework.whole_logits) > 0, 1, at.tp)
+    logits = job.framework.logits * job.tokens * columns * rates["memory:logits"]
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
     first = _with_states(states.first, rates) | {"activations": first_kept, "working": working * factor, "logits": zero}
@@ -154,13 +155,17 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     old = (1 - model.gated) * (framework.attention > 0)  # GPT of the old frameworks trains with dropout: a mask a place
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
-    whole = (framework.norms + 2 * old) * hidden / sequence
+    gathered = framework.whole_inputs
+    whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (gathered + (1 - gathered) / sequence)
     unfused = 8 - 2 * (framework.eager <= 1.1)
     inner = np.where(np.asarray(model.gated) > 0, unfused, 4) * ffn
     attention_tp = 1 if job.whole_attention else at.tp
     split = inner / at.tp + (4 * width + 4 * kv + 4 * model.heads) / attention_tp
     split = split + share * 4 * model.active * hidden / at.tp
-    scores = np.choose(np.asarray(framework.attention), [0.0, 2 + 3 * old, 6 + 3 * old]) * model.heads * job.sequence / attention_tp
+    scores = np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old]) * model.heads * job.sequence / attention_tp
+    # Products in 8 and 4 bits keep their inputs so.
+    low = np.where(np.asarray(job.precision) >= PRECISIONS.index("fp8"), 0.7, 1.0)
+    whole, split = whole * low, split * low
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
     operators = job.tokens * (8 * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp

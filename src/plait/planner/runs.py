@@ -108,11 +108,10 @@ def _job(variants: Sequence[Variant]) -> Job:
 def _variants(index: int, row: Row) -> list[Variant]:
     model = _model(row)
     device = _device(row)
-    name = row.get("framework") or "unknown"
-    precision, states = _precision(row, name)
+    precision, states = _precision(row)
     if np.isnan(device.flops.get(PRECISIONS[precision], np.nan)):
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
-    framework = frameworks.framework(_framework_name(row), states=states)
+    framework = frameworks.framework(row.get("framework") or "unknown", states=states, precision=PRECISIONS[precision])
     sequence = _count(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")
@@ -271,7 +270,7 @@ def network_bandwidth(text: str, per_node: int) -> float | None:
     return None
 
 
-def _precision(row: Row, framework: str) -> tuple[int, str | None]:
+def _precision(row: Row) -> tuple[int, str | None]:
     """(index into PRECISIONS, another recipe of states than the framework's)."""
     text = (row.get("precision") or "").lower()
     pure = "pure" in text or "pure bf16" in (row.get("notes") or "").lower()
@@ -285,13 +284,6 @@ def _precision(row: Row, framework: str) -> tuple[int, str | None]:
     if "fp16" in text or "v100" in (row.get("gpu") or "").lower():
         return PRECISIONS.index("fp16"), states
     return PRECISIONS.index("bf16"), states
-
-
-def _framework_name(row: Row) -> str:
-    name = row.get("framework") or ""
-    if "bloom" in _text(row) and "megatron-deepspeed" in name.lower():
-        return name
-    return name or "unknown"
 
 
 def _layout(row: Row, device: Device, model: Architecture) -> tuple[dict[str, float], list[str]]:
