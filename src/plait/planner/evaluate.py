@@ -20,7 +20,7 @@ from plait.planner.calibrate import Calibration, deviation, memory_of, merged, t
 from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
 from plait.planner.memory import MOMENTS
-from plait.planner.metrics import confusion, errors, ranking
+from plait.planner.metrics import Confusion, confusion, errors, ranking
 from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds, read_runs
 
 Array = NDArray[np.float64]
@@ -195,8 +195,7 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
     dense = [p for p in evaluation.predictions if not p.experts]
     experts = [p for p in evaluation.predictions if p.experts]
     ran = [p for p in evaluation.predictions if p.status.lower() == "ok"]
-    certain = [p for p in evaluation.predictions if p.status in ("OOM", "ok")]
-    fit = confusion(np.array([p.fits for p in certain], dtype=bool), np.array([p.status == "ok" for p in certain], dtype=bool))
+    fit = fit_of(evaluation.predictions)
     ranked = ranking(_groups(evaluation))
     return {
         "rows": len(evaluation.rows),
@@ -209,6 +208,12 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
         "fit": asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms},
         "not_priced": _count(evaluation.reasons.values()),
     }
+
+
+def fit_of(predictions: Sequence[Prediction]) -> Confusion:
+    """Fit and no fit of the rows of which it is certain: they ran, or ran out of memory. Crashes may have other causes."""
+    certain = [p for p in predictions if p.status in ("OOM", "ok")]
+    return confusion(np.array([p.fits for p in certain], dtype=bool), np.array([p.status == "ok" for p in certain], dtype=bool))
 
 
 def _time(p: Prediction) -> tuple[float, float, float, float] | None:
