@@ -1,7 +1,7 @@
 """Learns the planner's constants from published runs: medians for new machines, and how much to trust them.
 
-Every source counts about alike, however many rows it has; what one source is slower or faster than the constants say is an offset of its own
-and moves no constant. `learn` can leave whole sources out, which is how the errors in the docs are measured.
+Every source counts about alike, however many rows it has; what one source is slower or faster than the constants say is an offset of its
+own and moves no constant. `learn` can leave whole sources out, which is how the errors in the docs are measured.
 """
 
 from __future__ import annotations
@@ -87,9 +87,12 @@ def _measured(rows: Sequence[Row], base: Knowledge) -> tuple[_Measured, _Measure
         assert runs.job is not None
         names = np.array([f"{source_of(rows[row])} {rows[row]['gpu']}" for row, _ in pairs])
         return _Measured(
-            runs.job.take(np.array([variant for _, variant in pairs])), np.array(values), np.array([source_of(rows[row]) for row, _ in pairs]),
-            np.unique(names, return_inverse=True)[1], kinds,
-        )  # fmt: skip
+            job=runs.job.take(np.array([variant for _, variant in pairs])),
+            values=np.array(values),
+            sources=np.array([source_of(rows[row]) for row, _ in pairs]),
+            groups=np.unique(names, return_inverse=True)[1],
+            kinds=kinds,
+        )
 
     sizes = [measured_bytes(rows[row]) or (0.0, "") for row, _ in sized]
     return (

@@ -122,8 +122,8 @@ class Architecture:
         return self.layers * self.attention_parameters + dense + expert + self.vocab * self.hidden
 
     def model_flops(self, sequence: Numbers) -> Numbers:
-        """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention counted by half (6 L s a d), as Megatron-LM counts
-        since 2025."""
+        """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention counted by half (6 L s a d), as Megatron-LM
+        counts since 2025."""
         return 6 * self.active_matrix_parameters + 6 * self.layers * sequence * self.heads * self.head_dim
 
 
@@ -147,7 +147,7 @@ def names() -> tuple[str, ...]:
 
 
 def named(name: str) -> Architecture | None:
-    """The public model of that name; letters' case, `_` and the organisation before `/` do not matter. None for an unknown one."""
+    """The public model of that name; letters' case, `-`, `_` and the organisation before `/` do not matter. None for an unknown one."""
     wanted = _plain(name)
     found = next((key for key in _table()["models"] if _plain(key) == wanted), None)
     if found is None:
@@ -184,9 +184,15 @@ def named(name: str) -> Architecture | None:
 
 def _plain(name: str) -> str:
     plain = name.rsplit("/", 1)[-1].lower().replace("_", "-").replace(" ", "-")
-    for old, new in (("meta-llama-", "llama-"), ("llama-3.1-", "llama-3-"), ("llama2-", "llama-2-"), ("llama3-", "llama-3-"), ("llama3.1-", "llama-3-")):
+    for old, new in (
+        ("meta-llama-", "llama-"),
+        ("llama-3.1-", "llama-3-"),
+        ("llama2-", "llama-2-"),
+        ("llama3-", "llama-3-"),
+        ("llama3.1-", "llama-3-"),
+    ):
         plain = plain.replace(old, new) if plain.startswith(old) else plain
-    return plain.replace("llama-3.1-", "llama-3-")
+    return plain.replace("llama-3.1-", "llama-3-").replace("-", "")
 
 
 def _compressed(hidden: int, heads: int, mla: Mapping[str, int] | None) -> int:
@@ -217,7 +223,21 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "expert_ffn": ("moe_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
 }
-_TWO_MATRICES = {"gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt", "starcoder2", "codegen", "biogpt"}
+_TWO_MATRICES = {
+    "gpt2",
+    "gpt_neox",
+    "gpt_neo",
+    "gptj",
+    "gpt_bigcode",
+    "opt",
+    "bloom",
+    "falcon",
+    "phi",
+    "mpt",
+    "starcoder2",
+    "codegen",
+    "biogpt",
+}
 _TIED = {"gpt2", "gpt_neo", "opt", "bloom", "falcon", "gpt_bigcode", "mpt", "gemma", "gemma2", "gemma3_text"}
 _LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_neo": "max_position_embeddings", "opt": "max_position_embeddings"}
 _LAYER_NORM = _TWO_MATRICES - {"falcon"}
@@ -294,7 +314,16 @@ class Model:
     """The `model` section of a training configuration."""
 
 
-_NOT_FOR_TRAINING = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config", "use_cache")
+_NOT_FOR_TRAINING = (
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+    "auto_map",
+    "quantization_config",
+    "use_cache",
+)
 
 
 def find_model(source: str, *, sequence: int | None = None) -> Model:
@@ -311,7 +340,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
         return Model(architecture, {"config": {k: v for k, v in config.items() if k not in _NOT_FOR_TRAINING and v is not None}})
     found = named(source)
     if found is None:
-        near = difflib.get_close_matches(_plain(source), names(), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(source.lower(), names(), n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}? " if near else ""
         raise InputError(f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait plan --list` prints them")
     return Model(found, {"config": to_config(found, positions=sequence or 2048)})

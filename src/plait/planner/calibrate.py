@@ -102,7 +102,7 @@ def fit(
     jacobian = np.concatenate([_jacobian(predict, rates_at, theta, len(names), predicted), indicator], axis=1)
     residual = measured - predicted - indicator @ theta[len(names) :]
     scale = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
-    covariance = np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2))
+    covariance = np.asarray(np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)), dtype=np.float64)
     kept = len(names)
     return Fit(names, rates_at(theta), covariance[:kept, :kept], spread, len(measured), theta[kept:] if count else None)
 

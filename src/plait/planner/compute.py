@@ -118,7 +118,8 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
-    seconds = (flops / filled + rates["ramp"]) / (peak * _gemm_share(job, rates))
+    ramp = rates["ramp"] * np.minimum(peak / 100e12, 1)  # of devices that are fast enough to have one
+    seconds = (flops / filled + ramp) / (peak * _gemm_share(job, rates))
     size = np.where(np.asarray(job.precision) == _FP32, 4, 2)
     moved = size * (rows * inner + inner * columns + rows * columns) / (job.device.memory_bandwidth * rates["memory"])
     casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * 3 * rows * inner / (job.device.memory_bandwidth * rates["memory"])

@@ -116,7 +116,8 @@ def knowledge() -> Knowledge:
         return base
     learned = json.loads(file.read_text(encoding="utf-8"))
     constants = {
-        name: Constant(*learned["constants"].get(name, (constant.median, constant.width)), meaning=constant.meaning)
-        for name, constant in base.constants.items()
+        name: Constant(median, width, base.constants[name].meaning)
+        for name, (median, width) in ({n: (c.median, c.width) for n, c in base.constants.items()} | learned["constants"]).items()
+        if name in base.constants
     }
     return Knowledge(constants, learned["time_spread"], learned["memory_spread"])

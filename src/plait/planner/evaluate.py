@@ -226,13 +226,20 @@ def _memory(p: Prediction) -> tuple[float, float, float, float] | None:
 
 def _errors(predictions: Sequence[Prediction], values: Callable[[Prediction], tuple[float, float, float, float] | None]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
-    for title, key in (("all", lambda p: "all"), ("source", lambda p: p.source), ("gpu", lambda p: p.gpu), ("framework", lambda p: p.framework)):
+    for title, key in (
+        ("all", lambda p: "all"),
+        ("source", lambda p: p.source),
+        ("gpu", lambda p: p.gpu),
+        ("framework", lambda p: p.framework),
+    ):
         by: dict[str, list[tuple[float, float, float, float]]] = defaultdict(list)
         for prediction in predictions:
             found = values(prediction)
             if found is not None:
                 by[key(prediction)].append(found)
-        tables[title] = {name: asdict(errors(*(np.array(column) for column in zip(*rows, strict=True)))) for name, rows in sorted(by.items())}
+        tables[title] = {
+            name: asdict(errors(*(np.array(column) for column in zip(*rows, strict=True)))) for name, rows in sorted(by.items())
+        }
     return tables
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from plait.errors import ConfigError
 from plait.planner.calibrate import Calibration
@@ -32,7 +33,11 @@ def describe(layout: Mapping[str, object]) -> str:
     chunks = f" x {at['vpp']}" if at["vpp"] > 1 else ""
     parts = [f"pp {at['pp']} ({SCHEDULES[at['schedule']]}{chunks})"] if at["pp"] > 1 else []
     parts += [f"tp {at['tp']}" + (" + sp" if at["sp"] else "")] if at["tp"] > 1 else []
-    parts += [f"dp {at['dp_replicate']} x {at['dp_shard']}" if at["dp_replicate"] > 1 and at["dp_shard"] > 1 else f"dp {at['dp_replicate'] * at['dp_shard']}"]
+    parts += [
+        f"dp {at['dp_replicate']} x {at['dp_shard']}"
+        if at["dp_replicate"] > 1 and at["dp_shard"] > 1
+        else f"dp {at['dp_replicate'] * at['dp_shard']}"
+    ]
     parts += [f"ZeRO {at['stage']}", f"micro-batch {at['micro_batch']} x {at['accumulation']}"]
     parts += [f"recompute {RECOMPUTE[at['recompute']]}"] if at["recompute"] else []
     parts += ["optimizer on the host"] if at["offload"] else []
@@ -53,16 +58,15 @@ def why(found: Plan, wish: Mapping[str, int], text: str, *, calibration: Calibra
         reason = f"{least.region} {least}" if least else "no candidate fits with enough certainty"
         return Comparison(text, winner, None, f"{text} does not fit: {reason}")
     one = other.best[0]
-    differences = sorted(
-        ((name, winner.terms[name], one.terms[name]) for name in TERMS), key=lambda entry: -abs(entry[2] - entry[1])
-    )
+    differences = sorted(((name, winner.terms[name], one.terms[name]) for name in TERMS), key=lambda entry: -abs(entry[2] - entry[1]))
     name, ours, theirs = max(differences, key=lambda entry: entry[2] - entry[1])
     slower = one.seconds / winner.seconds - 1
-    reason = (
-        f"{text} is {slower:.1%} slower ({one.seconds:.3g} s, not {winner.seconds:.3g} s): {TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
-    )
+    reason = f"{text} is {slower:.1%} slower ({one.seconds:.3g} s, not {winner.seconds:.3g} s): "
+    reason += f"{TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
     unsure = winner.seconds_high > one.seconds
-    return Comparison(text, winner, one, reason + ("; the difference is within the uncertainty" if unsure and slower < 0.1 else ""), tuple(differences))
+    return Comparison(
+        text, winner, one, reason + ("; the difference is within the uncertainty" if unsure and slower < 0.1 else ""), tuple(differences)
+    )
 
 
 def neighbours(found: Plan) -> list[str]:
@@ -96,16 +100,28 @@ def sensitivity(found: Plan, *, calibration: Calibration | None = None) -> list[
     request = found.request
     device = request.cluster.device
 
-    def on(**changes: float) -> Request:
+    def on(**changes: Any) -> Request:
         return replace(request, cluster=replace(request.cluster, device=replace(device, **changes)))
 
     cases: list[tuple[str, Request]] = []
     for label, factor in (("half", 0.5), ("twice", 2.0)):
         if request.cluster.devices > device.domain:
-            cases.append((f"{label} the network ({device.nic_bandwidth * factor / 1e9:.3g} GB/s a device)", on(nic_bandwidth=device.nic_bandwidth * factor)))
-        cases.append((f"{label} the links ({device.link_bandwidth * factor / 1e9:.3g} GB/s)", on(link_bandwidth=device.link_bandwidth * factor)))
+            cases.append(
+                (
+                    f"{label} the network ({device.nic_bandwidth * factor / 1e9:.3g} GB/s a device)",
+                    on(nic_bandwidth=device.nic_bandwidth * factor),
+                )
+            )
+        cases.append(
+            (f"{label} the links ({device.link_bandwidth * factor / 1e9:.3g} GB/s)", on(link_bandwidth=device.link_bandwidth * factor))
+        )
         cases.append((f"{label} the memory ({device.memory_bytes * factor / GIB:.3g} GiB)", on(memory_bytes=device.memory_bytes * factor)))
-        cases.append((f"{label} the batch ({int(request.global_batch * factor)})", replace(request, global_batch=max(int(request.global_batch * factor), 1))))
+        cases.append(
+            (
+                f"{label} the batch ({int(request.global_batch * factor)})",
+                replace(request, global_batch=max(int(request.global_batch * factor), 1)),
+            )
+        )
     changes = []
     for what, changed in cases:
         try:

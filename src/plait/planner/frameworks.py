@@ -70,7 +70,9 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16") 
     table = _table()
     found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
     entry = table["frameworks"][found]
-    weights, gradients, optimizer, gathered = table["recipes"][states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]]
+    weights, gradients, optimizer, gathered = table["recipes"][
+        states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]
+    ]
     return Framework(
         name=found,
         stack=stacks().index(found),

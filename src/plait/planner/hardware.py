@@ -1,7 +1,7 @@
 """The catalogue of devices and links (`data/hardware.yaml`), and the cluster that a plan is made for.
 
-Pure: figures of datasheets, read from the package; what a machine really reaches is in `constants`. A Device may hold scalars, or arrays with
-one entry a candidate, so that rows of many machines are priced in one call.
+Pure: figures of datasheets, read from the package; what a machine really reaches is in `constants`. A Device may hold scalars, or arrays
+with one entry a candidate, so that rows of many machines are priced in one call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def device(name: str) -> Device:
     """The device that `name` means: a catalogue name, or as published tables write it. Raises InputError for an unknown one."""
     table = _catalogue()["devices"]
     wanted = name.strip().lower()
-    found = wanted if wanted in table else next((key for key, entry in table.items() if _matches(entry["match"], wanted)), None)
+    places = {key: place for key, entry in table.items() if (place := _place(entry["match"], wanted)) is not None}
+    found = wanted if wanted in table else min(places, key=lambda key: places[key], default=None)
     if found is None:
         near = difflib.get_close_matches(wanted, table, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -96,8 +97,9 @@ def device(name: str) -> Device:
     )
 
 
-def _matches(patterns: list[str], name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns)
+def _place(patterns: list[str], name: str) -> int | None:
+    """Where in `name` the first pattern begins: of several devices that are named, the first is meant."""
+    return min((match.start() for pattern in patterns if (match := re.search(pattern, name))), default=None)
 
 
 def stack(devices: list[Device]) -> Device:

@@ -1,6 +1,7 @@
 """What is priced: a model, a device, how a framework computes, and candidate layouts as arrays with one entry each.
 
-Everything broadcasts: one model with half a million layouts (a search), or a thousand rows of different models and machines (an evaluation).
+Everything broadcasts: one model with half a million layouts (a search), or a thousand rows of different models and machines (an
+evaluation).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says."""
     at = job.layouts
     states = states or recipe_states(job)
-    most, first_layers, last_layers = stage_layers(job)
+    _, first_layers, last_layers = stage_layers(job)
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = rates["memory:activations"] * (1 - at.offload_activations)
@@ -140,7 +140,12 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     unit = (block - routed + routed / at.ep) / at.tp
     whole = width * (dense + experts)
     few = width * (ends / at.tp + 2 * unit) + (2 + framework.wire_reduce) * unit
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "gathered": np.where(stage >= 3, np.minimum(few, whole + 6 * unit), whole)}
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": np.where(stage >= 3, np.minimum(few, whole + 6 * unit), whole),
+    }
 
 
 def _keeps_all(job: Job) -> Numbers:

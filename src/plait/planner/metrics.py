@@ -33,9 +33,7 @@ def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors
     signed = predicted / measured - 1
     size = np.abs(signed)
     inside = (low <= measured) & (measured <= high)
-    return Errors(
-        len(size), *(float(x) for x in (np.median(size), size.mean(), np.quantile(size, 0.9), np.median(signed), inside.mean()))
-    )
+    return Errors(len(size), *(float(x) for x in (np.median(size), size.mean(), np.quantile(size, 0.9), np.median(signed), inside.mean())))
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,12 @@ def ranking(groups: Sequence[tuple[Array, Array]]) -> Ranking | None:
         return None
     three = np.array(third)
     return Ranking(
-        len(first), float((three <= 0.05).mean()), float(np.mean(first)), float(three.mean()), float(np.quantile(three, 0.95)), float(np.median(correlations))
+        len(first),
+        float((three <= 0.05).mean()),
+        float(np.mean(first)),
+        float(three.mean()),
+        float(np.quantile(three, 0.95)),
+        float(np.median(correlations)),
     )
 
 

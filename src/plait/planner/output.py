@@ -57,7 +57,8 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
     request = plan.request
     return {
         "cluster": {"device": str(request.cluster.device.name), "devices": request.cluster.devices,
-                    "devices_per_node": int(request.cluster.device.devices_per_node), "memory_bytes": float(request.cluster.device.memory_bytes)},
+                    "devices_per_node": int(request.cluster.device.devices_per_node),
+                    "memory_bytes": float(request.cluster.device.memory_bytes)},
         "model": str(request.model.architecture.name),
         "parameters": int(request.model.architecture.parameters),
         "global_batch": request.global_batch,

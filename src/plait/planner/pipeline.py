@@ -44,5 +44,14 @@ def in_flight_last(layouts: Layouts) -> Numbers:
     """The same for the last stage."""
     pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation
     one = np.ones_like(np.asarray(pp, dtype=float))
-    deepest = [one, np.asarray(m, dtype=float), one, 1 + (pp * (vpp - 1)) / vpp, one, 1 + (pp * (vpp - 1)) / vpp, np.asarray(pp, dtype=float), pp + 0.5]
+    deepest = [
+        one,
+        np.asarray(m, dtype=float),
+        one,
+        1 + (pp * (vpp - 1)) / vpp,
+        one,
+        1 + (pp * (vpp - 1)) / vpp,
+        np.asarray(pp, dtype=float),
+        pp + 0.5,
+    ]
     return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)

@@ -177,7 +177,7 @@ def _count(row: Row, key: str) -> int | None:
         number = float(value)
     except ValueError:
         return None
-    return max(int(round(number)), 1) if number > 0 else None
+    return max(round(number), 1) if number > 0 else None
 
 
 def _number(row: Row, key: str) -> float | None:
@@ -203,7 +203,8 @@ def _model(row: Row) -> Architecture:
         if known is None:
             missing = [name for name, value in sizes.items() if value is None]
             raise NotPriced(f"{', '.join(missing)} of the model not given, and {row.get('model_name') or 'it'} is not in the table")
-        return replace(known, positions=known.positions)
+        layers = sizes["layers"] or known.layers  # some tables cut a model's layers
+        return replace(known, layers=layers, dense_layers=min(known.dense_layers, layers))
     layers, hidden, heads = (int(sizes[name] or 0) for name in ("layers", "hidden", "heads"))
     kv_heads = _count(row, "n_kv_heads") or heads
     gated = _yes(row, "gated_mlp")
@@ -213,7 +214,19 @@ def _model(row: Row) -> Architecture:
     gated_value = int(gated if gated is not None else "gpt" not in text)
     tied = _yes(row, "tied_emb")
     head_dim = max(hidden // heads, 1)
-    found = Architecture(layers, hidden, heads, kv_heads, head_dim, ffn, vocab, gated=gated_value, tied=int(bool(tied)), bias=1 - gated_value, name=row.get("model_name"))
+    found = Architecture(
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        ffn,
+        vocab,
+        gated=gated_value,
+        tied=int(bool(tied)),
+        bias=1 - gated_value,
+        name=row.get("model_name"),
+    )
     if tied is None and billions is not None:
         both = {flag: abs(float(replace(found, tied=flag).parameters) - billions * 1e9) for flag in (0, 1)}
         found = replace(found, tied=min(both, key=lambda flag: both[flag]))
@@ -223,7 +236,7 @@ def _model(row: Row) -> Architecture:
 
 
 def _short_name(name: str) -> str:
-    return re.sub(r"\s*\(.*?\)", "", name).strip()
+    return re.sub(r"\s*\(.*?\)|\s+truncated.*|\s+w/.*", "", name).strip()
 
 
 def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> Architecture:

@@ -129,9 +129,7 @@ def plan(
     _check(request)
     calibration = calibration or uncalibrated()
     rates = merged(calibration)
-    space = build_space(
-        request.model.architecture, request.cluster, global_batch=request.global_batch, offers=request.offers, fixed=fixed
-    )
+    space = build_space(request.model.architecture, request.cluster, global_batch=request.global_batch, offers=request.offers, fixed=fixed)
     seconds, needed = _price(request, space, rates)
     room = float(request.cluster.device.memory_bytes)
     fits = needed <= room
@@ -285,9 +283,7 @@ def _spread_out(job: Job, count: int) -> Job:
     return replace(job, model=model, device=device, framework=one, sequence=full(job.sequence), precision=full(job.precision))
 
 
-def _shortages(
-    request: Request, space: Space, needed: NDArray[np.float64], room: float, rates: Rates
-) -> tuple[Shortage, ...]:
+def _shortages(request: Request, space: Space, needed: NDArray[np.float64], room: float, rates: Rates) -> tuple[Shortage, ...]:
     """For every (tp, pp, stage) of which nothing fits: what the smallest of it needs."""
     at = space.layouts
     key = (np.asarray(at.tp) * 4096 + np.asarray(at.pp)) * 4 + np.asarray(at.stage)
@@ -300,10 +296,14 @@ def _shortages(
     found = _estimate(request, at.take(smallest), rates).memory
     shortages = []
     for position, index in enumerate(smallest):
-        parts = sorted(((name, float(np.broadcast_to(value, len(smallest))[position])) for name, value in found.terms.items()), key=lambda p: -p[1])
+        parts = sorted(
+            ((name, float(np.broadcast_to(value, len(smallest))[position])) for name, value in found.terms.items()), key=lambda p: -p[1]
+        )
         one = at.at(int(index))
         pipeline = f" pp={one['pp']}" if request.offers.pipeline else ""
         shortages.append(
-            Shortage(f"tp={one['tp']}{pipeline} stage={one['stage']}", int(counts[key[index]]), float(needed[index]), room, tuple(parts[:3]))
+            Shortage(
+                f"tp={one['tp']}{pipeline} stage={one['stage']}", int(counts[key[index]]), float(needed[index]), room, tuple(parts[:3])
+            )
         )
     return tuple(shortages)

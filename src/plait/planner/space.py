@@ -50,7 +50,9 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
         name, _, value = (part.strip() for part in text.partition("="))
         key = _OTHER_NAMES.get(name, name)
         if key not in FIXABLE or not value:
-            raise ConfigError(Problem(text, None, "not a field of a layout with a value", f"use one of {', '.join(FIXABLE)}, for example tp=4"))
+            raise ConfigError(
+                Problem(text, None, "not a field of a layout with a value", f"use one of {', '.join(FIXABLE)}, for example tp=4")
+            )
         words = {"schedule": SCHEDULES, "recompute": RECOMPUTE}.get(key)
         if words is not None:
             if value not in words:
@@ -126,10 +128,8 @@ def _stages(model: Architecture, ranks: int, offers: Offers, fixed: Mapping[str,
                 _note(excluded, f"pp = {pp}", f"a stage has at least one layer, and the model has {model.layers}")
         elif ranks % pp:
             _note(excluded, f"pp = {pp}", f"{ranks} devices are left for it and {ranks} % {pp} = {ranks % pp}")
-        elif pp == 1 or -(-model.layers // pp) * (pp - 1) < model.layers:  # else the last stage would be empty
+        else:
             found.append(pp)
-        elif "pp" in fixed:
-            _note(excluded, f"pp = {pp}", f"{model.layers} layers in stages of {-(-model.layers // pp)} leave the last stage empty")
     return found
 
 
@@ -146,9 +146,7 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
         else:
             chunks = [1]
         found += [(SCHEDULES.index(name), v) for v in chunks]
-    return [
-        (schedule, v) for schedule, v in found if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", v) == v
-    ]
+    return [(schedule, v) for schedule, v in found if fixed.get("schedule", schedule) == schedule and fixed.get("vpp", v) == v]
 
 
 def _shards(dp: int, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
@@ -177,7 +175,11 @@ def _add(
     if global_batch % dp:
         below, above = global_batch // dp * dp, (global_batch // dp + 1) * dp
         working = f"{below} or {above}" if below else f"{above}"
-        _note(excluded, f"tp x pp = {tp * pp}", f"a batch of {global_batch} over {dp} data-parallel ranks: {global_batch} % {dp} = {global_batch % dp}; {working} divide")
+        _note(
+            excluded,
+            f"tp x pp = {tp * pp}",
+            f"a batch of {global_batch} over {dp} data-parallel ranks: {global_batch} % {dp} = {global_batch % dp}; {working} divide",
+        )
         return
     per_rank = global_batch // dp
     micros = [fixed["micro_batch"]] if "micro_batch" in fixed else [b for b in MICRO_BATCHES if b <= per_rank and per_rank % b == 0]
@@ -197,7 +199,8 @@ def _add(
     if not (schedules and shards and sequence and recompute and offload):
         return
     axes = [np.arange(len(schedules)), np.arange(len(shards)), sequence, recompute, offload, enough]
-    grid = [part.ravel() for part in np.meshgrid(*axes, indexing="ij")]
+    mesh: list[Any] = list(np.meshgrid(*axes, indexing="ij"))
+    grid = [part.ravel() for part in mesh]
     schedule, chunk = (np.array(x)[grid[0]] for x in zip(*schedules, strict=True))
     stage, replicate, shard = (np.array(x)[grid[1]] for x in zip(*shards, strict=True))
     count = len(grid[0])

@@ -1,5 +1,5 @@
-"""Model states of Plait itself, to the byte, from the techniques' own accounts: the ledger is asked for the embedding, one block and the head,
-and a stage is the sum of what it holds.
+"""Model states of Plait itself, to the byte, from the techniques' own accounts: the ledger is asked for the embedding, one block and the
+head, and a stage is the sum of what it holds.
 
 The facts are written from an Architecture, so no model is built; tests compare them with those of the Transformers model.
 """
@@ -45,7 +45,10 @@ def block_parameters(model: Architecture, *, experts: bool = False) -> list[tupl
     if model.qk_norm:
         found += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
     if experts:
-        found += [("experts.gate_up", (model.experts, 2 * model.expert_ffn, h), None), ("experts.down", (model.experts, h, model.expert_ffn), None)]
+        found += [
+            ("experts.gate_up", (model.experts, 2 * model.expert_ffn, h), None),
+            ("experts.down", (model.experts, h, model.expert_ffn), None),
+        ]
         found.append(("router", (model.experts, h), None))
         if model.shared_ffn:
             found += [("shared.up", (2 * model.shared_ffn, h), None), ("shared.down", (h, model.shared_ffn), None)]
@@ -61,7 +64,9 @@ def block_parameters(model: Architecture, *, experts: bool = False) -> list[tupl
     return found + [(f"norm{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in leaves]
 
 
-def end_parameters(model: Architecture) -> tuple[list[tuple[str, tuple[int, ...], int | None]], list[tuple[str, tuple[int, ...], int | None]]]:
+def end_parameters(
+    model: Architecture,
+) -> tuple[list[tuple[str, tuple[int, ...], int | None]], list[tuple[str, tuple[int, ...], int | None]]]:
     """The same of the embedding, and of the final norm and the head. A tied head is with the embedding."""
     first: list[tuple[str, tuple[int, ...], int | None]] = [("embedding", (model.vocab, model.hidden), 0)]
     if model.positions:

@@ -86,7 +86,9 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     }
     compute = sum(terms[name] for name in ("products", "attention", "elementwise", "recompute", "head", "host"))
     parameters = rank_parameters(job)
-    exposed, slowed = _data_traffic(job, rates, parameters, compute, layers * (layer.backward + wait * 0.5), layers * (layer.forward + wait * 0.5))
+    exposed, slowed = _data_traffic(
+        job, rates, parameters, compute, layers * (layer.backward + wait * 0.5), layers * (layer.forward + wait * 0.5)
+    )
     terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, rates, compute)}
     sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
