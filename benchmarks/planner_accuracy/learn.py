@@ -55,13 +55,27 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = ()) -> Knowledge:
     names = tuple(name for name in fitting.TIME_NAMES if name != "overall")
     weights = _weights(time.sources)
     first = fitting.fit(
-        fitting.time_of(time.job), np.log(time.values), names, known=base.constants, spread=_TIME_NOISE,
-        weights=weights, groups=time.groups, group_width=_OWN_OFFSET, rounds=25,
-    )  # fmt: skip
+        fitting.time_of(time.job),
+        np.log(time.values),
+        names,
+        known=base.constants,
+        spread=_TIME_NOISE,
+        weights=weights,
+        groups=time.groups,
+        group_width=_OWN_OFFSET,
+        rounds=25,
+    )
     second = fitting.fit(
-        fitting.memory_of(memory.job, memory.kinds), np.log(memory.values), fitting.MEMORY_NAMES, known=base.constants,
-        spread=_MEMORY_NOISE, weights=_weights(memory.sources), groups=memory.groups, group_width=0.08, rounds=25,
-    )  # fmt: skip
+        fitting.memory_of(memory.job, memory.kinds),
+        np.log(memory.values),
+        fitting.MEMORY_NAMES,
+        known=base.constants,
+        spread=_MEMORY_NOISE,
+        weights=_weights(memory.sources),
+        groups=memory.groups,
+        group_width=0.08,
+        rounds=25,
+    )
     constants = {}
     for name, constant in base.constants.items():
         found = second if name.startswith("memory:") else first

@@ -84,14 +84,36 @@ def plan(
 
     wishes = [(text, parse_fixed([text])) for text in why or () if text != "neighbours"]
     request, base, notes = read_request(
-        file=file, model=model, gpus=gpus, gpu=gpu, per_node=per_node, cluster=cluster, batch=batch, seq=seq, precision=precision,
-        compiled=compiled, memory_gib=memory_gib, network=network, everything=everything,
-    )  # fmt: skip
+        file=file,
+        model=model,
+        gpus=gpus,
+        gpu=gpu,
+        per_node=per_node,
+        cluster=cluster,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        compiled=compiled,
+        memory_gib=memory_gib,
+        network=network,
+        everything=everything,
+    )
     if everything and out is not None:
         raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
     calibration = read_calibration(calibrate, request)
-    _plan(request, base, notes, fixed=parse_fixed(fix or []), wishes=wishes, neighbours="neighbours" in (why or ()),
-          calibration=calibration, sensitive=sensitivity, top=top, out=out, json_=json_)  # fmt: skip
+    _plan(
+        request,
+        base,
+        notes,
+        fixed=parse_fixed(fix or []),
+        wishes=wishes,
+        neighbours="neighbours" in (why or ()),
+        calibration=calibration,
+        sensitive=sensitivity,
+        top=top,
+        out=out,
+        json_=json_,
+    )
 
 
 def _plan(

@@ -56,16 +56,19 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
     """Every predicted term of a choice, for whoever compares it with what is measured."""
     request = plan.request
     return {
-        "cluster": {"device": str(request.cluster.device.name), "devices": request.cluster.devices,
-                    "devices_per_node": int(request.cluster.device.devices_per_node),
-                    "memory_bytes": float(request.cluster.device.memory_bytes)},
+        "cluster": {
+            "device": str(request.cluster.device.name),
+            "devices": request.cluster.devices,
+            "devices_per_node": int(request.cluster.device.devices_per_node),
+            "memory_bytes": float(request.cluster.device.memory_bytes),
+        },
         "model": str(request.model.architecture.name),
         "parameters": int(request.model.architecture.parameters),
         "global_batch": request.global_batch,
         "sequence": request.sequence,
         "precision": request.precision,
         **choice_as_json(choice),
-    }  # fmt: skip
+    }
 
 
 def choice_as_json(choice: Choice) -> dict[str, Any]:
@@ -75,15 +78,25 @@ def choice_as_json(choice: Choice) -> dict[str, Any]:
     return {
         "layout": layout,
         "step": {
-            "seconds": choice.seconds, "low_90": choice.seconds_low, "high_90": choice.seconds_high,
-            "tokens_per_second": choice.tokens_per_second, "mfu": choice.mfu, "terms_seconds": dict(choice.terms), "meaning": TERMS,
+            "seconds": choice.seconds,
+            "low_90": choice.seconds_low,
+            "high_90": choice.seconds_high,
+            "tokens_per_second": choice.tokens_per_second,
+            "mfu": choice.mfu,
+            "terms_seconds": dict(choice.terms),
+            "meaning": TERMS,
         },
         "memory": {
-            "allocated_bytes": choice.allocated, "reserved_bytes": choice.reserved, "needed_bytes": choice.needed,
-            "needed_high_90_bytes": choice.needed_high, "fit_probability": choice.fit_probability, "peak_moment": choice.moment,
-            "terms_bytes": dict(choice.memory_terms), "meaning": MEMORY_TERMS,
+            "allocated_bytes": choice.allocated,
+            "reserved_bytes": choice.reserved,
+            "needed_bytes": choice.needed,
+            "needed_high_90_bytes": choice.needed_high,
+            "fit_probability": choice.fit_probability,
+            "peak_moment": choice.moment,
+            "terms_bytes": dict(choice.memory_terms),
+            "meaning": MEMORY_TERMS,
         },
-    }  # fmt: skip
+    }
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import ConfigError, InputError, Problem
-from plait.planner.architecture import Architecture, Model
+from plait.planner.architecture import Architecture
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.constants import Rates
 from plait.planner.estimate import Estimate, estimate
@@ -23,6 +23,7 @@ from plait.planner.hardware import PRECISIONS, Cluster
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.memory import MOMENTS
 from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.models import Model
 from plait.planner.offers import EVERYTHING, Offers, offered
 from plait.planner.space import Excluded, Space, build_space
 from plait.planner.states import account_states

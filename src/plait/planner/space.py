@@ -205,10 +205,22 @@ def _add(
     stage, replicate, shard = (np.array(x)[grid[1]] for x in zip(*shards, strict=True))
     count = len(grid[0])
     values = {
-        "pp": np.full(count, pp), "schedule": schedule, "vpp": chunk, "tp": np.full(count, tp), "sp": grid[2], "cp": np.ones(count, int),
-        "ep": np.ones(count, int), "dp_replicate": replicate, "dp_shard": shard, "stage": stage, "recompute": grid[3],
-        "recompute_share": np.ones(count), "offload": grid[4], "offload_activations": np.zeros(count), "micro_batch": grid[5],
+        "pp": np.full(count, pp),
+        "schedule": schedule,
+        "vpp": chunk,
+        "tp": np.full(count, tp),
+        "sp": grid[2],
+        "cp": np.ones(count, int),
+        "ep": np.ones(count, int),
+        "dp_replicate": replicate,
+        "dp_shard": shard,
+        "stage": stage,
+        "recompute": grid[3],
+        "recompute_share": np.ones(count),
+        "offload": grid[4],
+        "offload_activations": np.zeros(count),
+        "micro_batch": grid[5],
         "accumulation": per_rank // grid[5],
-    }  # fmt: skip
+    }
     for name, value in values.items():
         columns[name].append(value)

@@ -36,8 +36,17 @@ def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.
     out = tmp_path / "deep" / "run.json"
     assert run(*ASKED, "--why", "tp=8", "--why", "tp=3", "--sensitivity", "--out", out) == 0
     shown = capsys.readouterr().out
-    for text in ("llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100", "layouts priced", "matrix products of the layers", "memory at its peak",
-                 "why not tp=8 is", "why not tp=3 cannot be: 16 devices and 16 % 3 = 1", "twice the memory", "of 79.1 GiB", f"plait train {out}"):  # fmt: skip
+    for text in (
+        "llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100",
+        "layouts priced",
+        "matrix products of the layers",
+        "memory at its peak",
+        "why not tp=8 is",
+        "why not tp=3 cannot be: 16 devices and 16 % 3 = 1",
+        "twice the memory",
+        "of 79.1 GiB",
+        f"plait train {out}",
+    ):
         assert text in shown, text
     assert resolve(load(out), world_size=16).batch.train_batch_size == 64
     assert json.loads(out.with_suffix(".plan.json").read_text())["cluster"]["devices"] == 16

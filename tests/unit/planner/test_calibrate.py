@@ -13,8 +13,18 @@ def rows(count=24):
     found = []
     for index in range(count):
         tp, pp = (1, 2, 4, 8)[index % 4], (1, 2)[index // 4 % 2]
-        found.append({**ROW, "id": f"X-{index}", "tp": str(tp), "pp": str(pp), "gpus_total": "32", "micro_batch": str((1, 2)[index // 8 % 2]),
-                      "hidden": str((2048, 4096, 5120)[index % 3]), "ffn_hidden": str(4 * (2048, 4096, 5120)[index % 3])})  # fmt: skip
+        found.append(
+            {
+                **ROW,
+                "id": f"X-{index}",
+                "tp": str(tp),
+                "pp": str(pp),
+                "gpus_total": "32",
+                "micro_batch": str((1, 2)[index // 8 % 2]),
+                "hidden": str((2048, 4096, 5120)[index % 3]),
+                "ffn_hidden": str(4 * (2048, 4096, 5120)[index % 3]),
+            }
+        )
     return found
 
 

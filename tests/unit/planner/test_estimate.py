@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.planner.architecture import Model, named
 from plait.planner.constants import Rates, knowledge, unlearned
 from plait.planner.estimate import estimate
 from plait.planner.frameworks import framework
 from plait.planner.hardware import PRECISIONS, cluster, device
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
 from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.models import Model, named
 from plait.planner.search import Request, job_of
 from plait.planner.step import TERMS
 from plait.planner.traffic import collective_seconds, group
@@ -33,11 +33,19 @@ def job(model="llama-3-8b", gpu="h100", gpus=64, sequence=4096, precision="bf16"
     return job_of(found, layouts(**fields))
 
 
-LAYOUTS = st.fixed_dictionaries({
-    "tp": st.sampled_from([1, 2, 4, 8]), "pp": st.sampled_from([1, 2, 4]), "dp_shard": st.sampled_from([1, 2, 8]), "dp_replicate": st.sampled_from([1, 4]),
-    "stage": st.sampled_from([0, 1, 2, 3]), "recompute": st.sampled_from([0, 1, 2, 3]), "micro_batch": st.sampled_from([1, 3]),
-    "accumulation": st.sampled_from([4, 16]), "sp": st.sampled_from([0, 1]),
-})  # fmt: skip
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "tp": st.sampled_from([1, 2, 4, 8]),
+        "pp": st.sampled_from([1, 2, 4]),
+        "dp_shard": st.sampled_from([1, 2, 8]),
+        "dp_replicate": st.sampled_from([1, 4]),
+        "stage": st.sampled_from([0, 1, 2, 3]),
+        "recompute": st.sampled_from([0, 1, 2, 3]),
+        "micro_batch": st.sampled_from([1, 3]),
+        "accumulation": st.sampled_from([4, 16]),
+        "sp": st.sampled_from([0, 1]),
+    }
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,8 +122,15 @@ def test_an_all_reduce_is_two_ways():
 
 def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
     """Activations of the first stage, fp16 and dropout and unfused attention, as arXiv 2205.05198 counts them."""
-    at = layouts(tp=tp, pp=pp, vpp=vpp, schedule=SCHEDULES.index("interleaved" if vpp > 1 else "1f1b") if pp > 1 else 0,
-                 micro_batch=micro_batch, accumulation=64, **fields)  # fmt: skip
+    at = layouts(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        schedule=SCHEDULES.index("interleaved" if vpp > 1 else "1f1b") if pp > 1 else 0,
+        micro_batch=micro_batch,
+        accumulation=64,
+        **fields,
+    )
     found = Job(named(model), device("a100"), framework("Megatron-LM"), at, 2048, PRECISIONS.index("fp16"))
     plain = Rates({**unlearned().rates.values})
     return one(estimate(found, plain).memory.terms["activations"]) / GIB
@@ -124,9 +139,13 @@ def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
 @pytest.mark.parametrize(
     ("model", "tp", "pp", "vpp", "micro_batch", "plain", "selective"),
     # none, and selective recomputation with sequence parallelism: figures 1 and 7 of arXiv 2205.05198, in GiB
-    [("megatron-22b", 8, 1, 1, 4, 59.25, 9.56), ("gpt3-175b", 8, 8, 3, 1, 66.84, 12.35), ("megatron-530b", 8, 35, 3, 1, 114.0, 23.08),
-     ("megatron-1t", 8, 64, 1, 1, 131.25, 26.56)],
-)  # fmt: skip
+    [
+        ("megatron-22b", 8, 1, 1, 4, 59.25, 9.56),
+        ("gpt3-175b", 8, 8, 3, 1, 66.84, 12.35),
+        ("megatron-530b", 8, 35, 3, 1, 114.0, 23.08),
+        ("megatron-1t", 8, 64, 1, 1, 131.25, 26.56),
+    ],
+)
 def test_activations_of_the_megatron_paper(model, tp, pp, vpp, micro_batch, plain, selective):
     assert korthikanti(model, tp, pp, vpp, micro_batch) == pytest.approx(plain, rel=0.1)
     assert korthikanti(model, tp, pp, vpp, micro_batch, sp=1, recompute=RECOMPUTE.index("selective")) == pytest.approx(selective, rel=0.1)

@@ -20,11 +20,29 @@ def test_every_entry_is_plausible(name):
 
 @pytest.mark.parametrize(
     ("written", "name"),
-    [("H100-80GB-SXM", "h100"), ("NVIDIA H100 80GB HBM3", "h100"), ("H100-96GB-HBM2e-500W", "h100-hbm2e"), ("H100-95GB-HBM2e (lower TDP)", "h100-hbm2e"),
-     ("GH200 (H100-96GB)", "gh200"), ("A100-40GB-SXM", "a100-40gb"), ("A100-80GB (DGX)", "a100"), ("A800-80GB", "a800"), ("V100-32GB-SXM2", "v100-32gb"),
-     ("V100-16GB-SXM2", "v100-16gb"), ("GB200 (inferred)", "gb200"), ("B200 (power limited)", "b200-limited"), ("B200-SXM", "b200"), ("GB300", "gb300"),
-     ("MI300X-192GB", "mi300x"), ("MI355X", "mi355x"), ("H200-141GB", "h200"), ("H800", "h800"), ("B200 (printed H200)", "b200"), ("cpu", "cpu")],
-)  # fmt: skip
+    [
+        ("H100-80GB-SXM", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100-96GB-HBM2e-500W", "h100-hbm2e"),
+        ("H100-95GB-HBM2e (lower TDP)", "h100-hbm2e"),
+        ("GH200 (H100-96GB)", "gh200"),
+        ("A100-40GB-SXM", "a100-40gb"),
+        ("A100-80GB (DGX)", "a100"),
+        ("A800-80GB", "a800"),
+        ("V100-32GB-SXM2", "v100-32gb"),
+        ("V100-16GB-SXM2", "v100-16gb"),
+        ("GB200 (inferred)", "gb200"),
+        ("B200 (power limited)", "b200-limited"),
+        ("B200-SXM", "b200"),
+        ("GB300", "gb300"),
+        ("MI300X-192GB", "mi300x"),
+        ("MI355X", "mi355x"),
+        ("H200-141GB", "h200"),
+        ("H800", "h800"),
+        ("B200 (printed H200)", "b200"),
+        ("cpu", "cpu"),
+    ],
+)
 def test_names_of_published_tables(written, name):
     assert device(written).name == name
 

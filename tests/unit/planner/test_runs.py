@@ -3,14 +3,40 @@ import pytest
 
 from plait.errors import InputError
 from plait.planner.job import RECOMPUTE, SCHEDULES
-from plait.planner.runs import measured_bytes, measured_seconds, network_bandwidth, read_rows, read_runs
+from plait.planner.row import network_bandwidth
+from plait.planner.runs import measured_bytes, measured_seconds, read_rows, read_runs
 
 ROW = {
-    "id": "X-1", "model_name": "thing", "n_layers": "32", "hidden": "4096", "n_heads": "32", "n_kv_heads": "8", "ffn_hidden": "14336", "vocab": "128256",
-    "gated_mlp": "y", "tied_emb": "n", "gpu": "H100-80GB-SXM", "gpus_total": "16", "gpus_per_node": "8", "precision": "bf16", "seq_len": "4096",
-    "global_batch": "64", "micro_batch": "1", "tp": "2", "sp": "y", "pp": "2", "vpp": "1", "cp": "1", "ep": "1", "dp": "4",
-    "zero_or_fsdp": "ZeRO-1", "recompute": "none", "framework": "Megatron-LM", "status": "ok", "step_time_s": "2.0",
-}  # fmt: skip
+    "id": "X-1",
+    "model_name": "thing",
+    "n_layers": "32",
+    "hidden": "4096",
+    "n_heads": "32",
+    "n_kv_heads": "8",
+    "ffn_hidden": "14336",
+    "vocab": "128256",
+    "gated_mlp": "y",
+    "tied_emb": "n",
+    "gpu": "H100-80GB-SXM",
+    "gpus_total": "16",
+    "gpus_per_node": "8",
+    "precision": "bf16",
+    "seq_len": "4096",
+    "global_batch": "64",
+    "micro_batch": "1",
+    "tp": "2",
+    "sp": "y",
+    "pp": "2",
+    "vpp": "1",
+    "cp": "1",
+    "ep": "1",
+    "dp": "4",
+    "zero_or_fsdp": "ZeRO-1",
+    "recompute": "none",
+    "framework": "Megatron-LM",
+    "status": "ok",
+    "step_time_s": "2.0",
+}
 
 
 def layout(**changes):
@@ -33,9 +59,19 @@ def test_a_complete_row_is_read():
 
 @pytest.mark.parametrize(
     ("text", "stage", "shard"),
-    [("FSDP FULL_SHARD", 3, 4), ("FSDP SHARD_GRAD_OP", 2, 4), ("ZeRO-1 sharded within 2 DP ranks", 1, 2), ("none (DDP)", 0, 1), ("ZeRO-3", 3, 4),
-     ("FSDP2", 3, 4), ("ZeRO-1 (distributed optimizer)", 1, 4), ("", 1, 4), ("DistributedOptimizer (ZeRO-1)", 1, 4), ("ZeRO-2", 2, 4)],
-)  # fmt: skip
+    [
+        ("FSDP FULL_SHARD", 3, 4),
+        ("FSDP SHARD_GRAD_OP", 2, 4),
+        ("ZeRO-1 sharded within 2 DP ranks", 1, 2),
+        ("none (DDP)", 0, 1),
+        ("ZeRO-3", 3, 4),
+        ("FSDP2", 3, 4),
+        ("ZeRO-1 (distributed optimizer)", 1, 4),
+        ("", 1, 4),
+        ("DistributedOptimizer (ZeRO-1)", 1, 4),
+        ("ZeRO-2", 2, 4),
+    ],
+)
 def test_sharding_as_tables_write_it(text, stage, shard):
     at = layout(zero_or_fsdp=text)
     assert (at["stage"], at["dp_shard"], at["dp_shard"] * at["dp_replicate"]) == (stage, shard, 4)
@@ -43,9 +79,16 @@ def test_sharding_as_tables_write_it(text, stage, shard):
 
 @pytest.mark.parametrize(
     ("text", "kind", "share"),
-    [("none", "none", 1.0), ("", "none", 1.0), ("full", "full", 1.0), ("selective", "selective", 1.0), ("selective (per-op SAC)", "operators", 1.0),
-     ("selective layer (every 2nd)", "full", 0.5), ("full on 5 layers (recompute_num_layers=5)", "full", 5 / 32)],
-)  # fmt: skip
+    [
+        ("none", "none", 1.0),
+        ("", "none", 1.0),
+        ("full", "full", 1.0),
+        ("selective", "selective", 1.0),
+        ("selective (per-op SAC)", "operators", 1.0),
+        ("selective layer (every 2nd)", "full", 0.5),
+        ("full on 5 layers (recompute_num_layers=5)", "full", 5 / 32),
+    ],
+)
 def test_recomputation_as_tables_write_it(text, kind, share):
     at = layout(recompute=text)
     assert at["recompute"] == RECOMPUTE.index(kind) and at["recompute_share"] == pytest.approx(share)
@@ -60,18 +103,41 @@ def test_what_is_left_open_is_tried():
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({"n_layers": "", "hidden": ""}, "not in the table"), ({"gpu": "TPUv4"}, "not in the catalogue"), ({"seq_len": ""}, "seq_len is not given"),
-     ({"gpus_total": "15"}, "does not divide 15"), ({"global_batch": "", "micro_batch": ""}, "neither global_batch nor micro_batch"),
-     ({"tp": ""}, "tp is not given"), ({"pp": "64", "gpus_total": "128"}, "64 stages and 32 layers"), ({"gpu": "V100-32GB", "precision": "fp8"}, "has no fp8"),
-     ({"moe": "hybrid Mamba-MoE"}, "Mamba"), ({"moe": "MoE"}, "experts 'MoE'"), ({"gpus_total": ""}, "gpus_total is not given")],
-)  # fmt: skip
+    [
+        ({"n_layers": "", "hidden": ""}, "not in the table"),
+        ({"gpu": "TPUv4"}, "not in the catalogue"),
+        ({"seq_len": ""}, "seq_len is not given"),
+        ({"gpus_total": "15"}, "does not divide 15"),
+        ({"global_batch": "", "micro_batch": ""}, "neither global_batch nor micro_batch"),
+        ({"tp": ""}, "tp is not given"),
+        ({"pp": "64", "gpus_total": "128"}, "64 stages and 32 layers"),
+        ({"gpu": "V100-32GB", "precision": "fp8"}, "has no fp8"),
+        ({"moe": "hybrid Mamba-MoE"}, "Mamba"),
+        ({"moe": "MoE"}, "experts 'MoE'"),
+        ({"gpus_total": ""}, "gpus_total is not given"),
+    ],
+)
 def test_rows_that_cannot_be_priced_say_why(changes, expected):
     assert expected in reason(**changes)
 
 
 def test_a_known_model_needs_no_sizes():
-    runs = read_runs([{**ROW, "model_name": "DeepSeekV3 (tokendrop)", "n_layers": "", "hidden": "", "n_heads": "", "moe": "256/8", "tp": "1", "pp": "1",
-                       "ep": "8", "gpus_total": "64"}])  # fmt: skip
+    runs = read_runs(
+        [
+            {
+                **ROW,
+                "model_name": "DeepSeekV3 (tokendrop)",
+                "n_layers": "",
+                "hidden": "",
+                "n_heads": "",
+                "moe": "256/8",
+                "tp": "1",
+                "pp": "1",
+                "ep": "8",
+                "gpus_total": "64",
+            }
+        ]
+    )
     assert int(runs.variants[0].model.experts) == 256
     cut = read_runs(
         [{**ROW, "model_name": "deepseekv3 truncated to 4 layers", "n_layers": "4", "hidden": "", "n_heads": "", "tp": "1", "pp": "1"}]
@@ -81,9 +147,15 @@ def test_a_known_model_needs_no_sizes():
 
 @pytest.mark.parametrize(
     ("text", "gb_s"),
-    [("8x200Gbps HDR IB per node (Selene)", 25), ("4 Omni-Path (OPA 100) links per node, NVLink", 6.25), ("IBM Cloud, 3.2 Tbps RoCE", 50),
-     ("A100: 1600 Gbps RoCE/node (section title)", 25), ("4x100Gb RoCE inter-node", 6.25), ("AWS EFA 400 Gb/s per node", 6.25)],
-)  # fmt: skip
+    [
+        ("8x200Gbps HDR IB per node (Selene)", 25),
+        ("4 Omni-Path (OPA 100) links per node, NVLink", 6.25),
+        ("IBM Cloud, 3.2 Tbps RoCE", 50),
+        ("A100: 1600 Gbps RoCE/node (section title)", 25),
+        ("4x100Gb RoCE inter-node", 6.25),
+        ("AWS EFA 400 Gb/s per node", 6.25),
+    ],
+)
 def test_networks_as_tables_write_them(text, gb_s):
     assert network_bandwidth(text, 8) == pytest.approx(gb_s * 1e9)
 

@@ -7,8 +7,8 @@ import pytest
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 from plait.planner import explain, output
-from plait.planner.architecture import find_model
 from plait.planner.hardware import cluster
+from plait.planner.models import find_model
 from plait.planner.offers import EVERYTHING, offered
 from plait.planner.search import Request, plan, price
 from plait.planner.space import build_space, divisors, parse_fixed

@@ -11,9 +11,9 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.precision import Precision
 from plait.parallel.tensor import TensorParallel
-from plait.planner.architecture import from_config
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
+from plait.planner.models import from_config
 from plait.planner.search import Request, job_of
 from plait.planner.states import account_states
 
@@ -21,17 +21,39 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SMALL = {
-    "llama": dict(hidden_size=96, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, vocab_size=211),
-    "qwen2": dict(hidden_size=96, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, vocab_size=211,
-                  tie_word_embeddings=True),
-    "qwen3": dict(hidden_size=96, intermediate_size=176, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, vocab_size=211, head_dim=16),
-    "gpt2": dict(n_embd=96, n_layer=3, n_head=8, n_inner=200, vocab_size=211, n_positions=64),
-}  # fmt: skip
+    "llama": {
+        "hidden_size": 96,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 211,
+    },
+    "qwen2": {
+        "hidden_size": 96,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 211,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "hidden_size": 96,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 211,
+        "head_dim": 16,
+    },
+    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 8, "n_inner": 200, "vocab_size": 211, "n_positions": 64},
+}
 
 
 def request_for(kind):
     fields = {"model_type": kind, **SMALL[kind]}
-    from plait.planner.architecture import Model
+    from plait.planner.models import Model
 
     return Request(Model(from_config(fields), {"config": fields}), cluster("h100", 8), 64, 32)
 

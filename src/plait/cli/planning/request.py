@@ -33,7 +33,7 @@ def read_request(
     everything: bool,
 ) -> tuple[Request, dict[str, Any], list[str]]:
     """(what is planned, the configuration that it changes, what was assumed). Raises InputError for what is missing or cannot be."""
-    from plait.planner.architecture import Model, find_model, from_config
+    from plait.planner.models import Model, find_model, from_config
     from plait.planner.search import Request
 
     base: dict[str, Any] = {}

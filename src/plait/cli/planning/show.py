@@ -106,13 +106,14 @@ def print_nothing_fits(found: Plan) -> None:
 def print_names() -> None:
     """Models and GPUs that have names."""
     from plait.cli.planning.tables import print_table
-    from plait.planner import architecture, hardware
+    from plait.planner import hardware
+    from plait.planner import models as known
     from plait.units import GIB, format_count
 
     console = _console()
     models = []
-    for name in architecture.names():
-        one = architecture.named(name)
+    for name in known.names():
+        one = known.named(name)
         assert one is not None
         models.append(
             [name, format_count(float(one.parameters)), f"{one.layers} x {one.hidden}, {one.heads} heads, vocabulary {one.vocab}"]

@@ -5,16 +5,25 @@ import numpy as np
 import pytest
 
 from plait.errors import ConfigError, InputError
-from plait.planner import architecture
-from plait.planner.architecture import find_model, from_config, named, to_config
+from plait.planner import architecture, models
+from plait.planner.models import find_model, from_config, named, to_config
 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
     # what the papers and model cards print
-    [("gpt3-175b", 174.6), ("llama-3-8b", 8.0303), ("llama-3-70b", 70.554), ("llama-3-405b", 405.85), ("llama-2-7b", 6.738),
-     ("mixtral-8x7b", 46.70), ("qwen2.5-72b", 72.7), ("megatron-1t", 1008), ("deepseek-v3", 671)],
-)  # fmt: skip
+    [
+        ("gpt3-175b", 174.6),
+        ("llama-3-8b", 8.0303),
+        ("llama-3-70b", 70.554),
+        ("llama-3-405b", 405.85),
+        ("llama-2-7b", 6.738),
+        ("mixtral-8x7b", 46.70),
+        ("qwen2.5-72b", 72.7),
+        ("megatron-1t", 1008),
+        ("deepseek-v3", 671),
+    ],
+)
 def test_published_parameter_counts(name, billions):
     found = named(name)
     assert float(found.parameters) / 1e9 == pytest.approx(billions, rel=0.002)
@@ -38,8 +47,14 @@ FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"]
 def test_counts_are_those_of_transformers(kind):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    name = {"gpt2": "gpt2", "llama": "tinyllama-1.1b", "mistral": "mistral-7b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b",
-            "mixtral": "mixtral-8x7b"}[kind]  # fmt: skip
+    name = {
+        "gpt2": "gpt2",
+        "llama": "tinyllama-1.1b",
+        "mistral": "mistral-7b",
+        "qwen2": "qwen2.5-0.5b",
+        "qwen3": "qwen3-0.6b",
+        "mixtral": "mixtral-8x7b",
+    }[kind]
     found = replace(named(name), layers=2)
     config = transformers.AutoConfig.for_model(**to_config(found, positions=128))
     with torch.device("meta"):
@@ -48,7 +63,7 @@ def test_counts_are_those_of_transformers(kind):
     assert sum(p.numel() for p in model.parameters()) == replace(found, positions=positions).parameters
 
 
-@pytest.mark.parametrize("name", architecture.names())
+@pytest.mark.parametrize("name", models.names())
 def test_a_table_entry_and_its_configuration_are_the_same_model(name):
     found = named(name)
     if name in ("gpt-oss-120b", "bloom-176b"):
