@@ -138,7 +138,9 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *
     assumed = [part.variants[pick].assumed for pick in picks]
     # What a row leaves open adds to the uncertainty of its prediction.
     open_questions = np.array([0.08 * min(len(notes), 2) for notes in assumed])
-    time_spread = np.sqrt(time_spread**2 + open_questions**2)
+    nodes = np.maximum(job.layouts.world / job.device.devices_per_node, 1)
+    noise = job.framework.noise + job.framework.noise_doubling * np.log2(nodes)
+    time_spread = np.sqrt(time_spread**2 + open_questions**2 + noise**2)
     memory_spread = np.sqrt(deviation(memory_of(job, kinds), calibration.memory, job) ** 2 + open_questions**2)
     total_spread = np.sqrt(deviation(memory_of(job, ["total"] * len(rows)), calibration.memory, job) ** 2 + open_questions**2)
     seconds = np.broadcast_to(np.asarray(result.seconds, float), shape)

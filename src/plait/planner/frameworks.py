@@ -47,6 +47,8 @@ class Framework:
     whole_inputs: Numbers
     norms: Numbers
     slack: Numbers
+    noise: Numbers
+    noise_doubling: Numbers
     step_bytes: Numbers
     """Bytes that the optimizer step moves a parameter."""
 
@@ -94,6 +96,8 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16") 
         whole_inputs=entry.get("whole_inputs", 0),
         norms=entry["norms"],
         slack=entry["slack"],
+        noise=entry.get("noise", 0.0),
+        noise_doubling=entry.get("noise_doubling", 0.0),
         step_bytes=entry["optimizer"],
     )
 

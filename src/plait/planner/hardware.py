@@ -45,6 +45,8 @@ class Device:
     """Devices that this link joins."""
     nic_bandwidth: Numbers
     """To other domains, bytes/s per device."""
+    network_step: Numbers
+    """Seconds of one step of a ring between domains: 14 us with NCCL over InfiniBand (`src/graph/tuning.cc`)."""
     host_bandwidth: Numbers
     units: Numbers
     devices_per_node: Numbers
@@ -88,6 +90,7 @@ def device(name: str) -> Device:
         link_bandwidth=link["gb_s"] * 1e9,
         domain=entry.get("domain", entry["devices_per_node"]),
         nic_bandwidth=entry["nic_gb_s"] * 1e9,
+        network_step=14e-6,
         host_bandwidth=entry["host_gb_s"] * 1e9,
         units=entry["units"],
         devices_per_node=entry["devices_per_node"],

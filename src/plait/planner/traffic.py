@@ -1,7 +1,7 @@
 """Seconds of collectives: bytes over the slowest link on their way, plus a latency for every step of a ring.
 
 A ring over n ranks of which q sit in one domain (a node, or an NVL72) carries S (n-1)/n bytes a rank over links inside, and between domains
-over the q network cards of those ranks: the model of NCCL's ring, `src/graph/tuning.cc`. Steps cost 3.4 us inside and 14 us between.
+over the q network cards of those ranks: the model of NCCL's ring, `src/graph/tuning.cc`. A step costs 3.4 us inside and 14 us between, more on some clouds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import Job
 
-_INSIDE_STEP, _BETWEEN_STEP, _BASE = 3.4e-6, 14e-6, 8.4e-6
-"""Seconds: NCCL's Simple protocol over NVLink and over a network, and its base."""
+_INSIDE_STEP, _BASE = 3.4e-6, 8.4e-6
+"""Seconds: NCCL's Simple protocol over NVLink, and its base. A step over a network is the device's `network_step`."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ def collective_seconds(
     n, inside = where.size, where.inside
     domains = np.ceil(n / inside)
     link = job.device.link_bandwidth * rates["link"]
-    network = job.device.nic_bandwidth * rates["nic"] * inside
+    network = job.device.nic_bandwidth * rates["nic"] * inside / np.power(domains, rates["congestion"])
     bandwidth = np.where(domains > 1, np.minimum(link, network), link)
     rounds = 2.0 if kind == "all_reduce" else 1.0
     wire = rounds * size_bytes * (n - 1) / n / bandwidth
     if kind == "all_to_all":
         away = (domains - 1) / domains
         wire = size_bytes * np.where(domains > 1, np.maximum(away * inside / network, 1 / link), (n - 1) / n / link)
-        steps = _BASE + _BETWEEN_STEP * np.minimum(domains - 1, 16) + _INSIDE_STEP * (inside - 1)
+        steps = _BASE + job.device.network_step * np.minimum(domains - 1, 16) + _INSIDE_STEP * (inside - 1)
     else:
         # Beyond 16 domains trees and other algorithms keep the latency from growing with the ring.
         crossings = np.minimum(domains - 1, 16 + np.log2(np.maximum(domains, 1)))
-        steps = _BASE + rounds * (crossings * _BETWEEN_STEP + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * _INSIDE_STEP)
+        steps = _BASE + rounds * (crossings * job.device.network_step + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * _INSIDE_STEP)
     return np.where(n > 1, wire + rates["latency"] * steps, 0.0)
 
 

@@ -102,7 +102,7 @@ def test_tensor_parallelism_across_nodes_is_dearer_than_inside():
 def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb_s):
     found = job(gpus=8 * nodes, dp_shard=8 * nodes)
     size = 2e9
-    ideal = Rates({**unlearned().rates.values, "link": 1.0, "nic": 1.0, "latency": 1.0})
+    ideal = Rates({**unlearned().rates.values, "link": 1.0, "nic": 1.0, "latency": 1.0, "congestion": 0.0})
     seconds = one(collective_seconds(found, ideal, group(found, "shard"), size, "one_way"))
     assert seconds == pytest.approx(microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9, rel=0.1)
     latency = one(collective_seconds(found, ideal, group(found, "shard"), 0.0, "one_way"))
