@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
 from benchmarks.planner_accuracy.report import markdown
@@ -43,6 +44,7 @@ def main() -> None:
         if not calibrated:
             experts = left_out([r for r in runs if r["moe"]], training, calibrated=False)
             result["experts"] = summary(experts)
+    result["published"] = published.rows()
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(markdown(result), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))

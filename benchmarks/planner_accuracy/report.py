@@ -35,7 +35,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
     ]
     lines += _table(result["experts"]["time_experts"], "step time, runs of models with experts, sources left out")
-    lines += _not_priced(result) + _misses(result)
+    lines += _published(result["published"]) + _not_priced(result) + _misses(result)
     return "\n".join(lines) + "\n"
 
 
@@ -73,6 +73,27 @@ def _fit(fit: dict[str, Any]) -> list[str]:
         "Rows marked `OOM/crash` are not counted: crashes have other causes too.",
         "",
     ]
+
+
+def _published(rows: list[dict[str, Any]]) -> list[str]:
+    """Where published layouts stand in a plan's order."""
+    lines = [
+        "## Published layouts in the order of a plan",
+        "",
+        "All layouts that are priced, pipelines included, by Plait's own kernels and bytes, which are not those of the frameworks that",
+        "were used: the seconds are no prediction of the published ones. `place` counts the layouts that fit and are predicted faster.",
+        "",
+        "| model | GPUs | published layout | place | predicted | fits | best of the plan | predicted | source |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        fits = "yes" if r["fit_probability"] >= 0.5 else f"no: {r['needed_gib']:.0f} GiB"
+        place = f"{r['place']:,} of {r['fitting']:,}"
+        lines.append(
+            f"| {r['model']} | {r['gpus']} | {r['published']} | {place} | {r['predicted_seconds']:.1f} s | {fits} | {r['best']} "
+            f"| {r['best_seconds']:.1f} s | {r['source']} |"
+        )
+    return [*lines, ""]
 
 
 def _not_priced(result: dict[str, Any]) -> list[str]:

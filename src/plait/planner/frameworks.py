@@ -49,6 +49,7 @@ class Framework:
     slack: Numbers
     noise: Numbers
     noise_doubling: Numbers
+    stragglers: Numbers
     step_bytes: Numbers
     """Bytes that the optimizer step moves a parameter."""
 
@@ -98,6 +99,7 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16") 
         slack=entry["slack"],
         noise=entry.get("noise", 0.0),
         noise_doubling=entry.get("noise_doubling", 0.0),
+        stragglers=entry.get("stragglers", 0.0),
         step_bytes=entry["optimizer"],
     )
 

@@ -93,7 +93,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
     nodes = np.maximum(at.world / job.device.devices_per_node, 1)
-    terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
+    terms["stragglers"] = sum(terms.values()) * (rates["straggler"] + job.framework.stragglers) * np.log2(nodes)
     terms["fixed"] = rates["fixed"] + np.zeros_like(np.asarray(slowest, dtype=float))
     return Step(terms)
 

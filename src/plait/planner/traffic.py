@@ -59,7 +59,9 @@ def collective_seconds(
     else:
         # Beyond 16 domains trees and other algorithms keep the latency from growing with the ring.
         crossings = np.minimum(domains - 1, 16 + np.log2(np.maximum(domains, 1)))
-        steps = _BASE + rounds * (crossings * job.device.network_step + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * _INSIDE_STEP)
+        steps = _BASE + rounds * (
+            crossings * job.device.network_step + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * _INSIDE_STEP
+        )
     return np.where(n > 1, wire + rates["latency"] * steps, 0.0)
 
 

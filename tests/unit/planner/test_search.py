@@ -10,7 +10,7 @@ from plait.planner import explain, output
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.offers import EVERYTHING, offered
-from plait.planner.search import Request, plan, price
+from plait.planner.search import Request, plan, price, standing
 from plait.planner.space import build_space, divisors, parse_fixed
 from plait.units import GIB
 
@@ -158,6 +158,15 @@ def test_sixteen_thousand_devices_in_a_second():
     found = plan(asked)
     assert found.candidates > 50_000 and found.best
     assert time.perf_counter() - start < 6  # about one on an idle core
+
+
+def test_the_winner_stands_first():
+    asked = request(gpus=8, batch=16)
+    found = plan(asked)
+    at_best = standing(asked, found.best[0].layout)
+    assert at_best.choice.seconds == pytest.approx(found.best[0].seconds) and at_best.fitting == found.fitting
+    assert at_best.place <= 3  # those before it fit with too little certainty
+    assert standing(asked, plan(asked, best=3).best[-1].layout).place > at_best.place
 
 
 def test_divisors():
