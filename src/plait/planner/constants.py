@@ -44,7 +44,7 @@ CONSTANTS: dict[str, Constant] = {
     "attention.cdna3": Constant(0.30, 0.3, "share of the peak that attention reaches, causal FLOPs"),
     "attention.cpu": Constant(0.40, 0.5, "share of the peak that attention reaches, causal FLOPs"),
     "memory": Constant(0.75, 0.2, "share of the memory's bandwidth that element-wise kernels reach"),
-    "link": Constant(0.70, 0.2, "share of the link inside a node"),
+    "link": Constant(0.75, 0.1, "share of the link inside a node"),
     "nic": Constant(0.70, 0.15, "share of the network between nodes"),
     "congestion": Constant(0.1, 0.5, "the share of the network falls with the number of domains to this power"),
     "latency": Constant(1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"),

@@ -26,6 +26,7 @@ from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds, read
 Array = NDArray[np.float64]
 _NINETY = 1.645
 """Standard deviations of a two-sided 90 % interval."""
+_LIKELY = 0.6
 _KINDS = ("allocated", "reserved", "total")
 
 
@@ -62,8 +63,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """More likely than not."""
-        return self.fit_probability >= 0.5
+        """Likely enough: a run that dies costs more than a layout that was not tried."""
+        return self.fit_probability >= _LIKELY
 
     @property
     def memory_bytes(self) -> float:
