@@ -67,11 +67,13 @@ def stacks() -> tuple[str, ...]:
 
 
 @cache
-def framework(name: str, *, states: str | None = None, precision: str = "bf16") -> Framework:
-    """The entry that matches `name`; `states` names another recipe of model states than its usual one with `precision`."""
+def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False) -> Framework:
+    """The entry that matches `name`; `states` names another recipe of model states than its usual one with `precision`; `newer`
+    takes the entry that stands for it today, where there is one."""
     lower = name.lower()
     table = _table()
     found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
+    found = table["frameworks"][found].get("newer", found) if newer else found
     entry = table["frameworks"][found]
     weights, gradients, optimizer, gathered = table["recipes"][
         states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]

@@ -14,10 +14,14 @@ import numpy as np
 from plait.errors import InputError
 from plait.planner import frameworks, hardware, models
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import PRECISIONS, Device
+from plait.planner.hardware import FAMILIES, PRECISIONS, Device
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
 Row = Mapping[str, str]
+
+_NEW_FAMILIES = ("hopper", "blackwell", "cdna3")
+_STAGES_WITHOUT_LAYERS = 4
+"""Frameworks that cut a model at every module give embedding, norm, head and loss stages of their own."""
 
 
 class NotPriced(Exception):
@@ -45,7 +49,9 @@ def variants_of(index: int, row: Row) -> list[Variant]:
     precision, states = _precision(row)
     if np.isnan(device.flops.get(PRECISIONS[precision], np.nan)):
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
-    framework = frameworks.framework(row.get("framework") or "unknown", states=states, precision=PRECISIONS[precision])
+    newer = FAMILIES[device.family] in _NEW_FAMILIES or precision >= PRECISIONS.index("fp8") or (count_of(row, "year") or 0) >= 2023
+    name = row.get("framework") or "unknown"
+    framework = frameworks.framework(name, states=states, precision=PRECISIONS[precision], newer=newer)
     sequence = count_of(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")
@@ -259,7 +265,7 @@ def _layout(row: Row, device: Device, model: Architecture) -> tuple[dict[str, fl
     if gpus % product or product > gpus:
         raise NotPriced(f"tp x pp x cp = {product} does not divide {gpus} devices")
     dp = gpus // product
-    if degrees["pp"] > model.layers:
+    if degrees["pp"] > model.layers + _STAGES_WITHOUT_LAYERS:
         raise NotPriced(f"{degrees['pp']} stages and {model.layers} layers")
     text = (row.get("zero_or_fsdp") or "").lower()
     stage, shard = _zero(text, dp)
@@ -288,7 +294,7 @@ def _zero(text: str, dp: int) -> tuple[int, int]:
     """(stage, ranks that share) of what a table says."""
     within = re.search(r"within (\d+)", text)
     shard = min(int(within[1]), dp) if within else dp
-    if re.search(r"zero-?3|full_shard|fsdp2|fsdp|gemini", text) and "grad_op" not in text:
+    if re.search(r"zero-?3|zero\+\+|full_shard|fsdp2|fsdp|gemini", text) and "grad_op" not in text:
         return 3, shard
     if re.search(r"zero-?2|grad_op", text):
         return 2, shard

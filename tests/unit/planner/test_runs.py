@@ -170,6 +170,14 @@ def test_schedules_are_read_from_names():
     assert layout(vpp="4")["schedule"] == SCHEDULES.index("interleaved")
 
 
+def test_old_names_mean_what_they_meant_then():
+    def stack(**changes):
+        return str(read_runs([{**ROW, "framework": "Megatron-LM", **changes}]).variants[0].framework.name)
+
+    assert stack(gpu="A100-80GB") == "megatron" == stack(gpu="A100-80GB", year="2021")
+    assert stack(gpu="A100-80GB", year="2024") == stack(gpu="H100") == stack(gpu="MI300X") == "megatron-modern"
+
+
 def test_measurements_and_their_units():
     assert measured_seconds({"derived_step_time_s": "3"}) == 3
     assert measured_seconds({"tokens_per_s_per_gpu": "1000", "global_batch": "10", "seq_len": "1000", "gpus_total": "5"}) == pytest.approx(
