@@ -30,19 +30,18 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--learn", action="store_true", help="learn the shipped constants from all sources")
     given = arguments.parse_args()
-    training = rows_of("runs", "sweeps")
     if given.learn:
-        write(learn(training), CONSTANTS)
+        write(learn(rows_of("runs", "sweeps")), CONSTANTS)
     runs, sweep, memory = rows_of("runs"), rows_of("sweeps"), rows_of("oom")
     tables = {"runs": [r for r in runs if r["tier"] == "A"], "sweep": sweep, "out of memory": [r for r in memory if r["status"] == "OOM"]}
     result: dict[str, Any] = {}
     for name, calibrated in (("left out", False), ("12 rows", True)):
-        found = {table: left_out(rows, training, calibrated=calibrated) for table, rows in tables.items()}
+        found = {table: left_out(rows, calibrated=calibrated) for table, rows in tables.items()}
         result[name] = {table: summary(evaluation) for table, evaluation in found.items()}
         fit = fit_of([p for evaluation in found.values() for p in evaluation.predictions])
         result[name]["fit"] = asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms}
         if not calibrated:
-            experts = left_out([r for r in runs if r["moe"]], training, calibrated=False)
+            experts = left_out([r for r in runs if r["moe"]], calibrated=False)
             result["experts"] = summary(experts)
     result["published"] = published.rows()
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

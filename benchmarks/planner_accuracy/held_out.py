@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
-from benchmarks.planner_accuracy.learn import learn
+from benchmarks.planner_accuracy.learn import learn, rows_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Knowledge
 from plait.planner.evaluate import Evaluation, Prediction, evaluate, source_of
@@ -21,8 +22,14 @@ from plait.planner.runs import Row, measured_seconds, read_runs
 MOST = 12
 
 
-def left_out(rows: Sequence[Row], training: Sequence[Row], *, calibrated: bool) -> Evaluation:
-    """Predictions of `rows`, each by constants learned from `training` without that row's source (and its sweep's other half)."""
+@cache
+def learned_without(sources: tuple[str, ...]) -> Knowledge:
+    """Constants from all published runs but those of `sources`."""
+    return learn(rows_of("runs", "sweeps"), without=sources)
+
+
+def left_out(rows: Sequence[Row], *, calibrated: bool) -> Evaluation:
+    """Predictions of `rows`, each by constants learned without that row's source and what else was measured by the same people."""
     predictions: list[Prediction] = []
     reasons: dict[int, str] = {}
     used = 0
@@ -30,7 +37,7 @@ def left_out(rows: Sequence[Row], training: Sequence[Row], *, calibrated: bool) 
     for index, row in enumerate(rows):
         where[source_of(row)].append(index)
     for source, indices in where.items():
-        known = learn(training, without=family(source))
+        known = learned_without(family(source))
         part = [rows[i] for i in indices]
         given = first_rows(part, known) if calibrated else []
         found = evaluate(part, calibrate=given, known=known)

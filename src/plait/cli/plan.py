@@ -39,13 +39,15 @@ def plan(
         typer.Argument(metavar="[FILE]", help="A training configuration: its model, batch and sequence length are planned for."),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="A public model, a config.json, or a folder that holds one.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of all GPUs. [default: those of this machine]")] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="What they are: h100, a100, mi300x ... [default: this machine's]")] = None,
-    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine. [default: usual for that GPU]")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of all GPUs; by default those of this machine.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What they are: h100, a100, mi300x and others; by default this machine's.")
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine; by default usual for that GPU.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --gpus and --per-node.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of an optimizer step. [default: about 4 Mi tokens]")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sample. [default: 4096, or the file's]")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: bf16 where the GPU has it]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of an optimizer step; by default about 4 Mi tokens.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sample; by default 4096, or the file's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16 where the GPU has it.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Plan for compiled blocks.")] = False,
     fix: Annotated[list[str] | None, typer.Option(metavar="A=B", help="A value that the layout must have: tp=4, stage=3, pp=8.")] = None,
     why: Annotated[
@@ -55,9 +57,9 @@ def plan(
         bool, typer.Option("--sensitivity", help="Plan again with half and twice the network, links, memory, batch.")
     ] = False,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU. [default: the catalogue's]")] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU; by default the catalogue's.")] = None,
     network: Annotated[
-        float | None, typer.Option(help="GB/s of a GPU to other machines: 25 is 200 Gb/s. [default: the catalogue's]")
+        float | None, typer.Option(help="GB/s of a GPU to other machines: 25 is 200 Gb/s; by default the catalogue's.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also price what this version does not run; nothing is then written.")] = False,
     out: Annotated[

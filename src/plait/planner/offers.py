@@ -26,13 +26,25 @@ class Offers:
     """Of RECOMPUTE."""
     offload: bool
     """Optimizer states and their step on the host."""
+    compiled: bool | None = None
+    """Whether blocks are compiled, which some layouts refuse; None asks for nothing that runs."""
+
+    def refusal(self, *, tp: int, pp: int) -> str | None:
+        """Why this version does not run a layout of these degrees; None where it does, or need not."""
+        if self.compiled is None:
+            return None
+        try:
+            refuse_incompatible(Layout(pp=pp, tp=tp), Compile(enabled=self.compiled))
+        except ConfigError as error:
+            return error.problems[0].rule
+        return None
 
 
 EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
 """What can be priced, whether it runs or not."""
 
 
-def offered() -> Offers:
+def offered(*, compiled: bool = False) -> Offers:
     """What a configuration of this version can say and its engine runs."""
     pipeline = _runs(Layout(pp=2))
     recompute = ("none", "full", "operators") if "recompute" in ParallelSection.model_fields else ("none",)
@@ -41,6 +53,7 @@ def offered() -> Offers:
         schedules=("gpipe", "1f1b") if pipeline else (),
         recompute=recompute,
         offload="offload_optimizer" in ZeroSection.model_fields,
+        compiled=compiled,
     )
 
 

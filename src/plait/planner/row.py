@@ -113,21 +113,20 @@ def _schedule(row: Row, pp: int, vpp: int) -> int:
 
 def count_of(row: Row, key: str) -> int | None:
     """A whole number of at least 1; None for anything else."""
-    value = (row.get(key) or "").strip()
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return max(round(number), 1) if number > 0 else None
+    number = number_of(row, key)
+    return None if number is None else max(round(number), 1)
 
 
 def number_of(row: Row, key: str) -> float | None:
-    """A positive number; None for anything else."""
-    try:
-        value = float((row.get(key) or "").strip())
-    except ValueError:
+    """A positive number, with what a table writes behind it ignored (`8192 (packed)`, `128k`); None for anything else."""
+    match = re.match(r"\s*(\d+(?:[.,]?\d+)*(?:e[+-]?\d+)?)\s*(k?)", str(row.get(key) or ""), re.IGNORECASE)
+    if not match:
         return None
-    return value if np.isfinite(value) and value > 0 else None
+    try:
+        value = float(match[1].replace(",", "")) * (1024 if match[2] else 1)
+    except ValueError:  # several points: a version or a date
+        return None
+    return value if 0 < value < 1e15 else None
 
 
 def _yes(row: Row, key: str) -> bool | None:

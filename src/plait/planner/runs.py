@@ -43,7 +43,7 @@ def read_rows(path: str | Path) -> tuple[Row, ...]:
     """The rows of a CSV with a header. Raises InputError for what is none."""
     path = Path(path)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = tuple(csv.DictReader(file))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; name a CSV of runs") from None

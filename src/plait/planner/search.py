@@ -26,6 +26,7 @@ from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model
 from plait.planner.offers import EVERYTHING, Offers, offered
 from plait.planner.space import Excluded, Space, build_space
+from plait.planner.splits import Split, split_of
 from plait.planner.states import account_states
 from plait.planner.step import TERMS
 from plait.units import GIB
@@ -35,8 +36,6 @@ _CHUNK = 1 << 15
 _CERTAIN = 0.9
 """A plan fits with at least this probability."""
 _NINETY = 1.645
-_WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt")
-"""Families whose fused queries, keys and values Plait splits with attention whole on every rank: `model.plan_table`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,12 @@ class Request:
     @property
     def offers(self) -> Offers:
         """What the search may propose."""
-        return EVERYTHING if self.everything else offered()
+        return EVERYTHING if self.everything else offered(compiled=self.compile)
+
+    @property
+    def split(self) -> Split:
+        """What tensor parallelism may do to the model."""
+        return split_of(self.model.architecture, self.model.section.get("config") or {})
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def plan(
     _check(request)
     calibration = calibration or uncalibrated()
     rates = merged(calibration)
-    space = build_space(request.model.architecture, request.cluster, global_batch=request.global_batch, offers=request.offers, fixed=fixed)
+    space = _space(request, fixed)
     seconds, needed = _price(request, space, rates)
     room = float(request.cluster.device.memory_bytes)
     fits = needed <= room
@@ -160,7 +164,7 @@ class Standing:
 def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibration | None = None) -> Standing:
     """Where `layout` stands among all candidates that fit, priced as they are; it need not be one of them."""
     calibration = calibration or uncalibrated()
-    space = build_space(request.model.architecture, request.cluster, global_batch=request.global_batch, offers=request.offers)
+    space = _space(request, None)
     seconds, needed = _price(request, space, merged(calibration))
     fitting = seconds[needed <= float(request.cluster.device.memory_bytes)]
     choice = price(request, [layout], calibration=calibration)[0]
@@ -183,7 +187,18 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         layouts=layouts,
         sequence=request.sequence,
         precision=PRECISIONS.index(request.precision),
-        whole_attention=model.model_type in _WHOLE_ATTENTION,
+        whole_attention=request.split.whole_attention,
+    )
+
+
+def _space(request: Request, fixed: Mapping[str, int] | None) -> Space:
+    return build_space(
+        request.model.architecture,
+        request.cluster,
+        global_batch=request.global_batch,
+        offers=request.offers,
+        split=Split() if request.everything else request.split,
+        fixed=fixed,
     )
 
 

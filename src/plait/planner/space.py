@@ -17,6 +17,7 @@ from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.offers import Offers
+from plait.planner.splits import Split
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _MOST_CHUNKS = 8
@@ -74,16 +75,20 @@ def divisors(count: int) -> list[int]:
 
 
 def build_space(
-    model: Architecture, cluster: Cluster, *, global_batch: int, offers: Offers, fixed: Mapping[str, int] | None = None
+    model: Architecture, cluster: Cluster, *, global_batch: int, offers: Offers, split: Split, fixed: Mapping[str, int] | None = None
 ) -> Space:
     """Every candidate that the rules allow. Raises ConfigError where there is none, with every rule that excluded some."""
     fixed = fixed or {}
     excluded: dict[str, Excluded] = {}
     columns: dict[str, list[Any]] = {f.name: [] for f in fields(Layouts)}
     world = cluster.devices
-    for tp in _tensor_degrees(model, cluster, fixed, excluded):
+    for tp in _tensor_degrees(model, cluster, split, fixed, excluded):
         for pp in _stages(model, world // tp, offers, fixed, excluded):
-            _add(columns, model, cluster, tp, pp, global_batch, offers, fixed, excluded)
+            refusal = offers.refusal(tp=tp, pp=pp)
+            if refusal is not None:
+                _note(excluded, f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}", refusal)
+                continue
+            _add(columns, model, cluster, tp, pp, global_batch, offers, split, fixed, excluded)
     if not columns["tp"]:
         problems = [Problem(e.region, None, e.rule, "change it, or let the search choose") for e in excluded.values()]
         raise ConfigError(*(problems or [Problem("layout", None, "no candidate is left", "fix fewer values")]))
@@ -95,7 +100,9 @@ def _note(excluded: dict[str, Excluded], region: str, rule: str) -> None:
     excluded.setdefault(region, Excluded(region, rule))
 
 
-def _tensor_degrees(model: Architecture, cluster: Cluster, fixed: Mapping[str, int], excluded: dict[str, Excluded]) -> list[int]:
+def _tensor_degrees(
+    model: Architecture, cluster: Cluster, split: Split, fixed: Mapping[str, int], excluded: dict[str, Excluded]
+) -> list[int]:
     widest = min(cluster.devices, max(int(cluster.device.domain), int(cluster.device.devices_per_node)))
     wanted = [fixed["tp"]] if "tp" in fixed else [2**k for k in range(11) if 2**k <= min(widest, 64)]
     found = []
@@ -103,13 +110,13 @@ def _tensor_degrees(model: Architecture, cluster: Cluster, fixed: Mapping[str, i
         region = f"tp = {tp}"
         if cluster.devices % tp:
             _note(excluded, region, f"{cluster.devices} devices and {cluster.devices} % {tp} = {cluster.devices % tp}")
-        elif tp > 1 and model.heads % tp:
+        elif tp > 1 and split.tensor:
+            _note(excluded, "tp > 1" if "tp" not in fixed else region, split.tensor)
+        elif tp > 1 and model.heads % tp and not split.whole_attention:
             works = ", ".join(str(d) for d in divisors(int(model.heads)) if d <= widest and cluster.devices % d == 0)
-            _note(excluded, region, f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp}; {works} divide")
-        elif model.kv_heads % tp and tp % model.kv_heads:
+            _note(excluded, region, f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp}; use {works}")
+        elif model.kv_heads % tp and tp % model.kv_heads and not split.whole_attention:
             _note(excluded, region, f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is divided by it")
-        elif tp > 1 and model.experts:
-            _note(excluded, region, f"{model.name} has experts, whose layers tensor parallelism is not planned for")
         else:
             found.append(tp)
     return found
@@ -168,6 +175,7 @@ def _add(
     pp: int,
     global_batch: int,
     offers: Offers,
+    split: Split,
     fixed: Mapping[str, int],
     excluded: dict[str, Excluded],
 ) -> None:
@@ -178,7 +186,7 @@ def _add(
         _note(
             excluded,
             f"tp x pp = {tp * pp}",
-            f"a batch of {global_batch} over {dp} data-parallel ranks: {global_batch} % {dp} = {global_batch % dp}; {working} divide",
+            f"a batch of {global_batch} over {dp} data-parallel ranks: {global_batch} % {dp} = {global_batch % dp}; use {working}",
         )
         return
     per_rank = global_batch // dp
@@ -191,7 +199,9 @@ def _add(
     if not enough:
         _note(excluded, f"pp = {pp} with dp = {dp}", f"a rank has {per_rank} samples, fewer micro-batches than the {pp} stages")
         return
-    sequence = [value for value in ((0, 1) if tp > 1 else (0,)) if fixed.get("sp", value) == value]
+    if tp > 1 and split.sequence:
+        _note(excluded, "sp", split.sequence)
+    sequence = [value for value in ((0, 1) if tp > 1 and not split.sequence else (0,)) if fixed.get("sp", value) == value]
     recompute = [RECOMPUTE.index(name) for name in offers.recompute]
     recompute = [kind for kind in recompute if fixed.get("recompute", kind) == kind]
     offload = [value for value in ((0, 1) if offers.offload else (0,)) if fixed.get("offload", value) == value]

@@ -123,6 +123,8 @@ def _layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
     shown = 1 - job.framework.hidden_tp
     # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the backward, half of it under products.
     tensor = (4 + 2 * again) * np.where(sequence, 2 * one_way, reduce) + np.where(sequence, one_way, 0)
+    if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
+        tensor = tensor + 4 * one_way
     kv_bytes = 4 * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
     routed = 2 * job.tokens * model.active * model.hidden / np.where(sequence, at.tp, 1)

@@ -170,3 +170,12 @@ def test_stages_are_cut_evenly_or_with_the_ends_counted():
     assert cut(9, 1) == (14, 14, 14)
     assert cut(4, 1) == (32, 31, 31)
     assert cut(5, 1) == (26, 26, 25)
+
+
+def test_attention_that_stays_whole_is_dearer():
+    split = job("gpt3-13b", tp=8)
+    whole = replace(split, whole_attention=True)
+    one_split, one_whole = estimate(split), estimate(whole)
+    assert one(one_whole.step.terms["attention"]) == pytest.approx(8 * one(one_split.step.terms["attention"]))
+    assert one(one_whole.step.terms["tp"]) > one(one_split.step.terms["tp"])
+    assert one(one_whole.memory.allocated) > one(one_split.memory.allocated)

@@ -40,7 +40,9 @@ def test_every_entry_is_plausible(name):
         ("H200-141GB", "h200"),
         ("H800", "h800"),
         ("B200 (printed H200)", "b200"),
-        ("A100-PCIe 80GB", "a100-pcie"), ("A10G", "a10g"), ("cpu", "cpu"),
+        ("A100-PCIe 80GB", "a100-pcie"),
+        ("A10G", "a10g"),
+        ("cpu", "cpu"),
     ],
 )
 def test_names_of_published_tables(written, name):

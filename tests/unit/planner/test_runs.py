@@ -3,7 +3,7 @@ import pytest
 
 from plait.errors import InputError
 from plait.planner.job import RECOMPUTE, SCHEDULES
-from plait.planner.row import network_bandwidth
+from plait.planner.row import count_of, network_bandwidth
 from plait.planner.runs import measured_bytes, measured_seconds, read_rows, read_runs
 
 ROW = {
@@ -119,6 +119,28 @@ def test_what_is_left_open_is_tried():
 )
 def test_rows_that_cannot_be_priced_say_why(changes, expected):
     assert expected in reason(**changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("8", 8),
+        ("8.0", 8),
+        ("8192 (packed)", 8192),
+        ("128k", 131072),
+        ("1,024", 1024),
+        ("2e3", 2000),
+        ("", None),
+        ("n/a", None),
+        ("0", None),
+        ("-4", None),
+        ("nan", None),
+        ("inf", None),
+        ("1.2.3", None),
+    ],
+)
+def test_numbers_as_tables_write_them(text, number):
+    assert count_of({"x": text}, "x") == number
 
 
 def test_a_known_model_needs_no_sizes():

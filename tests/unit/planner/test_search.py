@@ -21,7 +21,7 @@ def request(model="llama-3-8b", gpu="h100", gpus=16, batch=128, sequence=4096, *
 
 def test_the_best_is_the_fastest_of_all_that_fit():
     asked = request(gpus=8, batch=16)
-    space = build_space(asked.model.architecture, asked.cluster, global_batch=16, offers=asked.offers)
+    space = build_space(asked.model.architecture, asked.cluster, global_batch=16, offers=asked.offers, split=asked.split)
     everything = price(asked, [space.layouts.at(i) for i in range(space.size)])
     fitting = [choice for choice in everything if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB]
     best = plan(asked).best[0]
@@ -32,7 +32,7 @@ def test_the_best_is_the_fastest_of_all_that_fit():
 
 def test_every_candidate_is_a_layout_of_the_cluster():
     asked = request(everything=True)
-    at = build_space(asked.model.architecture, asked.cluster, global_batch=128, offers=EVERYTHING).layouts
+    at = build_space(asked.model.architecture, asked.cluster, global_batch=128, offers=EVERYTHING, split=asked.split).layouts
     assert np.all(at.world == 16)
     assert np.all(at.dp * at.micro_batch * at.accumulation == 128)
     assert np.all((at.pp == 1) | (at.accumulation >= at.pp))
@@ -111,6 +111,19 @@ def test_rules_name_their_numbers():
         plan(request(batch=7), fixed={"tp": 1})
     with pytest.raises(InputError, match="does not compute so"):
         plan(request(gpu="v100", precision="bf16"))
+
+
+def test_compiled_blocks_are_not_split():
+    found = plan(request(compile=True))
+    assert all(choice.layout["tp"] == 1 for choice in found.best) and any("torch.compile" in e.rule for e in found.excluded)
+
+
+def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
+    found = plan(request("gpt2-xl", batch=64), best=30)
+    assert not any(choice.layout["sp"] for choice in found.best)
+    assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
+    assert any(choice.layout["tp"] == 2 for choice in found.best)  # 25 heads, whole on every rank
+    assert all(choice.layout["tp"] == 1 for choice in plan(request("mixtral-8x7b", gpus=64)).best)
 
 
 def test_fixed_values_are_kept():
