@@ -8,20 +8,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plait.config.resolve import load as load_config
     from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
+    from plait.engine.chunked_loss import chunked_causal_lm_loss
     from plait.engine.engine import Engine, StepResult
     from plait.engine.loss import causal_lm_loss, per_sample
     from plait.errors import ConfigError, PlaitError
+    from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
 
 __version__ = "0.1.0"
 
 # Looked up on first use, so that `plait --help` and `import plait` do not import torch.
 _HOMES = {
     "ConfigError": "plait.errors",
+    "LayerSpec": "plait.model.pipeline_module",
+    "PipelineModule": "plait.model.pipeline_module",
+    "TiedLayerSpec": "plait.model.pipeline_module",
     "Engine": "plait.engine.engine",
     "PlaitError": "plait.errors",
     "StepResult": "plait.engine.engine",
     "accumulate": "plait.engine.build",
     "causal_lm_loss": "plait.engine.loss",
+    "chunked_causal_lm_loss": "plait.engine.chunked_loss",
     "clip_grad_norm": "plait.engine.build",
     "initialize": "plait.engine.build",
     "load_config": "plait.config.resolve",
@@ -32,11 +38,15 @@ _HOMES = {
 __all__ = [
     "ConfigError",
     "Engine",
+    "LayerSpec",
+    "PipelineModule",
     "PlaitError",
     "StepResult",
+    "TiedLayerSpec",
     "__version__",
     "accumulate",
     "causal_lm_loss",
+    "chunked_causal_lm_loss",
     "clip_grad_norm",
     "initialize",
     "load_config",

@@ -5,20 +5,30 @@ A new torch release is checked by running that test. Nothing here holds state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -44,6 +54,37 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     return [(p.sharded_param, p._unsharded_param) for p in _sharded_parameters(module) if hasattr(p, "_unsharded_param")]
 
 
+def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
+    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
+    laid out for collectives."""
+    return [
+        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
+        for p in _sharded_parameters(module)
+    ]
+
+
+def leave_forward(model: nn.Module, output: Any) -> Any:
+    """End the forward of a sharded root whose `forward` was left by an exception, with `output` in its result's place."""
+    return model._get_fsdp_state()._post_forward(model, (), output) if isinstance(model, FSDPModule) else output
+
+
+def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
+    """Run the end of backward for `units` of the sharded root `model`: reduce and free as their flags say. Outside of a backward pass."""
+    for unit in units:
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            group.post_backward()
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def input_gradients(
+    outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, inputs: list[torch.Tensor], weights: Iterator[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Gradients of `inputs` only, into their `grad`; returns what the gradients of `weights` can be computed from later."""
+    # torch cuts the outputs off the graph in place at the end, which a view does not allow.
+    outputs = [tensor.clone() if tensor._is_view() else tensor for tensor in outputs]
+    return stage_backward_input(outputs, gradients, inputs, weights)[1]
+
+
 def unsharded_parameter_bytes(model: nn.Module) -> int:
     """Bytes of gathered (unsharded) parameters that are allocated now, padding included."""
     total = 0
@@ -51,6 +92,14 @@ def unsharded_parameter_bytes(model: nn.Module) -> int:
         for parameter in _sharded_parameters(module):
             total += sum(tensor.untyped_storage().nbytes() for tensor in parameter.all_gather_outputs)
     return total
+
+
+def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that hold gathered (unsharded) parameters now."""
+    gathered = (p for module in sharded_modules(model) for p in _sharded_parameters(module))
+    return [
+        tensor for p in gathered for tensor in (*p.all_gather_outputs, *([p._unsharded_param] if hasattr(p, "_unsharded_param") else []))
+    ]
 
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
@@ -108,6 +157,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory (a DTensor: this rank's part), also for fake ones, which have no address."""
+    return int(local_tensor(tensor.detach()).untyped_storage()._cdata)
+
+
 def group_of(args: tuple[Any, ...]) -> int:
     """Ranks of the group that a collective operator is called with: a process group object, or the name of one as last argument."""
     for argument in args:
@@ -119,6 +173,12 @@ def group_of(args: tuple[Any, ...]) -> int:
     return int(_resolve_process_group(args[-1]).size())
 
 
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of a gloo group gives up."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
+
+
 def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A plain tensor as what stands beside `parameter`: itself, or this rank's part of a DTensor with the parameter's placements."""
     if not isinstance(parameter, DTensor):
@@ -126,3 +186,43 @@ def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+def schedule_actions(name: str, *, pp: int, stages_per_rank: int, microbatches: int) -> list[list[tuple[int, str, int]]]:
+    """What torch's pipeline schedule class `name` makes every pp rank do, in order: (stage, "F", "B", "I" or "W", micro-batch).
+
+    Only the class's generator runs, on a stand-in for the stages: no process group, no module, and not the lowering to sends and
+    receives that its constructor ends with. A forward overlapped with a backward is given as the two, in torch's order. Idle slots
+    are left out.
+    """
+    from torch.distributed.pipelining import schedules  # only here: it takes long to import
+
+    def no_lowering(self: Any, actions: Any, format: str = "compute_only") -> None:
+        self.pipeline_order = actions
+
+    stage = SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=None)
+    generator = type(name, (getattr(schedules, name),), {"_prepare_schedule_with_comms": no_lowering})
+    table = generator([stage] * stages_per_rank, microbatches).pipeline_order
+    return [
+        [
+            (int(part.stage_index), str(part.computation_type.value), int(part.microbatch_index))
+            for action in table[rank]
+            if action is not None
+            for part in (action.sub_actions or (action,))
+        ]
+        for rank in range(pp)
+    ]
+
+
+def operator_named(name: str) -> Any | None:
+    """`aten.mm` to the operator with all of its overloads; None where this torch has none of that name."""
+    namespace, _, operator = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops, namespace), operator) if operator else None
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def finished_work() -> Any:
+    """What a collective operator returns beside its tensors, for one that was not carried out."""
+    return FakeWork().boxed()

@@ -66,3 +66,9 @@ class CheckpointError(PlaitError):
     """A checkpoint that is missing, incomplete or of another model."""
 
     exit_code = 4
+
+
+class CommunicationError(PlaitError):
+    """A collective that cannot complete: a rank ended, is stuck, or issues another one."""
+
+    exit_code = 5

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,13 +21,16 @@ from torch import nn
 
 import plait
 import plait.engine.build
+import plait.parallel.pipeline
 from plait.cli.main import main
 from plait.config.resolve import load
 from plait.engine.engine import Engine
 from plait.engine.step import Stepper
 from plait.errors import ParityError
 from plait.parallel import materialise
+from plait.parallel.pipeline import PipelineRank
 from plait.parallel.reducer import Reducer
+from plait.parallel.runtime import Runtime
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report, failure, raise_unless_equal
 from plait.verify.run import judge, run_layout
@@ -92,6 +96,16 @@ def regression() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]
     return model, plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")), micro_batch
 
 
+def chain() -> tuple[nn.Module, Any, Callable[[int, torch.Generator], Any]]:
+    """Equal blocks, and micro-batches that are all of one shape."""
+
+    def micro_batch(samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(samples, 6, generator=generator).double(), torch.randn(samples, 6, generator=generator).double()
+
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    return model, plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum")), micro_batch
+
+
 def random_model() -> nn.Module:
     """Noise that no dropout rate turns off."""
 
@@ -146,6 +160,17 @@ def _step_on_rank_0(self: Stepper, **arguments: Any) -> Any:
     return _step(self, **arguments)
 
 
+def _next_block(model: nn.Module, cut: Any, indices: Any, **arguments: Any) -> Any:
+    if torch.distributed.get_rank():
+        cut = replace(cut, bounds=(cut.bounds[0], cut.bounds[1] + 1, *cut.bounds[2:]))
+    return _stage_model(model, cut, indices, **arguments)
+
+
+def _reversed_on_rank_1(self: Runtime, pieces: Any, **arguments: Any) -> None:
+    _train(self, pieces[::-1] if torch.distributed.get_rank() else pieces, **arguments)
+
+
+_stage_model, _train = plait.parallel.pipeline.stage_model, Runtime.train
 _launch, _initialise, _step = Reducer._launch, materialise.initialise, Stepper.__call__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
@@ -156,6 +181,9 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "reduced in float32": (Reducer, "_launch", _launch_in_float32),
     "not clipped": (Stepper, "_rescale", _unclipped),
     "updated on rank 0 only": (Stepper, "__call__", _step_on_rank_0),
+    "wrong stage cut": (plait.parallel.pipeline, "stage_model", _next_block),
+    "lost tied gradient": (PipelineRank, "reduce_shared", lambda _: None),
+    "micro-batches swapped": (Runtime, "train", _reversed_on_rank_1),
 }
 
 
@@ -196,6 +224,9 @@ def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
         ("reduced in float32", None, {}),
         ("not clipped", None, {"zero_optimization": {"stage": 3}}),
         ("updated on rank 0 only", None, {}),
+        ("wrong stage cut", None, {"parallel": {"pp": 2}}),
+        ("lost tied gradient", None, {"parallel": {"pp": 2}, "model": {"config": {**LLAMA, "tie_word_embeddings": True}}}),
+        ("micro-batches swapped", chain, {"parallel": {"pp": 2, "pipeline": {"schedule": "gpipe"}}}),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
@@ -229,9 +260,10 @@ def test_what_is_found_first(pool: Pool) -> None:
         (2, {"model": {"config": {**LLAMA, "tie_word_embeddings": True}, "dtype": "bfloat16"}}),
         (2, {"model": {"config": {"model_type": "gemma3_text", "vocab_size": 5001}}}),
         (2, {"model": {"config": {"model_type": "mixtral", "num_hidden_layers": 4}}, "zero_optimization": {"stage": 2}}),
+        (2, {"parallel": {"pp": 2, "pipeline": {"schedule": "zbv"}}, "bf16": {"enabled": True}}),
         (2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}),
     ],
-    ids=["bf16", "fp16", "uneven", "tied-bf16-parameters", "islands", "experts", "muon"],
+    ids=["bf16", "fp16", "uneven", "tied-bf16-parameters", "islands", "experts", "pipeline", "muon"],
 )
 def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
     """Both comparisons, in whatever precision and with whatever a model rounds by itself."""

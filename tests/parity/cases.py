@@ -29,10 +29,10 @@ class Block(nn.Module):
 class PlainModel(nn.Module):
     """A language model that knows nothing of Transformers. `side` in the batch switches the branch of every block on."""
 
-    def __init__(self, *, tied: bool, width: int = 12, frozen: bool = False) -> None:
+    def __init__(self, *, tied: bool, width: int = 12, frozen: bool = False, layers: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -53,20 +53,18 @@ class Output:
         self.logits = logits
 
 
-def build(kind: str, *, tied: bool, dtype: torch.dtype = torch.float64, device: str = "meta") -> nn.Module:
+def build(kind: str, *, tied: bool, dtype: torch.dtype = torch.float64, device: str = "meta", layers: int | None = None) -> nn.Module:
     """A tiny model on `meta` (or another device)."""
     torch.manual_seed(7)
     with torch.device(device):
-        if kind == "plain":
-            return PlainModel(tied=tied).to(dtype)
-        if kind == "frozen":
-            return PlainModel(tied=tied, frozen=True).to(dtype)
+        if kind in ("plain", "frozen"):
+            return PlainModel(tied=tied, frozen=kind == "frozen", layers=layers or 3).to(dtype)
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_config(transformers_config(kind, tied=tied)).to(dtype)
+        return AutoModelForCausalLM.from_config(transformers_config(kind, tied=tied, layers=layers)).to(dtype)
 
 
-def transformers_config(kind: str, *, tied: bool) -> Any:
+def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> Any:
     """Configurations with widths and a vocabulary that 2, 3 and 4 do not all divide. Dropout is off."""
     from transformers import AutoConfig
 
@@ -103,7 +101,8 @@ def transformers_config(kind: str, *, tied: bool) -> Any:
         "stablelm": {**llama_like, "hidden_dropout": 0.0},
     }
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind]})
+    depth = {} if layers is None else {"n_layer" if "n_layer" in sizes[kind] else "num_hidden_layers": layers}
+    return AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind], **depth})
 
 
 def ragged_steps(

@@ -32,3 +32,13 @@ def test_compiled_blocks(pool: Pool, stage: int) -> None:
     assert compiled
     bar = worst(compare(reference("plain", True, 2), found))
     assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def test_compiled_blocks_that_are_recomputed(pool: Pool) -> None:
+    """The checkpoint is inside the compiled block."""
+    config = settings(2, 3, 1, 1, compile={"enabled": True, "backend": "aot_eager"})
+    config["parallel"] = {**config["parallel"], "recompute": {"mode": "full"}}
+    found, compiled, _ = pool.run(2, train, config)[0]
+    assert compiled
+    bar = worst(compare(reference("plain", True, 2), found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -93,3 +94,116 @@ def test_custom_reduce_scatter() -> None:
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
+
+
+def test_schedule_actions() -> None:
+    """Torch's generators run on a stand-in; overlapped pairs are taken apart, idle slots left out."""
+    zbv = _torch.schedule_actions("ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1)
+    assert zbv[0] == [(0, "F", 0), (3, "F", 0), (3, "I", 0), (3, "W", 0), (0, "I", 0), (0, "W", 0)]
+    looped = _torch.schedule_actions("ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1)
+    assert looped[1] == [(1, "F", 0), (3, "F", 0), (3, "B", 0), (1, "B", 0)]
+    dual = _torch.schedule_actions("ScheduleDualPipeV", pp=2, stages_per_rank=2, microbatches=4)
+    assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, "pairs are two actions"
+    with pytest.raises(ValueError, match="multiple of the number of rounds"):
+        _torch.schedule_actions("ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11)
+
+
+def test_a_forward_that_is_left_and_a_late_reduction() -> None:
+    """The root's hooks are set on what came instead of its output, and gradients that were kept are reduced when told."""
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+
+    class Left(Exception):
+        pass
+
+    def leave(*_: object) -> None:
+        raise Left
+
+    handle = model[-1].register_forward_hook(leave)
+    with pytest.raises(Left):
+        model(torch.ones(1, 4))
+    handle.remove()
+    output = _torch.leave_forward(model, model[0](torch.ones(1, 4)))
+    output.sum().backward()
+    assert _torch.unsharded_gradient_bytes(model) > 0
+    model.set_requires_gradient_sync(True)
+    _torch.reduce_now(model, _torch.sharded_modules(model))
+    assert _torch.unsharded_gradient_bytes(model) == 0
+
+
+def test_gradients_of_inputs_only() -> None:
+    """Weights are left for later; an output that is a view is allowed."""
+    layer, x = torch.nn.Linear(3, 4), torch.ones(2, 3, requires_grad=True)
+    groups = _torch.input_gradients([layer(x).view(4, 2)], [torch.ones(4, 2)], [x], layer.parameters())
+    assert x.grad is not None and layer.weight.grad is None
+    assert all({"params", "intermediates", "grads"} <= set(group) for group in groups)
+
+
+def test_fake_tensors_and_their_storages() -> None:
+    """Sizes without memory; views share a key."""
+    with _torch.FakeTensorMode():
+        tensor = torch.empty(1 << 40)
+    assert tensor.untyped_storage().nbytes() == 1 << 42
+    assert _torch.storage_key(tensor) == _torch.storage_key(tensor.view(2, -1)) != _torch.storage_key(torch.ones(1))
+    assert _torch.FakeStore() is not None
+    assert _torch.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}
+
+
+def test_operators_by_name() -> None:
+    """All overloads at once."""
+    assert _torch.operator_named("aten.mm") is torch.ops.aten.mm
+    assert _torch.operator_named("aten.no_such") is None
+    assert _torch.operator_named("no_such.mm") is None
+    assert _torch.operator_named("mm") is None
+
+
+def test_gathered_buffers() -> None:
+    """Those of every unit, once it is gathered."""
+    model = sharded()
+    assert all(not t.untyped_storage().nbytes() for t in _torch.unsharded_parameters(model))
+    model(torch.ones(1, 4))
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _torch.unsharded_parameters(model)}
+    assert sum(held.values()) == _torch.unsharded_parameter_bytes(model) > 0
+
+
+def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
+    """A dispatch mode outside the fake one answers for the collective, and nobody waits."""
+
+    class NoCollectives(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.namespace == "c10d":
+                return args[0], _torch.finished_work()
+            return func(*args, **(kwargs or {}))
+
+    with _torch.FakeTensorMode():
+        x = torch.ones(2**40)
+        with NoCollectives():
+            dist.all_reduce(x)
+        assert isinstance(x, _torch.FakeTensor)
+
+
+def test_custom_all_gather() -> None:
+    """`fully_shard` asks it for the output and calls it in place of the collective."""
+    calls = []
+
+    class Counted(_torch.AllGather):
+        def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
+            calls.append(("allocate", tuple(size)))
+            return torch.zeros(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]
+            calls.append(("gather", input_tensor.numel()))
+
+    model = sharded()
+    for module in _torch.sharded_modules(model):
+        module.set_custom_all_gather(Counted())
+    model(torch.ones(1, 4))
+    assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)], "the root first, rows padded to both ranks"
+
+
+def test_timeout_of_a_group() -> None:
+    """gloo's, in seconds."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
+    assert _torch.timeout_of(dist.group.WORLD) == 77.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,10 +43,12 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     random: dict[str, torch.Tensor],
     facts: dict[str, Any],
+    private: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `folder/tag`. Collective; returns when it is complete on disk and named in `latest`.
 
-    `random` holds this rank's generator states under keys that are unique to the rank; `facts` must be JSON and the same on every rank.
+    `random` holds this rank's generator states under keys that are unique to the rank, `private` whatever else only this rank has;
+    `facts` must be JSON and the same on every rank.
     """
     target, temporary = folder / tag, folder / f".{tag}.part"
     if _first():
@@ -54,6 +58,8 @@ def save(
     state: dict[str, Any] = {"model": get_model_state_dict(model, options=_OPTIONS), "random": random}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    if private:
+        state["private"] = {f"{_rank()}.{name}": tensor for name, tensor in private.items()}
     dcp.save(state, checkpoint_id=temporary)
     if _first():
         (temporary / FACTS).write_text(json.dumps(facts, indent=1))
@@ -107,6 +113,21 @@ def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer
     return has_random
 
 
+def load_private(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What this rank saved as `private`, by name; empty where it saved nothing. Collective."""
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    start = f"private.{_rank()}."
+    if not any(key.startswith("private.") for key in stored):
+        return {}
+    mine = {
+        key.removeprefix("private."): torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype)
+        for key, tensor in stored.items()
+        if key.startswith(start) and isinstance(tensor, TensorStorageMetadata)
+    }
+    dcp.load({"private": mine}, checkpoint_id=checkpoint)
+    return {key.removeprefix(f"{_rank()}."): tensor for key, tensor in mine.items()}
+
+
 def _forget_states(model: nn.Module, optimizer: torch.optim.Optimizer, keys: set[str]) -> None:
     """A parameter that had no state when it was saved (no step had used it) has none now."""
     for name, parameter in model.named_parameters():
@@ -143,6 +164,10 @@ def _write_latest(folder: Path, tag: str) -> None:
 
 def _first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _barrier() -> None:

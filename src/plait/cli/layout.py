@@ -16,7 +16,6 @@ from plait.errors import InputError
 if TYPE_CHECKING:
     from plait.cluster.topology import Topology
     from plait.config.resolve import Resolved
-    from plait.model.facts import ModelFacts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -47,7 +46,7 @@ def layout(
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
     built = _parts(transformers_model(fields, dtype=_dtype(config)), resolved, make_plan)
-    memory = _memory(resolved, built["facts"])
+    memory = _memory(resolved, built)
     said = warning(resolved.layout, topology)
     if as_json:
         rows = [row.__dict__ for row in built["rows"]]
@@ -55,6 +54,7 @@ def layout(
             "layout": resolved.layout.degrees,
             "grid": _grid(resolved, topology),
             "memory": memory,
+            "stages": [row.__dict__ for row in built["stages"]],
             "parameters": rows,
             "warning": said,
         }
@@ -82,19 +82,28 @@ def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
     from plait.model.blocks import find_blocks
     from plait.model.facts import model_facts
     from plait.model.plans import describe
+    from plait.parallel.pipeline_account import stage_rows
 
     blocks = find_blocks(module, resolved.blocks or None)
     plan = None
     if resolved.layout.tp > 1:
         plan = make_plan(module, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks)
-    return {"facts": model_facts(module, blocks, tensor_plan=plan), "plan": plan, "rows": describe(plan, module) if plan else []}
+    facts = model_facts(module, blocks, tensor_plan=plan)
+    pipeline = resolved.pipeline.check(
+        module, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
+    )
+    stages = stage_rows(pipeline.schedule, pipeline.cut, facts) if pipeline is not None else []
+    return {"facts": facts, "plan": plan, "rows": describe(plan, module) if plan else [], "pipeline": pipeline, "stages": stages}
 
 
-def _memory(resolved: Resolved, facts: ModelFacts) -> dict[str, int]:
+def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
     from plait.parallel.ledger import Ledger
     from plait.parallel.order import account_all
+    from plait.parallel.pipeline_account import facts_of_rank
 
-    at = resolved.layout
+    at, facts, pipeline = resolved.layout, built["facts"], built["pipeline"]
+    if pipeline is not None:
+        facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(0))
     start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=resolved.batch.accumulation, tp=at.tp)
     techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel)
     return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
@@ -132,6 +141,17 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
         console.print(f"split over tp by {built['plan'].source}; the first block stands for all")
         split = [[r.parameter, _shape(r.shape), r.style, _shape(r.local_shape), r.note] for r in _collapsed(built["rows"], facts.blocks)]
         tables.append((("parameter", "shape", "style", "on rank 0", "note"), split))
+    if built["stages"]:
+        from plait.parallel.pipeline_account import balance
+
+        schedule = built["pipeline"].schedule
+        largest = balance(built["stages"])
+        console.print(f"pipeline: {schedule.name}, {schedule.microbatches} micro-batches, slowest rank {largest:.3f} x the mean")
+        owned = [
+            [str(row.stage), str(row.rank), f"{len(row.blocks)}", f"{row.blocks[0]} ... {row.blocks[-1]}", format_count(row.parameters)]
+            for row in built["stages"]
+        ]
+        tables.append((("stage", "pp rank", "blocks", "", "parameters"), owned))
     states = [[_MEANINGS[kind], str(memory[kind]), format_bytes(memory[kind])] for kind in _MEANINGS if memory.get(kind)]
     tables.append((("model states on rank 0", "bytes", ""), states))
     for columns, rows in tables:

@@ -160,4 +160,6 @@ def _console(*, quiet: bool = False) -> Console:
 
 
 if __name__ == "__main__":  # a process that `_start` has started
-    sys.exit(_work(Path(sys.argv[1]), sys.argv[2:], announced=True))
+    from plait.cluster.ending import end_process
+
+    end_process(_work(Path(sys.argv[1]), sys.argv[2:], announced=True))

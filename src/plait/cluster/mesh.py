@@ -6,7 +6,8 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,17 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
+class Levels:
+    """A group whose ranks sit on several machines, equally many on each: this rank's machine, and its counterparts on the others."""
+
+    whole: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    """The ranks of the group on this machine."""
+    across: dist.ProcessGroup
+    """One rank of every machine: those with this rank's position on theirs."""
+
+
+@dataclass(frozen=True)
 class Mesh:
     """A layout made real: this process's rank and device, and the groups along every axis."""
 
@@ -29,6 +41,8 @@ class Mesh:
     rank: int
     device_mesh: DeviceMesh
     owns_default_group: bool
+    downwards: dist.ProcessGroup | None = None
+    """A second group over pp, for messages to lower stages; None without a pipeline."""
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -56,10 +70,46 @@ class Mesh:
         mesh = self.sub(*used)
         return mesh.get_group() if len(used) == 1 else mesh._flatten().get_group()
 
+    def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
+        """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
+        columns = [tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")]
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
+        return group if self.coordinates["pp"] in stages else None
+
+    def levels(self, *axes: str) -> Levels | None:
+        """The two levels of the group over `axes`; None where it has one (see `split_by_node`). Collective over the group where the run
+        spans machines."""
+        group, here = self.group(*axes), place()
+        if group is None or here.local_world_size == here.world_size or dist.get_backend(group) == "fake":
+            return None
+        nodes = [0] * group.size()
+        dist.all_gather_object(nodes, here.node_rank, group=group)
+        return split_by_node(group, nodes)
+
     def close(self) -> None:
         """Destroy the default group, if this mesh made it."""
         if self.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
+    """The two levels of a group whose ranks, in order, sit on the machines `nodes`. Collective over the group.
+
+    None where there is one level only: one machine, or one rank on each; or where machines do not hold equal runs of consecutive ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    by_node: dict[int, list[int]] = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        by_node.setdefault(node, []).append(rank)
+    inside = list(by_node.values())
+    if len(inside) == 1 or len(inside) == len(ranks):
+        return None
+    if len({len(members) for members in inside}) > 1 or [rank for members in inside for rank in members] != ranks:
+        return None
+    me = dist.get_rank()
+    groups = [members for members in [*inside, *(list(column) for column in zip(*inside, strict=True))] if me in members]
+    mine = [dist.new_group(members, use_local_synchronization=True) for members in groups]
+    return Levels(group, mine[0], mine[1])
 
 
 def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> Mesh:
@@ -84,12 +134,18 @@ def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timed
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
-    return Mesh(layout, device, dist.get_rank(), device_mesh, owns)
+    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, owns)
+    return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
+
+
+def default_device_type() -> str:
+    """What a process gets unless it is told: `cuda` where there is a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def local_device(device_type: str | None, here: Place) -> torch.device:
     """This process's device: `cuda:local_rank`, or the CPU."""
-    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device_type or default_device_type()
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, here.local_rank)

@@ -41,6 +41,10 @@ def _to_fp32(value: Any) -> Any:
     return {True: "fp32", False: ABSENT}.get(value, value) if isinstance(value, bool) else value
 
 
+def _to_bits(bits: str) -> Callable[[Any], Any]:
+    return lambda value: {True: bits, False: ABSENT}.get(value, value) if isinstance(value, bool) else value
+
+
 def _negated(value: Any) -> Any:
     return not value if isinstance(value, bool) else value
 
@@ -97,6 +101,9 @@ ALIASES: dict[str, Alias] = {
     "bf16.check_overflow": Alias("bf16.check_grad_overflow", _OLD),
     "compile.disable": Alias("compile.enabled", "an older name, negated", _negated),
     "zero_optimization.ignore_unused_parameters": Alias("parallel.unused_parameters", "DeepSpeed's name"),
+    "zero_optimization.zero_quantized_weights": Alias("parallel.compress_weights", "DeepSpeed's name; true is int8", _to_bits("int8")),
+    "zero_optimization.zero_quantized_gradients": Alias("parallel.compress_gradients", "DeepSpeed's name; true is int4", _to_bits("int4")),
+    "zero_optimization.zero_hpz_partition_size": Alias("parallel.second_copy", "DeepSpeed's name; 1 is off"),
     "zero_optimization.cpu_offload": Alias("zero_optimization.offload_optimizer.device", _OLD, _to_cpu),
     "zero_optimization.cpu_offload_param": Alias("zero_optimization.offload_param.device", _OLD, _to_cpu),
     "zero_optimization.cpu_offload_params": Alias("zero_optimization.offload_param.device", _OLD, _to_cpu),

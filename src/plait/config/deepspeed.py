@@ -90,6 +90,8 @@ SUPPORTED: tuple[str, ...] = (
     "compile.enabled",
     "compile.backend",
     "compile.mode",
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
 )
 """Fields of the schema outside Plait's own sections, described there. `aliases` lists the keys that are other names of such fields."""
 
@@ -282,7 +284,7 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        "checkpointing of activations is off, so it has nothing to arrange",
+        "parallel.recompute says which blocks are recomputed; there is nothing else to arrange",
         {
             "activation_checkpointing.number_checkpoints": "whole",
             "activation_checkpointing.synchronize_checkpoint_boundary": "flag",
@@ -411,20 +413,19 @@ REFUSED: tuple[Refusal, ...] = (
         ),
     ),
     Refusal(
-        "this release sends parameters and gradients unquantised",
-        "set it to false or leave it out; communication_data_type sets the dtype of the reduction",
-        {
-            "zero_optimization.zero_quantized_weights": _FLAG,
-            "zero_optimization.zero_quantized_gradients": _FLAG,
-            "zero_optimization.zero_quantized_nontrainable_weights": _FLAG,
-            "zero_optimization.zeropp_loco_param": _GIVEN,
-        },
+        "parameters that are not trained are quantised with the others or not at all",
+        "leave it out and set zero_quantized_weights",
+        {"zero_optimization.zero_quantized_nontrainable_weights": _FLAG},
     ),
     Refusal(
-        "a second copy of the parameters inside a node is not kept",
+        "DeepSpeed removed it; parallel.error_feedback keeps the whole error",
+        "leave it out and set parallel.error_feedback",
+        {"zero_optimization.zeropp_loco_param": _GIVEN},
+    ),
+    Refusal(
+        "DeepSpeed removed it",
         "leave it out; for shards that stay inside a node set parallel.dp_replicate to the number of nodes",
         {
-            "zero_optimization.zero_hpz_partition_size": ("whole", (0, 1)),
             "zero_optimization.mics_shard_size": ("number", (-1, 0, 1)),
             "zero_optimization.mics_hierarchical_params_gather": _FLAG,
         },
@@ -477,14 +478,14 @@ REFUSED: tuple[Refusal, ...] = (
         {"sparse_gradients": _FLAG},
     ),
     Refusal(
-        "this release recomputes no activations",
-        "set it to false or leave it out; for a Transformers model call model.gradient_checkpointing_enable()",
-        {
-            "activation_checkpointing.partition_activations": _FLAG,
-            "activation_checkpointing.cpu_checkpointing": _FLAG,
-            "activation_checkpointing.contiguous_memory_optimization": _FLAG,
-            "pipeline.activation_checkpoint_interval": ("whole", (0,)),
-        },
+        "inputs of recomputed blocks are kept as they come, in no common buffer",
+        "set it to false or leave it out; the allocator's expandable segments avoid fragments",
+        {"activation_checkpointing.contiguous_memory_optimization": _FLAG},
+    ),
+    Refusal(
+        "blocks are recomputed one by one, not in groups",
+        'leave it out and set parallel.recompute.mode = "full"',
+        {"pipeline.activation_checkpoint_interval": ("whole", (0,))},
     ),
     Refusal(
         "compilation is torch.compile, a block at a time",

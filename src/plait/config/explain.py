@@ -11,12 +11,12 @@ from typing import Any
 
 from plait.config.deepspeed import Status
 from plait.config.degrees import smallest_world
-from plait.config.parts import has_buckets
 from plait.config.resolve import Resolved, finish, look, resolve
 from plait.config.schema import Config, Row
 from plait.config.source import Source
+from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
-from plait.units import MIB
+from plait.units import GIB, MIB
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def _processes(config: Config) -> int:
 
 # ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
 
+_BITS = {0: "none", 4: "int4", 8: "int8"}
 _FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _DYNAMIC = _FP16[1:]
 _TENSOR = ("sequence_parallel", "loss_parallel", "plan")
@@ -83,6 +84,51 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "the loss scale is constant (fp16.loss_scale)",
     ),
     (tuple(f"parallel.{name}" for name in _TENSOR), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
+    (
+        ("parallel.recompute.every",),
+        lambda r: r.recompute.mode not in ("full", "selective"),
+        "it counts blocks for the modes full and selective; a budget decides for every block",
+    ),
+    (("parallel.recompute.keep",), lambda r: r.recompute.mode not in ("selective", "budget"), "the mode keeps no results of operators"),
+    (("parallel.recompute.sequence_length",), lambda r: r.recompute.mode != "budget", "the mode is not budget"),
+    (
+        ("parallel.activation_offload.device", "parallel.activation_offload.path"),
+        lambda r: r.activation_offload.fraction == 0,
+        "parallel.activation_offload.fraction is 0",
+    ),
+    (("parallel.activation_offload.path",), lambda r: r.activation_offload.device != "disk", "the device is not disk"),
+    (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
+    (
+        ("parallel.all_reduce",),
+        lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
+        "gradients are summed so only at stage 0, in the model's own dtype, over several processes",
+    ),
+    (("parallel.all_reduce",), lambda r: r.data_parallel.compression.gradients, "compressed gradients are summed in their own way"),
+    (
+        ("parallel.compress_gradients", "parallel.compress_weights", "parallel.second_copy"),
+        lambda r: r.layout.dp == 1,
+        "one data-parallel process exchanges nothing",
+    ),
+    (("parallel.compress_weights",), lambda r: r.data_parallel.stage == 0, "stage 0 gathers no parameters"),
+    (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
+    (("parallel.error_feedback",), lambda r: r.data_parallel.compression.gradient_bits == 0, "gradients are not quantised"),
+    (("parallel.powersgd_rank",), lambda r: r.data_parallel.compression.powersgd_rank == 0, "compress_gradients is not powersgd"),
+    (
+        ("parallel.transport",),
+        lambda r: r.data_parallel.stage == 0 and r.data_parallel.all_reduce != "by-machines",
+        "parallel.all_reduce names one of torch's collectives",
+    ),
+    (
+        ("parallel.transport",),
+        lambda r: r.data_parallel.compression.gradients and (r.data_parallel.stage == 0 or bool(r.data_parallel.compression.weight_bits)),
+        "what is compressed goes through torch's collectives",
+    ),
+    (("parallel.transport",), lambda r: r.layout.dp == 1, "one data-parallel process exchanges nothing"),
+    (
+        ("parallel.transport",),
+        lambda r: r.layout.dp_shard == 1 and r.precision.compute is not None,
+        "replicated parameters that are cast are reduced by torch's collectives",
+    ),
     (("bf16.check_grad_overflow",), lambda r: r.precision.compute != "bfloat16", "bf16 is off"),
     (("compile.backend", "compile.mode"), lambda r: not r.compile.enabled, "compile is off"),
 )
@@ -110,6 +156,7 @@ def values_of(resolved: Resolved) -> tuple[Value, ...]:
 
 def _named(resolved: Resolved) -> dict[str, Any]:
     scale, precision, data = resolved.precision.loss_scale, resolved.precision, resolved.data_parallel
+    wire = data.compression
     values: dict[str, Any] = {
         "train_batch_size": resolved.batch.train_batch_size,
         "train_micro_batch_size_per_gpu": resolved.batch.micro_batch_size,
@@ -119,6 +166,23 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.blocks": list(resolved.blocks) or "found in the model",
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
+        "parallel.loss_chunk_tokens": resolved.loss_chunk_tokens,
+        "parallel.recompute.mode": resolved.recompute.mode,
+        "parallel.recompute.every": resolved.recompute.every,
+        "parallel.recompute.keep": list(resolved.recompute.keep),
+        "parallel.recompute.budget_gib": resolved.recompute.budget_bytes / GIB or "none",
+        "parallel.recompute.sequence_length": resolved.recompute.sequence_length or "not needed",
+        "parallel.activation_offload.fraction": resolved.activation_offload.fraction,
+        "parallel.activation_offload.device": resolved.activation_offload.device,
+        "parallel.activation_offload.path": resolved.activation_offload.path or "none",
+        "activation_checkpointing.partition_activations": resolved.recompute.partition_inputs,
+        "parallel.transport": data.transport,
+        "parallel.all_reduce": data.all_reduce,
+        "parallel.compress_gradients": "powersgd" if wire.powersgd_rank else _BITS[wire.gradient_bits],
+        "parallel.compress_weights": _BITS[wire.weight_bits],
+        "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),
+        "parallel.powersgd_rank": wire.powersgd_rank,
+        "parallel.second_copy": data.second_copy,
         "zero_optimization.stage": data.stage,
         "precision.compute": precision.compute or "the parameters' own",
         "precision.reduce": precision.reduce or "the gradients' own",

@@ -19,11 +19,8 @@ from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
-from plait.parallel.data import DataParallel
 from plait.parallel.loss_scale import LossScale
 from plait.parallel.precision import ComputeDtype, Precision, ReduceDtype
-from plait.parallel.tensor import TensorParallel
-from plait.units import MIB, dtype_of
 
 T = TypeVar("T")
 
@@ -88,17 +85,17 @@ def _check_against(found: Findings, solved: Layout, world_size: int) -> None:
         rule = f"{processes(world_size)} ({solved}) make dp_replicate {solved.dp_replicate} x dp_shard {solved.dp_shard} = {solved.dp}"
         found.problems.append(Problem("data_parallel_size", expected, rule, f"leave it out or set it to {solved.dp}"))
     layers = found.config.num_layers
-    described = _described(found.config, "num_hidden_layers", "n_layer")
-    if layers is not None and described is not None and layers != described:
-        rule = f"the model section describes {described} layers"
-        found.problems.append(Problem("num_layers", layers, rule, f"leave it out or set it to {described}"))
-    layers = layers or described
+    told = described(found.config, "num_hidden_layers", "n_layer")
+    if layers is not None and told is not None and layers != told:
+        rule = f"the model section describes {told} layers"
+        found.problems.append(Problem("num_layers", layers, rule, f"leave it out or set it to {told}"))
+    layers = layers or told
     if layers is not None and solved.pp > layers:
         rule = f"a pipeline stage has at least one layer, and the model has {layers}"
         found.problems.append(Problem("parallel.pp", solved.pp, rule, f"use {layers} or fewer"))
 
 
-def _described(config: Config, *names: str) -> int | None:
+def described(config: Config, *names: str) -> int | None:
     """A whole number in `model.config` under one of several names."""
     if config.model is None or config.model.config is None:
         return None
@@ -180,48 +177,6 @@ def _loss_scale(found: Findings, fp16: Fp16Section) -> LossScale:
         remedy = f"use at most {first:g}, or raise fp16.initial_scale_power"
         raise ConfigError(Problem("fp16.min_loss_scale", least, f"the first scale is 2^{power} = {first:g}, below it", remedy))
     return LossScale(**values)
-
-
-def tensor_parallel(found: Findings) -> TensorParallel:
-    """How layers are split over the tp axis."""
-    section = found.config.parallel
-    for name in ("sequence_parallel", "loss_parallel", "plan"):
-        origin = found.config.origin(f"parallel.{name}")
-        found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
-    return TensorParallel(sequence_parallel=section.sequence_parallel, loss_parallel=section.loss_parallel, plan=section.plan)
-
-
-def data_parallel(found: Findings, dtypes: Precision, *, hidden_size: int | None) -> DataParallel:
-    """ZeRO stage, and how gradients are reduced."""
-    unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
-    bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or _described(found.config, "hidden_size", "n_embd"))
-    return DataParallel(stage=found.config.zero_optimization.stage, bucket_bytes=bucket_bytes, unused_parameters=unused)
-
-
-def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int:
-    mib, path = found.config.parallel.bucket_mib, "zero_optimization.reduce_bucket_size"
-    from_mib = round(mib * MIB)
-    mib_source = found.config.origin("parallel.bucket_mib")
-    elements, source = found.config.zero_optimization.reduce_bucket_size, found.config.origin(path)
-    if elements == "auto":
-        by_rule = hidden_size**2 if hidden_size is not None else None
-        elements = found.auto.get(path, by_rule)
-        source = "auto: the caller's" if path in found.auto else f"auto: hidden size {hidden_size} squared"
-    buckets = has_buckets(found.config.zero_optimization.stage, mixed=dtypes.compute is not None)
-    if elements is None or not buckets:
-        found.sources["parallel.bucket_mib"] = mib_source if buckets else "not used: gradients are reduced block by block"
-        return from_mib
-    itemsize = dtype_of(dtypes.reduce or "float32").itemsize
-    if mib_source != "default" and elements * itemsize != from_mib:
-        rule = f"both set the bucket and disagree: {elements} x {itemsize} bytes = {elements * itemsize / MIB:g} MiB"
-        raise ConfigError(Problem(f"{path} = {elements} and parallel.bucket_mib = {mib:g}", None, rule, "keep one of them"))
-    found.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"
-    return int(elements) * itemsize
-
-
-def has_buckets(stage: int, *, mixed: bool) -> bool:
-    """Whether gradients are reduced in buckets: replicated parameters in their own dtype. All else is reduced block by block."""
-    return stage == 0 and not mixed
 
 
 def compiled(found: Findings) -> Compile:

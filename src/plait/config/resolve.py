@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cluster.layout import Layout
-from plait.config import megatron, parts
+from plait.config import megatron, parts, techniques
 from plait.config.batch import Batch, solve_batch
 from plait.config.degrees import smallest_world, solve_layout
 from plait.config.examine import Examined, examine
@@ -22,9 +22,12 @@ from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.config.source import Document, Source, parse_override, read
 from plait.config.validation import validate
 from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
+from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
+from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
 
@@ -40,12 +43,20 @@ class Resolved(Policy):
     """How many samples, where."""
     tensor_parallel: TensorParallel
     """How layers are split over the tp axis."""
+    pipeline: Pipeline
+    """How the pp axis is used."""
     data_parallel: DataParallel
     """ZeRO stage, and how gradients are reduced."""
     precision: Precision
     """The dtypes of computation and reduction; None is the parameters' own."""
     compile: Compile
     """torch.compile."""
+    recompute: Recompute
+    """Which blocks recompute what."""
+    activation_offload: ActivationOffload
+    """Where blocks put what they save for backward."""
+    loss_chunk_tokens: int = 0
+    """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()
     """Names or patterns of the repeated blocks; empty: found in the model."""
     gradient_clipping: float
@@ -131,26 +142,36 @@ def resolve(
     layout = found.attempt(lambda: parts.layout(found, world_size=world_size))
     batch = found.attempt(lambda: parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
     precision = found.attempt(lambda: parts.precision(found))
-    data_parallel = found.attempt(lambda: parts.data_parallel(found, precision, hidden_size=hidden_size)) if precision else None
+    data_parallel = None
+    if precision is not None:
+        shard = layout.dp_shard if layout is not None else 1
+        data_parallel = found.attempt(lambda: techniques.data_parallel(found, precision, shard=shard, hidden_size=hidden_size))
     optimizer = parts.optimizer(found)
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)
+    recompute = found.attempt(lambda: techniques.recompute(found))
+    offload = found.attempt(lambda: techniques.activation_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
-    found.sources["parallel.blocks"] = config.origin("parallel.blocks")
+    found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):
             found.sources[path] = config.origin(path)
     if found.problems:
         raise ConfigError(*found.problems)
     assert layout is not None and batch is not None and precision is not None and data_parallel is not None
+    assert recompute is not None and offload is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
         batch=batch,
-        tensor_parallel=parts.tensor_parallel(found),
+        tensor_parallel=techniques.tensor_parallel(found),
+        pipeline=techniques.pipeline(found, layout),
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,
+        recompute=recompute,
+        activation_offload=offload,
+        loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,
         optimizer=optimizer,

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 from plait.config.deepspeed import Status
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.sections import DataSection, ModelSection, RunSection
+from plait.parallel.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 
@@ -111,11 +112,63 @@ class CompileSection(Policy):
     """A mode of torch.compile, for example "max-autotune"."""
 
 
+class PipelineSection(Policy):
+    """How the pipeline's ranks take turns. Its micro-batches are the accumulation steps."""
+
+    schedule: str | None = None
+    """gpipe, 1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv or dualpipev; `plait schedule` draws them. Left out: 1f1b, or
+    interleaved-1f1b where stages_per_rank is above 1."""
+    stages_per_rank: Count | None = None
+    """Stages of each rank. Left out: the schedule's own number."""
+    blocks_per_stage: tuple[Count, ...] | None = None
+    """Blocks of each stage. Left out: their predicted time is balanced, embedding and head counted."""
+
+
+class CheckpointingSection(Policy):
+    """How the inputs of recomputed blocks are kept: DeepSpeed's names. What is recomputed is set in parallel.recompute."""
+
+    partition_activations: bool = False
+    """With tp: each process keeps its slice of a recomputed block's input, and gathers the whole in backward."""
+    cpu_checkpointing: bool = False
+    """Keep the inputs of recomputed blocks in host memory: parallel.activation_offload with fraction 1."""
+
+
+class RecomputeSection(Policy):
+    """Activation checkpointing: compute again in backward what forward does not keep."""
+
+    mode: Literal["none", "full", "selective", "budget"] | None = None
+    """none; full: a block keeps its input alone; selective: it keeps the results of the operators in `keep` too; budget: chosen for every
+    block, so that activations fit in `budget_gib`. Left out: budget where `budget_gib` is given, else none."""
+    every: Count = 1
+    """full and selective: every n-th block, the first included."""
+    keep: tuple[str, ...] = DEFAULT_KEEP
+    """selective and budget: results that are kept: `attention`, `matmul` (products with weights), `every_second_matmul`, or operators like
+    `aten.mm`."""
+    budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] | None = None
+    """The most GiB that one micro-batch's activations take on a process: what blocks, head and loss keep, and the block that is being
+    recomputed."""
+    sequence_length: Count | None = None
+    """budget: tokens of a sequence. Left out: data.sequence_length."""
+
+
+class ActivationOffloadSection(Policy):
+    """Where blocks put what they save for backward: out of the device's memory."""
+
+    fraction: Annotated[float, Field(ge=0, le=1), Number] = 0.0
+    """The share of blocks that do, from the first one on: their backward comes last, so there is most time for the way out and back."""
+    device: Literal["cpu", "disk"] = "cpu"
+    """cpu: pinned host memory, for GPUs. disk: files in `path`."""
+    path: str | None = None
+    """disk: a folder on a fast local disk."""
+
+
 class ParallelSection(Policy):
     """How many processes each kind of parallelism takes. The product of the degrees is the number of processes."""
 
     pp: Count = 1
-    """Pipeline stages."""
+    """Processes that hold consecutive blocks of the model each."""
+    pipeline: PipelineSection = PipelineSection()
+    """With pp: the schedule and the stages."""
     dp_replicate: FreeDegree | None = None
     """Copies of the sharded model. Left out, -1 or "auto": the processes that remain; at stage 0 all of data parallelism."""
     dp_shard: FreeDegree | None = None
@@ -136,8 +189,34 @@ class ParallelSection(Policy):
     of equal modules in the model."""
     bucket_mib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] = 25.0
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
+    loss_chunk_tokens: Annotated[int, Field(ge=0), Number] = 0
+    """Compute head and cross entropy for this many tokens at a time, so that whole logits never exist; 0: all at once. For language models
+    with plait.causal_lm_loss."""
+    recompute: RecomputeSection = RecomputeSection()
+    """Activation checkpointing."""
+    activation_offload: ActivationOffloadSection = ActivationOffloadSection()
+    """Activations in host memory or on disk."""
     unused_parameters: FlagOrAuto = True
     """Let a step leave parameters unused, also different ones on different processes."""
+    transport: Literal["auto", "torch", "shared-memory"] = "auto"
+    """How gradients and parameters move between data-parallel processes: "torch" by its collectives (gloo, NCCL), "shared-memory" through
+    memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
+    all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
+    """How gradients are summed at stage 0 in the model's own dtype. "auto": in two levels (inside machines, across, inside) where the
+    processes span machines with several of them each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    compress_gradients: Literal["none", "int8", "int4", "powersgd"] = "none"
+    """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
+    factors of every matrix. It changes the training a little; for links that are slower than the computation."""
+    compress_weights: Literal["none", "int8", "int4"] = "none"
+    """Stages 1 to 3: what parameters travel as when they are gathered."""
+    error_feedback: FlagOrAuto = "auto"
+    """With compress_gradients: add what a step lost to the next step's gradients. "auto": at stage 0, where it costs as much memory as the
+    gradients; at stages 1 to 3 it would cost that of unsharded gradients. PowerSGD always does."""
+    powersgd_rank: Count = 4
+    """Columns of PowerSGD's factors."""
+    second_copy: Annotated[int, Field(ge=0), Number] = 0
+    """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
+    machine), so that the backward gathers from them and not from all. 0: off."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +283,8 @@ class Config(Policy):
     """The schedule of the learning rate. Left out: constant."""
     compile: CompileSection = CompileSection()
     """torch.compile."""
+    activation_checkpointing: CheckpointingSection = CheckpointingSection()
+    """How inputs of recomputed blocks are kept."""
     parallel: ParallelSection = ParallelSection()
     """The layout."""
     model: ModelSection | None = None

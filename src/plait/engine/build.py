@@ -17,26 +17,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait._torch import local_tensor, multiply_all, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
-from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.mesh import Mesh, build_mesh, default_device_type
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.batch import Forward, default_forward
+from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
+from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.engine import Engine
-from plait.engine.loss import Loss, Weighted
+from plait.engine.loss import CausalLMLoss, Loss, Weighted, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
+from plait.engine.state import dropout_seed
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
-from plait.errors import InputError, ModelError
+from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
-from plait.parallel.compatibility import refuse_incompatible
+from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.order import apply_all
+from plait.parallel.pipeline import build_pipeline
+from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
+from plait.units import dtype_of
 
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -65,9 +71,13 @@ def initialize(
     _refuse_wrapped(model)
     loss = _as_loss(loss_fn, weight_fn)
     resolved = _resolve(model, config, total_steps=total_steps)
+    if resolved.loss_chunk_tokens:
+        loss = _chunked(loss, resolved.loss_chunk_tokens)
+        forward = deferred(forward, model)
     named = {id(p): name for name, p in model.named_parameters()}
-    mesh, parts = _parallelize(model, resolved, weights=weights)
+    mesh, parts = _parallelize(model, resolved, weights=weights, loss_fn=loss, forward=forward)
     reduce_by_sum(parts)
+    pipeline = build_pipeline(parts, mesh, track_unused=resolved.data_parallel.unused_parameters)
     unused = None
     dp_group = mesh.group("dp_replicate", "dp_shard")
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
@@ -83,11 +93,21 @@ def initialize(
         optimizer=made,
         scheduler=scheduler,
         clipping=resolved.gradient_clipping,
+        counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
     )
-    torch.manual_seed(resolved.seed + 1_000_003 * (mesh.dp_index + 1))  # dropout differs over data-parallel ranks
-    return Engine(parts=parts, mesh=mesh, resolved=resolved, stepper=stepper, unused=unused, loss_fn=loss, forward=forward)
+    torch.manual_seed(dropout_seed(resolved.seed, mesh))
+    return Engine(
+        parts=parts,
+        mesh=mesh,
+        resolved=resolved,
+        stepper=stepper,
+        unused=unused,
+        pipeline=pipeline,
+        loss_fn=loss,
+        forward=forward,
+    )
 
 
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
@@ -98,6 +118,17 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
     resolved = _resolve(model, config)
     if resolved.precision.loss_scale is not None:
         raise ModelError("fp16 needs its loss scaled; plait.parallelize has no step to do it in: use bf16, or plait.initialize")
+    if resolved.layout.pp > 1:
+        raise ConfigError(
+            Problem(
+                "parallel.pp",
+                resolved.layout.pp,
+                "a loop of one's own calls the whole model, and here each process has a part of it",
+                "use plait.initialize and engine.train_batch, or parallel.pp = 1",
+            )
+        )
+    if resolved.loss_chunk_tokens:
+        _chunked(None, resolved.loss_chunk_tokens)
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
         parts.reducer.mean = True
@@ -170,6 +201,20 @@ def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | Non
     return Weighted(loss_fn, weight_fn)
 
 
+def _chunked(loss: Loss | None, tokens: int) -> Loss:
+    if type(loss) is CausalLMLoss:
+        return ChunkedCausalLMLoss(chunk_tokens=tokens)
+    given = "no loss is given" if loss is None else f"the loss is a {type(loss).__name__}"
+    raise ConfigError(
+        Problem(
+            "parallel.loss_chunk_tokens",
+            tokens,
+            f"only plait.causal_lm_loss is computed in pieces, and {given}",
+            "pass loss_fn=plait.causal_lm_loss, or use 0; in a loop of your own call plait.chunked_causal_lm_loss",
+        )
+    )
+
+
 def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = None) -> Resolved:
     if isinstance(config, Resolved):
         return config
@@ -183,22 +228,17 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
     return resolve(loaded, world_size=here.world_size, hidden_size=hidden, total_steps=total_steps, micro_batch_size=1)
 
 
-def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | None) -> tuple[Mesh, Parts]:
-    refuse_incompatible(resolved.layout, resolved.compile)
+def _parallelize(
+    model: nn.Module,
+    resolved: Resolved,
+    *,
+    weights: str | Path | None,
+    loss_fn: Loss | None = None,
+    forward: Forward = default_forward,
+) -> tuple[Mesh, Parts]:
     blocks = find_blocks(model, resolved.blocks or None)
-    on_meta = materialise.is_meta(model)
-    if weights is not None and not on_meta:
-        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
-    # All that can be refused is refused before a process group exists.
-    resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
-    _check_placement(resolved)
-    mesh = build_mesh(resolved.layout)
-    template = materialise.template_of(model) if on_meta else None
-    if not on_meta:
-        model.to(mesh.device)
-        materialise.broadcast(model)
-    parts = Parts(model=model, blocks=blocks)
-    parts = apply_all((resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel), parts, mesh)
+    template = materialise.template_of(model) if materialise.is_meta(model) else None
+    mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
     if template is not None:
         materialise.allocate(model, mesh.device)
         if weights is None:
@@ -209,6 +249,73 @@ def _parallelize(model: nn.Module, resolved: Resolved, *, weights: str | Path | 
     if parts.reducer is not None:
         parts.reducer.attach()
     return mesh, parts
+
+
+def split(
+    model: nn.Module,
+    resolved: Resolved,
+    *,
+    weights: str | Path | None = None,
+    loss_fn: Loss | None = None,
+    forward: Forward = default_forward,
+) -> tuple[Mesh, Parts]:
+    """Apply every technique to `model` in place; one on meta stays there. Everything that can be refused is, before a process group
+    exists."""
+    refuse_incompatible(
+        Choice(
+            layout=resolved.layout,
+            compiled=resolved.compile,
+            recompute=resolved.recompute,
+            activation_offload=resolved.activation_offload,
+        )
+    )
+    blocks = find_blocks(model, resolved.blocks or None)
+    on_meta = materialise.is_meta(model)
+    if weights is not None and not on_meta:
+        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+    resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
+    pipeline = resolved.pipeline.check(
+        model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
+    )
+    resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
+    resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
+    _check_placement(resolved)
+    mesh = build_mesh(resolved.layout)
+    if not on_meta:
+        model.to(mesh.device)
+        materialise.broadcast(model)
+    techniques = (
+        resolved.tensor_parallel,
+        resolved.pipeline,
+        resolved.activation_offload,
+        _recompute(resolved, model, blocks, mesh, loss_fn=loss_fn, forward=forward),
+        resolved.compile,
+        resolved.precision,
+        resolved.data_parallel,
+    )
+    return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
+
+
+def _recompute(
+    resolved: Resolved, model: nn.Module, blocks: tuple[str, ...], mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
+) -> Recompute:
+    """What blocks recompute, a budget solved: from a run without data on the whole model, before anything is sharded."""
+    recompute, precision, offload = resolved.recompute, resolved.precision, resolved.activation_offload
+    if recompute.mode != "budget":
+        return recompute
+    facts = activation_facts(
+        model,
+        blocks=blocks,
+        mesh=mesh,
+        batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
+        tensor_parallel=resolved.tensor_parallel,
+        recompute=recompute,
+        offload=offload.fraction > 0,
+        compute_dtype=dtype_of(precision.compute) if precision.compute else None,
+        loss_fn=loss_fn or causal_lm_loss,
+        forward=forward,
+    )
+    return recompute.solved(facts, offloaded=offload.blocks(len(blocks)))
 
 
 def _check_placement(resolved: Resolved) -> None:

@@ -24,7 +24,9 @@ from plait.engine.loss import CausalLMLoss, Loss
 from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
 from plait.errors import InputError, PlaitError
+from plait.parallel import compression
 from plait.parallel.data import before_backward, free_gathered
+from plait.parallel.pipeline import PipelineRank
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
 
@@ -61,6 +63,7 @@ class Engine:
         resolved: Resolved,
         stepper: Stepper,
         unused: UnusedTracker | None,
+        pipeline: PipelineRank | None,
         loss_fn: Loss | None,
         forward: Forward,
     ) -> None:
@@ -72,11 +75,14 @@ class Engine:
         self.global_steps = 0
         self.skipped_steps = 0
         self._unused = unused
+        self._pipeline = pipeline
         self._forward = forward
         # None where the file gives no batch size: a step then takes what it is given.
         self._micro_batch_size = resolved.batch.micro_batch_size if resolved.sources.get(MICRO) != CALLERS else None
         self._dp_group = mesh.group("dp_replicate", "dp_shard")
+        self._loss_group = mesh.group("pp", "dp_replicate", "dp_shard")
         self._micro_step = 0
+        self._is_evaluating = False
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._outcome: Outcome | None = None
@@ -97,13 +103,22 @@ class Engine:
         # A step without a single target has gradient 0, not 0 / 0.
         factor = self.stepper.loss_scale / torch.clamp(weight, min=torch.finfo(weight.dtype).tiny)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for index, piece in enumerate(pieces):
-            before_backward(self.parts, last=index == count - 1)
-            total, seen = self._run(loss_fn, piece)
+
+        def scaled(output: Any, piece: Any) -> torch.Tensor:
+            nonlocal totals
+            total, seen = loss_fn(output, piece)
             totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
-            (total * factor.to(total.dtype)).backward()
-        if self._dp_group is not None:
-            dist.all_reduce(totals, group=self._dp_group)
+            return total * factor.to(total.dtype)
+
+        with self._logits_for(loss_fn):
+            if self._pipeline is not None:
+                self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled)
+            else:
+                for index, piece in enumerate(pieces):
+                    before_backward(self.parts, last=index == count - 1)
+                    scaled(self._forward(self.model, piece), piece).backward()
+        if self._loss_group is not None:  # only the last stage of a pipeline has a loss
+            dist.all_reduce(totals, group=self._loss_group)
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
         return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale)
@@ -113,33 +128,66 @@ class Engine:
         """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing changed. Collective."""
         loss_fn = self._loss()
         piece = to_device(batch, self.device)
-        with self.evaluating():
-            total, seen = self._run(loss_fn, piece)
-        totals = torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
-        if self._dp_group is not None:
-            dist.all_reduce(totals, group=self._dp_group)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with self.evaluating(), self._logits_for(loss_fn):
+            output = self._outputs(piece)
+            if self._holds_output:
+                total, seen = loss_fn(output, piece)
+                totals += torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
+        if self._loss_group is not None:
+            dist.all_reduce(totals, group=self._loss_group)
         return float(totals[0]), float(totals[1])
 
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
+        Collective. Several in a row are faster inside `evaluating`."""
+        with self.evaluating():
+            return self._outputs(to_device(batch, self.device))
+
+    def from_output_stage(self, value: Any) -> Any:
+        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and picklable. Collective."""
+        group = self.mesh.group("pp")
+        if self._pipeline is None or group is None:
+            return value
+        box = [value if self._holds_output else None]
+        dist.broadcast_object_list(box, group=group, group_src=self._pipeline.output_rank)
+        return box[0]
+
+    @property
+    def _holds_output(self) -> bool:
+        return self._pipeline is None or self._pipeline.holds_output
+
+    def _outputs(self, piece: Any) -> Any:
+        if self._pipeline is not None:
+            return self._pipeline.runtime.evaluate(piece, forward=self._forward)
+        return self._forward(self.model, piece)
+
     @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, without gradients; gathered parameters are given back at the end."""
-        training = self.model.training
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode; parameters that `predict` gathers are given back at the end."""
+        if self._is_evaluating:
+            yield
+            return
+        training, self._is_evaluating = self.model.training, True
         self.model.eval()
         try:
-            with torch.no_grad():
-                yield self.model
+            yield
         finally:
+            self._is_evaluating = False
             self.model.train(training)
             free_gathered(self.model)
 
-    def _run(self, loss_fn: Loss, piece: Any) -> tuple[torch.Tensor, Any]:
-        """Forward and loss; logits stay split over the vocabulary where the loss can use them so."""
+    @contextmanager
+    def _logits_for(self, loss_fn: Loss) -> Iterator[None]:
+        """Logits stay split over the vocabulary where the loss can use them so."""
         region = self.parts.tensor_region
         if region is None:
-            return loss_fn(self._forward(self.model, piece), piece)
+            yield
+            return
         region.gather_logits = not (self.parts.loss_parallel and isinstance(loss_fn, CausalLMLoss))
         try:
-            return loss_fn(self._forward(self.model, piece), piece)
+            yield
         finally:
             region.gather_logits = True
 
@@ -164,7 +212,12 @@ class Engine:
             self.parts.reducer.finish()  # a rank whose loss reached no parameter still has to take part
         if self._unused is not None:
             self._unused.restore_none()
+        if self._pipeline is not None:
+            self._pipeline.reduce_shared()
+        scale = self.stepper.loss_scale
         outcome = self._outcome = self.stepper(divisor=divisor)
+        if self.stepper.loss_scale != scale:
+            compression.rescale(self.parts, self.stepper.loss_scale / scale)
         if self.parts.reducer is not None:
             self.parts.reducer.start_step()
         self.global_steps += 1
@@ -175,6 +228,11 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch."""
+        if self._pipeline is not None:
+            raise InputError(
+                "parallel.pp > 1: a pipeline runs whole steps, because each process has a part of the model; call engine.train_batch, "
+                "engine.eval_batch or engine.predict"
+            )
         if torch.is_grad_enabled():
             before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
         return self.model(*args, **kwargs)

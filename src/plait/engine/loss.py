@@ -41,13 +41,8 @@ class CausalLMLoss:
     """
 
     def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = output.logits
         targets = self._targets(batch)
-        if isinstance(logits, DTensor):
-            return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED), (targets != IGNORED).sum()
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total, (targets != IGNORED).sum()
+        return cross_entropy_sum(output.logits, targets), (targets != IGNORED).sum()
 
     def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Number of targets, int64."""
@@ -57,6 +52,14 @@ class CausalLMLoss:
     def _targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         # Shifting the labels, not the logits, leaves the large tensor uncopied.
         return F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross entropies of `logits` [..., vocab], whole or split along the vocabulary, for `targets` [...] int64."""
+    if isinstance(logits, DTensor):
+        return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 causal_lm_loss = CausalLMLoss()

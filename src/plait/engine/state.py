@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from plait.checkpoint import distributed
+from plait.cluster.mesh import Mesh
+from plait.parallel import compression
 from plait.parallel.data import free_gathered
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ def save_engine(engine: Engine, folder: Path, *, tag: str | None, client_state: 
         optimizer=stepper.optimizer,
         random=_random_states(engine),
         facts=facts,
+        private=compression.states(engine.parts),
     )
 
 
@@ -50,7 +53,11 @@ def load_engine(engine: Engine, folder: Path, *, tag: str | None) -> tuple[Path,
     if distributed.load(found, model=engine.model, optimizer=stepper.optimizer, random=random):
         _restore_random(engine, random)
     else:
-        torch.manual_seed(engine.config.seed + 1_000_003 * (engine.dp_rank + 1) + facts["global_steps"])
+        torch.manual_seed(dropout_seed(engine.config.seed, engine.mesh, step=facts["global_steps"]))
+    saved = distributed.load_private(found)
+    # Errors belong to a rank's own gradients: on another layout they start anew, which costs what one step loses.
+    if saved and facts["layout"] == engine.mesh.layout.degrees and facts["zero_stage"] == engine.parts.stage:
+        compression.restore(engine.parts, saved)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scheduler is not None and facts["scheduler"] is not None:
@@ -58,6 +65,11 @@ def load_engine(engine: Engine, folder: Path, *, tag: str | None) -> tuple[Path,
     if stepper.scaler is not None and facts["loss_scaler"] is not None:
         stepper.scaler.load_state_dict(facts["loss_scaler"])
     return found, facts["client_state"]
+
+
+def dropout_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
+    """The seed of this rank's generators: different where activations are, over data-parallel ranks and pipeline stages, equal over tp."""
+    return seed + 1_000_003 * (mesh.dp_index + 1) + 7_919_000_003 * mesh.coordinates["pp"] + step
 
 
 def _random_states(engine: Engine) -> dict[str, torch.Tensor]:

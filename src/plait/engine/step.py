@@ -52,6 +52,8 @@ class Stepper:
     check_overflow: bool
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called with unscaled, clipped gradients in place, just before the optimizer (for inspection)."""
+    counted_elsewhere: frozenset[nn.Parameter] = frozenset()
+    """Parameters that another pipeline stage holds too, and counts in the norm."""
 
     @property
     def loss_scale(self) -> float:
@@ -62,7 +64,7 @@ class Stepper:
         """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards."""
         inverse = 1.0 / (self.loss_scale * divisor)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = global_norm(grads, self.mesh) * inverse
+        norm = global_norm((p.grad for p in self.parameters if p.grad is not None and p not in self.counted_elsewhere), self.mesh) * inverse
         skipped = (self.check_overflow or self.scaler is not None) and not math.isfinite(norm.item())
         if not skipped:
             self._rescale(grads, norm, inverse)
@@ -104,6 +106,9 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh) -> torch.Tensor:
         if group is not None:
             dist.all_reduce(square, group=group)
         total = total + square
+    stages = mesh.group("pp")
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 

@@ -16,10 +16,13 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     With `patterns` (`fnmatch` style, e.g. `encoder.layers.*`): the modules that match; every pattern must match something, and of nested
     matches only the outermost counts. Without: the children of every outermost `nn.ModuleList` or `nn.Sequential` whose children are all of
     one class and which holds at least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not). A model
-    without such a list has no blocks and is one unit.
+    without such a list has no blocks and is one unit. A model may name its own as `pipeline_blocks`.
     """
     if patterns is not None:
         return _match(model, patterns)
+    named: tuple[str, ...] | None = getattr(model, "pipeline_blocks", None)
+    if named is not None:
+        return named
     total = sum(p.numel() for p in model.parameters())
     blocks: list[str] = []
     lists: list[str] = []

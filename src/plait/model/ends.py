@@ -25,6 +25,11 @@ def settle_ends(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -
     return _preferred(head, heads), _preferred(embedding, embeddings)
 
 
+def head_name(model: nn.Module) -> str | None:
+    """Name of the layer that makes the logits, where the model tells it (`get_output_embeddings`)."""
+    return _end(model, "get_output_embeddings")
+
+
 def _preferred(first: str | None, names: list[str]) -> str | None:
     return first if first in names else (names[0] if names else None)
 

@@ -15,6 +15,9 @@ from rich.table import Column
 from rich.text import Text
 
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts
+from plait.parallel.pipeline_account import balance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -137,6 +140,20 @@ class ProgressLines:
         self._console.print(Text(f"step {step:>{width},}  {text}"), soft_wrap=True)
 
 
+def _stages(checked: Checked) -> list[tuple[str, str]]:
+    """How a pipeline is cut. Raises ConfigError or ModelError where it cannot be."""
+    resolved, model = checked.resolved, checked.built.model
+    blocks = find_blocks(model, resolved.blocks or None)
+    pipeline = resolved.pipeline.check(
+        model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
+    )
+    if pipeline is None:
+        return []
+    rows = stage_rows(pipeline.schedule, pipeline.cut, model_facts(model, blocks))
+    sizes = ", ".join(str(len(row.blocks)) for row in rows)
+    return [("stages", f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank {balance(rows):.3f} x the mean")]
+
+
 def describe(checked: Checked, *, processes: int) -> list[tuple[str, str]]:
     """A run in a few lines, before it begins: (name, words)."""
     resolved, data, section = checked.resolved, checked.data, checked.section
@@ -151,6 +168,7 @@ def describe(checked: Checked, *, processes: int) -> list[tuple[str, str]]:
         ("model", f"{kind}, {format_count(checked.parameters)} parameters, {origin}"),
         ("text", f"{data.description}: {format_count(len(data.train.tokens))} tokens, {len(data.train):,} sequences of {length}; {held}"),
         ("layout", f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}, computes in {computes_in}"),
+        *_stages(checked),
         (
             "batch",
             f"{batch.train_batch_size} sequences = micro {batch.micro_batch_size} x accumulation {batch.accumulation} x "

@@ -7,47 +7,77 @@ from dataclasses import dataclass
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
+from plait.parallel.recompute import Recompute
+from plait.policy import Policy
+
+
+class Choice(Policy):
+    """What the pairs are made of."""
+
+    layout: Layout
+    """The degrees."""
+    compiled: Compile = Compile()
+    """torch.compile."""
+    recompute: Recompute = Recompute()
+    """What is computed again."""
+    activation_offload: ActivationOffload = ActivationOffload()
+    """What is kept elsewhere."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """`applies` says whether a configuration has the pair."""
+    """`applies` says whether a choice has the pair."""
 
     field: str
-    value: Callable[[Layout, Compile], object]
-    applies: Callable[[Layout, Compile], bool]
+    value: Callable[[Choice], object]
+    applies: Callable[[Choice], bool]
     rule: str
     remedy: str
 
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        field="parallel.pp",
-        value=lambda layout, _: layout.pp,
-        applies=lambda layout, _: layout.pp > 1,
-        rule="this version runs data and tensor parallelism",
-        remedy="use 1; the processes become data parallel",
-    ),
-    Refusal(
         field="parallel.cp",
-        value=lambda layout, _: layout.cp,
-        applies=lambda layout, _: layout.cp > 1,
-        rule="this version runs data and tensor parallelism",
+        value=lambda choice: choice.layout.cp,
+        applies=lambda choice: choice.layout.cp > 1,
+        rule="this version runs data, tensor and pipeline parallelism",
         remedy="use 1; the processes become data parallel",
     ),
     Refusal(
         field="compile.enabled",
-        value=lambda *_: "true",
-        applies=lambda layout, compiled: compiled.enabled and layout.tp > 1,
+        value=lambda _: "true",
+        applies=lambda choice: choice.compiled.enabled and choice.layout.tp > 1,
         rule="blocks that tensor parallelism has split are not proven to keep their gradients under torch.compile",
         remedy="use false, or parallel.tp = 1",
+    ),
+    Refusal(
+        field="compile.enabled",
+        value=lambda _: "true",
+        applies=lambda choice: choice.compiled.enabled and choice.layout.pp > 1,
+        rule="pipeline stages are not proven under torch.compile",
+        remedy="use false, or parallel.pp = 1",
+    ),
+    Refusal(
+        field="parallel.recompute.mode",
+        value=lambda choice: choice.recompute.mode,
+        applies=lambda choice: choice.recompute.mode == "budget" and choice.layout.pp > 1,
+        rule="the budget is solved for one micro-batch of a whole model, and a pipeline's rank holds several of some blocks",
+        remedy='use "full" or "selective", or parallel.pp = 1',
+    ),
+    Refusal(
+        field="parallel.activation_offload.fraction",
+        value=lambda choice: choice.activation_offload.fraction,
+        applies=lambda choice: choice.activation_offload.fraction > 0 and choice.layout.pp > 1,
+        rule="what returns for a backward is not proven where several micro-batches are on their way",
+        remedy="use 0, or parallel.pp = 1",
     ),
 )
 
 
-def refuse_incompatible(layout: Layout, compiled: Compile) -> None:
+def refuse_incompatible(choice: Choice) -> None:
     """Raise ConfigError with every refused pair."""
-    problems = [Problem(r.field, r.value(layout, compiled), r.rule, r.remedy) for r in REFUSALS if r.applies(layout, compiled)]
+    problems = [Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)]
     if problems:
         raise ConfigError(*problems)

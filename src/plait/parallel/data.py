@@ -16,18 +16,25 @@ inside the `dp_shard` group and the reduced shards are all-reduced across, once 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Literal
 
 import numpy as np
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
-from plait.comm.reduce_scatter import AllToAllReduceScatter
-from plait.errors import ModelError
+from plait.comm.algorithms import Name
+from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
+from plait.comm.compress import QuantisedReduceScatter
+from plait.comm.transport import TransportName, connect
+from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
+from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
+from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
@@ -45,6 +52,16 @@ class DataParallel(Technique):
     """Stage 0: gradients are reduced in buckets of about this size. Sharded stages reduce block by block."""
     unused_parameters: bool = True
     """Let a step leave parameters unused, also different ones on different ranks. Costs one small all-reduce a step."""
+    transport: TransportName = "prefer-shared-memory"
+    """How bytes move between processes: torch's collectives, or memory that the processes of one machine share."""
+    compression: Compression = Compression()
+    """What is compressed on the way."""
+    all_reduce: Name | Literal["by-machines"] = "by-machines"
+    """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: in two levels where a group spans machines that hold
+    several of its ranks each, else in one call, or through shared memory."""
+    second_copy: int = 0
+    """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
+    those; 0 keeps what the optimizer has."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
@@ -57,19 +74,50 @@ class DataParallel(Technique):
                 parts.model,
                 group,
                 bucket_bytes=self.bucket_bytes,
+                make_buckets=self._buckets(group, mesh),
+                separate_vectors=self.compression.gradients,
                 reduce_dtype=parts.reduce_dtype,
                 track_unused=self.unused_parameters,
             )
             return parts.with_(reducer=reducer)
-        _shard(parts, mesh, free_after_forward=self.stage == 3)
-        return parts
+        _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
+        return parts.with_(compressors=self._install(parts, mesh))
+
+    def _buckets(self, group: dist.ProcessGroup, mesh: Mesh) -> Callable[[Sequence[Flat]], Buckets]:
+        if self.compression.gradients:
+            return lambda flats: self.compression.buckets(group, flats, mesh.device)
+        levels = mesh.levels("dp_replicate") if self.all_reduce in ("by-machines", "two-level") else None
+        if self.all_reduce == "two-level" and levels is None:
+            rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
+            raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
+        if levels is None and self.all_reduce == "by-machines":
+            return connect(group, label="dp_replicate", device=mesh.device, wanted=self.transport).buckets
+        algorithm: Name = "two-level" if self.all_reduce == "by-machines" else self.all_reduce
+        return lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels)
+
+    def _install(self, parts: Parts, mesh: Mesh) -> Mapping[str, QuantisedReduceScatter]:
+        """The collectives of sharded units in place of torch's."""
+        group = mesh.group("dp_shard")
+        if group is None:
+            if self.transport == "shared-memory" and mesh.layout.dp > 1:
+                rule = "replicated parameters that are cast for the computation are reduced by torch's collectives"
+                raise ConfigError(Problem("parallel.transport", self.transport, rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
+            return {}
+        way = connect(group, label="dp_shard", device=mesh.device, wanted=self.transport)
+        for module in sharded_modules(parts.model):
+            # Shared memory is laid out for one group, and the second copy is gathered over another.
+            if way.all_gather is not None and not (self.stage == 3 and self.second_copy):
+                module.set_custom_all_gather(way.all_gather)
+            if way.reduce_scatter is not None:
+                module.set_custom_reduce_scatter(way.reduce_scatter)
+        return self.compression.install(parts.model, mesh.levels("dp_shard") if self.compression.gradient_bits else None)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""
         return _account(self, ledger, facts)
 
 
-def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool) -> None:
+def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     _refuse_unshardable(parts)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
     policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
@@ -77,9 +125,6 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool) -> None:
         fully_shard(parts.model.get_submodule(name), mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
     fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=False)
-    if mesh.device.type == "cpu" and mesh.layout.dp_shard > 1:
-        for module in sharded_modules(parts.model):
-            module.set_custom_reduce_scatter(AllToAllReduceScatter())
 
 
 def _refuse_unshardable(parts: Parts) -> None:
@@ -133,7 +178,20 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
     # One column a distinct shape, split and so on: models repeat a few shapes many times.
-    kinds = ("parameters", "gradients", "optimizer", "gathered", "wire_gather_block", "wire_gather_root", "wire_reduce", "whole")
+    kinds = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "wire_gather_block",
+        "wire_gather_root",
+        "wire_reduce_block",
+        "wire_reduce_root",
+        "wire_gather_again",
+        "across",
+        "compression",
+        "whole",
+    )
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
@@ -146,13 +204,21 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
         total["parameters"] += count * padded * row_numel * itemsize
         total["gathered"] += count * full * row_numel * compute
-        total["wire_gather_block" if in_block else "wire_gather_root"] += count * full * row_numel * compute
+        shard, again = padded * row_numel, technique.second_copy or n
+        sent = count * n * sent_bytes(technique.compression.weight_bits, shape, shard, compute)
+        total["wire_gather_block" if in_block else "wire_gather_root"] += sent
+        if in_block:  # the backward's gathering, which may have larger shards over fewer ranks
+            larger = sent_bytes(technique.compression.weight_bits, shape, shard * n // again, compute)
+            total["wire_gather_again"] += count * (again - 1) * larger
         if trainable:
             total["gradients"] += count * padded * row_numel * itemsize
             total["optimizer"] += count * (held * row_numel * itemsize * ledger.optimizer_tensors + ledger.optimizer_scalar_bytes)
-            total["wire_reduce"] += count * full * row_numel * reduce
+            sent = count * n * sent_bytes(technique.compression.gradient_bits, shape, shard, reduce)
+            total["wire_reduce_block" if in_block else "wire_reduce_root"] += sent
+            total["across"] += count * padded * row_numel * reduce
+            total["compression"] += count * error_bytes(technique.compression, shape, shard, n)
             total["whole"] += count * rows * row_numel * reduce
-    accumulates = k > 1
+    accumulates = (k > 1) & (ledger.stage is None)  # a pipeline's, after each computation, are `pipeline_account.held_after`
     between = {
         "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
         "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),
@@ -161,12 +227,23 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         ledger = ledger.add_memory(kind, total[kind])
     for kind, extra in between.items():
         ledger = ledger.add_memory(kind, extra)
-    gathers = np.where(stage == 3, 2 * k, 1) * total["wire_gather_block"] + np.where(stage == 3, k, 1) * total["wire_gather_root"]
-    reduces = np.where(stage >= 2, k, 1) * total["wire_reduce"]
-    ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n, 0))
+    root_gathers = k if ledger.stage is None else ledger.stage.root_gathers
+    root_reduces = k if ledger.stage is None else ledger.stage.root_reduces
+    gathers = np.where(stage == 3, k, 1) * total["wire_gather_block"] + np.where(stage == 3, root_gathers, 1) * total["wire_gather_root"]
+    again = np.where(stage == 3, k, 0) * total["wire_gather_again"]
+    reduces = np.where(stage >= 2, k, 1) * total["wire_reduce_block"] + np.where(stage >= 2, root_reduces, 1) * total["wire_reduce_root"]
+    ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n + again, 0))
     ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
-    across = np.where(sharded, total["wire_reduce"] // n, total["wire_reduce"])
-    return ledger.add_traffic("all_reduce", 2 * across * (replicas - 1) // replicas)
+    ledger = ledger.add_memory("compression", np.where(sharded, total["compression"], 0))
+    special = technique.compression.gradients or technique.all_reduce in ALGORITHM_KINDS
+    in_buckets = np.broadcast_to(~sharded & (replicas > 1) & special, n.shape)
+    ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, 2 * total["across"] * (replicas - 1) // replicas))
+    if not in_buckets.any():
+        return ledger
+    numels = [rows * of_row for rows, of_row in (_local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable)]
+    return account_buckets(
+        technique.compression, technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets
+    )
 
 
 def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:

@@ -9,18 +9,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from plait.parallel.activations import ActivationFacts
+
 Array = NDArray[np.int64]
 
-MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer")
-"""`parameters`, `gradients` and `optimizer` are what a rank holds just before the optimizer step; `gathered_parameters` and
-`unsharded_gradients` are what it holds in addition between two micro-batches of a step."""
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "control")
+@dataclass(frozen=True)
+class StageCounts:
+    """What one rank of a pipeline does in a step, counted from its schedule's table (see `pipeline_account`)."""
+
+    root_gathers: Array
+    """How often ZeRO stage 3 gathers what is outside of the blocks."""
+    ends: Array
+    """How many of the model's two ends, the front and the back, are here."""
+    root_reduces: Array
+    """Backwards of the stages that own something outside of the blocks: how often ZeRO stages 2 and 3 reduce it."""
+    sends: Array
+    """Tensors sent to other stages: activations and their gradients."""
+    boundary_bytes: Array
+    """Bytes of one of them."""
+    shared_bytes: Array
+    """2 (n - 1) / n bytes of the gradients that n stages share, after sharding: what their sum sends."""
+
+
+MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer", "compression")
+"""`parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just before the optimizer step;
+`gathered_parameters` and `unsharded_gradients` are what it holds in addition between two micro-batches of a step; in a pipeline,
+`pipeline_account.held_after` tells them for every computation."""
+
+ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
+"""What a micro-batch keeps on the device from forward to backward, in blocks and before them, and after them (head, loss); the most that
+comes back for one block's backward; and what is in host memory or on disk. For every micro-batch that is between its forward and its
+backward."""
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
 """`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
 
 
@@ -39,6 +67,12 @@ class Ledger:
     """Which rank of the tp axis is priced; 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
+    activations: ActivationFacts | None = None
+    """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
+    loss_passes: int = 1
+    """How often head and loss are computed for a micro-batch; 2 where that is done in pieces, because backward does it again."""
+    offloaded_blocks: int = 0
+    """How many blocks put what they save into a store."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are whole."""
     optimizer_tensors: int = 2
@@ -49,6 +83,8 @@ class Ledger:
     """Bytes per element of the compute dtype; None where parameters keep their own."""
     reduce_bytes: Array | None = None
     """Bytes per element of the reduction dtype; None where gradients keep their own."""
+    stage: StageCounts | None = None
+    """The pipeline's part; None without a pipeline."""
     memory: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
     """Kind to bytes per rank."""
     traffic: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
@@ -76,8 +112,8 @@ class Ledger:
         return cls(**axes, **fields)
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
-        """More bytes of a kind (see MEMORY_KINDS)."""
-        if kind not in MEMORY_KINDS:
+        """More bytes of a kind (see MEMORY_KINDS and ACTIVATION_KINDS)."""
+        if kind not in (*MEMORY_KINDS, *ACTIVATION_KINDS):
             raise KeyError(kind)
         return replace(self, memory=_added(self.memory, kind, count))
 

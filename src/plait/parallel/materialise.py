@@ -58,14 +58,22 @@ def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *
     Raises ModelError where a parameter or buffer has no initialisation that can be run again.
     """
     targets = _targets(model)
+    for group in tied_names(template):  # a pipeline stage may lack the first name, whose value counts
+        here = next((targets[name] for name in group if name in targets), None)
+        if here is not None:
+            targets.update(dict.fromkeys(group, here))
     filled: set[int] = set()
     rules = _rules(template)
     for prefix, unit, recurse in _units(template, blocks):
+        if not any(name in targets for name, _ in _own_tensors(unit, prefix, recurse=recurse)):
+            continue  # on another pipeline stage
         _allocate_poisoned(unit, recurse=recurse)
         members = list(unit.named_modules(prefix=prefix)) if recurse else [(prefix, unit)]
         for name, module in reversed(members):  # children before parents: a parent may override (GPT-2's residual projections)
             _run(rules.get(name), module, name, seed)
         for name, value in _own_tensors(unit, prefix, recurse=recurse):
+            if name not in targets:
+                continue
             if _is_poisoned(value):
                 raise ModelError(
                     f"{name} was not initialised: {type(unit).__name__} computes it only in its constructor, which has run on meta; "
@@ -93,7 +101,8 @@ def fill_buffers(model: nn.Module, template: nn.Module) -> None:
     rules = _rules(template)
     targets = _targets(model)
     for name, module in template.named_modules():
-        wanted = [leaf for leaf, _ in module.named_buffers(recurse=False) if _join(name, leaf) not in persistent]
+        own = [leaf for leaf, _ in module.named_buffers(recurse=False) if _join(name, leaf) not in persistent]
+        wanted = [leaf for leaf in own if _join(name, leaf) in targets]
         if not wanted:
             continue
         _allocate_poisoned(module, recurse=False)

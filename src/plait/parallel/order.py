@@ -7,15 +7,19 @@ from collections.abc import Iterable
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
+from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
+from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
+from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, Compile, Precision, DataParallel)
-"""What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes."""
+ORDER: tuple[type[Technique], ...] = (TensorParallel, Pipeline, ActivationOffload, Recompute, Compile, Precision, DataParallel)
+"""What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes. A pipeline comes after the
+split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
@@ -30,14 +34,16 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
     for technique in in_order(techniques):
         parts = technique.apply(parts, mesh)
         now = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-        if now != names:
-            changed = sorted(set(now) ^ set(names))[:4]
+        kept = [name for name in names if name in set(now)] if isinstance(technique, Pipeline) else names
+        if now != kept:
+            changed = sorted(set(now) ^ set(kept))[:4]
             raise ModelError(f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a technique must keep them")
+        names = now
     return parts
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order."""
-    for technique in in_order(techniques):
+    """Price every technique, in order, but for the precision: it comes first, because the others ask for the size of an element."""
+    for technique in sorted(in_order(techniques), key=lambda technique: not isinstance(technique, Precision)):
         ledger = technique.account(ledger, facts)
     return ledger

@@ -7,7 +7,7 @@ Invariant: gradients live in the buckets (one copy), and all ranks launch the bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch import after_backward, like_parameter, local_tensor
+from plait.comm.buckets import Buckets, Flat
+from plait.parallel.bucket_account import partition
 
 
 @dataclass
@@ -24,9 +26,9 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     flat: torch.Tensor
+    wire: torch.Tensor
+    """What is summed over the ranks: `flat` itself, or a buffer in the reduction's dtype."""
     missing: int = 0
-    wire: torch.Tensor | None = None
-    work: dist.Work | None = None
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,16 @@ class Reducer:
     model: nn.Module
     group: dist.ProcessGroup
     bucket_bytes: int
+    make_buckets: Callable[[Sequence[Flat]], Buckets]
+    """Makes the buffers that are summed over `group` (see `comm.transport`)."""
     mean: bool = False
     reduce_dtype: torch.dtype | None = None
     track_unused: bool = True
+    separate_vectors: bool = False
+    """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as they are."""
     synchronise: bool = True
     buckets: list[_Bucket] = field(default_factory=list, init=False)
+    reduction: Buckets = field(init=False)
     _slots: dict[nn.Parameter, _Slot] = field(default_factory=dict, init=False)
     _used: list[bool] = field(default_factory=list, init=False)
     _next: int = field(default=0, init=False)
@@ -62,17 +69,30 @@ class Reducer:
 
     def attach(self) -> None:
         """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
-        for members in _partition(list(self.model.parameters()), self.bucket_bytes):
-            self._add_bucket(members)
+        partition = self._partition()
+        shapes = [tuple(tuple(local_tensor(p.detach()).shape) for p in members) for members in partition]
+        self.reduction = self.make_buckets(
+            [Flat(self.reduce_dtype or members[0].dtype, held) for members, held in zip(partition, shapes, strict=True)]
+        )
+        for members, wire in zip(partition, self.reduction.buffers, strict=True):
+            self._add_bucket(members, wire)
         self.start_step()
         for parameter in self._slots:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _add_bucket(self, members: list[nn.Parameter]) -> None:
+    def _partition(self) -> list[list[nn.Parameter]]:
+        """Trainable parameters by bucket, one dtype a bucket."""
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        sizes = [
+            (local_tensor(p.detach()).numel() * p.element_size(), (p.dtype, p.ndim > 1 or not self.separate_vectors)) for p in trainable
+        ]
+        return [[trainable[i] for i in members] for members in partition(sizes, self.bucket_bytes)]
+
+    def _add_bucket(self, members: list[nn.Parameter], wire: torch.Tensor) -> None:
         locals_ = [local_tensor(p.detach()) for p in members]
-        flat = torch.zeros(sum(t.numel() for t in locals_), dtype=members[0].dtype, device=members[0].device)
+        flat = wire if wire.dtype == members[0].dtype else torch.zeros_like(wire, dtype=members[0].dtype)
         views = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in locals_]), locals_, strict=True)]
-        bucket = _Bucket(members, flat)
+        bucket = _Bucket(members, flat, wire)
         self.buckets.append(bucket)
         for parameter, view in zip(members, views, strict=True):
             self._slots[parameter] = _Slot(bucket, view, like_parameter(view, parameter), len(self._slots))
@@ -96,11 +116,10 @@ class Reducer:
             self._launch(self.buckets[self._next])
 
     def _launch(self, bucket: _Bucket) -> None:
+        if bucket.wire is not bucket.flat:
+            bucket.wire.copy_(bucket.flat)
+        self.reduction.start(self._next)
         self._next += 1
-        wire = bucket.flat
-        if self.reduce_dtype is not None and self.reduce_dtype != wire.dtype:
-            wire = bucket.wire = wire.to(self.reduce_dtype)
-        bucket.work = dist.all_reduce(wire, group=self.group, async_op=True)
 
     def finish(self) -> None:
         """Reduce what is left and wait; gradients are then the sum (or mean) over the group. Safe to call twice for one backward."""
@@ -114,12 +133,10 @@ class Reducer:
                     slot.view.zero_()
             self._launch(bucket)
         used = self._used_anywhere()
-        for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
-            if bucket.wire is not None:
+        for index, bucket in enumerate(self.buckets):
+            self.reduction.finish(index)
+            if bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
-                bucket.wire = None
             if self.mean:
                 bucket.flat.div_(self.group.size())
             for parameter in bucket.parameters:
@@ -141,7 +158,6 @@ class Reducer:
         self._used = [False] * len(self._slots)
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-            bucket.work = None
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -151,18 +167,3 @@ class Reducer:
             yield
         finally:
             self.synchronise = before
-
-
-def _partition(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Trainable parameters in about the order in which their gradients appear (last registered first), cut at `bucket_bytes`, one dtype a
-    bucket."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        nbytes = local_tensor(parameter.detach()).numel() * parameter.element_size()
-        if not buckets or size + nbytes > bucket_bytes or buckets[-1][0].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += nbytes
-    return buckets

@@ -152,6 +152,7 @@ def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward
         stride = tuple(torch.empty(shape, device="meta").stride())
         return DTensor.from_local(y, region.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=stride)
 
+    forward.__dict__["region"] = region  # for a loss that applies the head itself
     return forward
 
 

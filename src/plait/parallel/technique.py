@@ -7,6 +7,7 @@ travel in Parts until the technique that makes the call consumes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,11 @@ from plait.parallel.ledger import Ledger
 from plait.policy import Policy
 
 if TYPE_CHECKING:
+    from plait.comm.compress import QuantisedReduceScatter
+    from plait.parallel.activations import BlockMode
+    from plait.parallel.pipeline import PipelineParts
     from plait.parallel.reducer import Reducer
+    from plait.parallel.saved import Store
     from plait.parallel.styles import Region
 
 
@@ -30,7 +35,9 @@ class Parts:
     model: nn.Module
     """Changed in place; the object a user holds stays the one that trains."""
     blocks: tuple[str, ...]
-    """Names (FQNs) of the repeated blocks: the units of sharding, recompute and compilation."""
+    """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
+    pipeline: PipelineParts | None = None
+    """Schedule and stages; None without a pipeline."""
     compute_dtype: torch.dtype | None = None
     """What parameters are cast to for forward and backward; None keeps their own dtype."""
     reduce_dtype: torch.dtype | None = None
@@ -39,10 +46,18 @@ class Parts:
     """What the modules that are split over tp share; None without tensor parallelism."""
     loss_parallel: bool = False
     """Whether a loss that can may take logits that are split over the vocabulary."""
+    block_modes: tuple[BlockMode, ...] = ()
+    """What every block recomputes; empty before that is decided."""
+    activation_store: Store | None = None
+    """Where the first blocks put what they save for backward; None leaves it where it is."""
+    offloaded_blocks: int = 0
+    """How many blocks do."""
     reducer: Reducer | None = None
     """The stage 0 gradient reducer, where one is needed."""
     stage: int = 0
     """ZeRO stage that was applied."""
+    compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
+    """Compressed collectives of sharded units that may keep errors, by name."""
     applied: tuple[str, ...] = field(default=())
     """Names of the techniques applied so far, in order."""
 
@@ -55,7 +70,7 @@ class Technique(Policy):
     """One way to use many devices. Subclasses add fields, `apply` and `account`."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Do it to the model, in place. Parameter names stay as they are."""
+        """Do it to the model, in place. Parameter names stay as they are; a pipeline's rank keeps its own parameters only."""
         raise NotImplementedError
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:

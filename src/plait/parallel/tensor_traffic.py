@@ -30,21 +30,26 @@ if TYPE_CHECKING:
 
 def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: TensorParallel) -> dict[str, Array]:
     """Collective to bytes that one rank sends per optimizer step."""
-    features, gathered, parameters = _features(facts, plan, technique)
+    features, gathered, parameters = _features(facts, plan, technique, loss_passes=ledger.loss_passes)
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n = ledger.tp
+    if technique.sequence_parallel:  # backward of the first block's door, forward of the last
+        hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
+        ends = 2 * np.ones_like(n) if ledger.stage is None else ledger.stage.ends
+    else:
+        hidden, ends = 0, np.zeros_like(n)
     sent = {}
     padded = sum(-(-width // n) * n for width in gathered)  # collectives want equal parts
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
-        count = (features[collective] + (padded if collective == "all_gather" else 0)) * ledger.tokens * itemsize
+        count = (features[collective] + (padded + hidden * ends if collective == "all_gather" else 0)) * ledger.tokens * itemsize
         if collective == "all_reduce":
             count = 2 * (count + parameters * itemsize + features["loss"] * ledger.tokens * loss_itemsize)
         sent[collective] = ledger.accumulation * count * (n - 1) // n
     return sent
 
 
-def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) -> tuple[Counter[str], list[int], int]:
+def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel, *, loss_passes: int) -> tuple[Counter[str], list[int], int]:
     """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the
     elements of all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
@@ -65,9 +70,9 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) ->
         if entry.style == "colwise_gather_output":
             gathered.append(outputs)
         if entry.style == "vocab_head" and technique.loss_parallel:
-            moved["loss"] += 3
+            moved["loss"] += 3 * loss_passes
         elif entry.style == "vocab_head":
-            gathered.append(outputs)
+            gathered += [outputs] * loss_passes
         if entry.style in ("rowwise", "rowwise_split_input"):
             moved.update({"all_gather": outputs, "reduce_scatter": outputs} if sequence else {"all_reduce": outputs})
             bias = shape_of.get(f"{entry.name}.bias")
@@ -80,8 +85,6 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel) ->
             summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] == entry.name)
     if technique.sequence_parallel:
         summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] in plan.norms)
-        hidden = next(shape_of[f"{name}.weight"].shape[-1] for name in plan.norms)
-        moved["all_gather"] += 2 * hidden  # backward of the first block's door, forward of the last
     return moved, gathered, summed
 
 

@@ -28,8 +28,8 @@ class UnusedTracker:
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
-        # The tensors that autograd accumulates into exist after a unit's first gathering, that is after its first forward.
-        self._handles = {module: module.register_forward_hook(self._watch) for module in sharded_modules(model)}  # type: ignore[attr-defined]
+        # The tensors that autograd accumulates into exist after a unit's first gathering, which torch does in a hook before this one.
+        self._handles = {m: m.register_forward_pre_hook(self._watch) for m in sharded_modules(model)}  # type: ignore[attr-defined]
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
         for sharded, unsharded in gathered_parameters(module):

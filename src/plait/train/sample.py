@@ -6,10 +6,10 @@ may finish earlier. Without a key-value cache; for serving there is `plait gener
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from plait.config.sections import SampleSection
 
@@ -17,16 +17,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def sample(model: nn.Module, tokenizer: PreTrainedTokenizerBase, section: SampleSection, *, seed: int, device: torch.device) -> str:
+def sample(
+    predict: Callable[[torch.Tensor], torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    section: SampleSection,
+    *,
+    seed: int,
+    device: torch.device,
+) -> str:
     """`section.prompt` and what the model adds to it, up to `section.tokens` tokens or the end of the text.
 
-    `model` is in evaluation mode, see `Engine.evaluating`. The choice follows from `seed` alone and leaves torch's generators as they were.
+    `predict` takes tokens [1, seq] int64 and returns the logits [vocabulary] of the next one, the same on every rank. The choice follows
+    from `seed` alone and leaves torch's generators as they were.
     """
     random = torch.Generator().manual_seed(seed)
     prompt = tokenizer(section.prompt, add_special_tokens=False)["input_ids"]
     tokens = torch.tensor([prompt], dtype=torch.long, device=device)
     for _ in range(section.tokens):
-        logits = model(input_ids=tokens).logits[0, -1, : len(tokenizer)].float().cpu()
+        logits = predict(tokens)[: len(tokenizer)].float().cpu()
         tokens = torch.cat([tokens, chosen(logits, section, random).to(device).view(1, 1)], dim=1)
     added = tokens[0, len(prompt) :].tolist()
     if tokenizer.eos_token_id in added:

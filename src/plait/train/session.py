@@ -23,6 +23,7 @@ from plait.engine.engine import Engine
 from plait.engine.loss import causal_lm_loss
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
+from plait.model.blocks import find_blocks
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
 from plait.train.loop import Job, Position, train
@@ -73,6 +74,13 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
+    resolved.pipeline.check(
+        built.model,
+        find_blocks(built.model, resolved.blocks or None),
+        pp=resolved.layout.pp,
+        microbatches=resolved.batch.accumulation,
+        zero=resolved.data_parallel.stage,
+    )
     batch, have = resolved.batch.train_batch_size, len(prepared.train)
     if have < batch:
         rule = f"one step takes {batch} sequences and the text has {have} of {data.sequence_length} tokens"
@@ -169,8 +177,13 @@ def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener) ->
 
     def write() -> str:
         assert section.sample is not None
-        with engine.evaluating() as model:
-            return sample(model, data.tokenizer, section.sample, seed=resolved.seed, device=engine.device)
+
+        def predict(tokens: torch.Tensor) -> torch.Tensor:
+            output = engine.predict({"input_ids": tokens})
+            return engine.from_output_stage(None if output is None else output.logits[0, -1])
+
+        with engine.evaluating():
+            return sample(predict, data.tokenizer, section.sample, seed=resolved.seed, device=engine.device)
 
     return Job(
         engine=engine,

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from plait._torch import local_tensor, unsharded_gradient_bytes, unsharded_parameter_bytes
+from plait._torch import local_tensor, storage_key, tree_leaves, unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
+from plait.engine.batch import to_device
+from plait.engine.dryrun import AFTER, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
+from plait.engine.live import LiveStorages
+from plait.parallel.compression import states as compression_states
+from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind this rank's parts of `tensors`."""
-    storages = {}
-    for tensor in tensors:
-        storage = local_tensor(tensor.detach()).untyped_storage()
-        if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum({storage_key(tensor): local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
@@ -43,6 +43,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         parameters = list(engine.model.parameters())
         held["parameters"] = storage_bytes(parameters)
         held["gradients"] = storage_bytes(p.grad for p in parameters if p.grad is not None)
+        held["compression"] = storage_bytes(compression_states(engine.parts).values())
 
     engine._forward = between
     engine.stepper.before_update.append(before_update)
@@ -54,3 +55,29 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     states = engine.optimizer.state.values()
     held["optimizer"] = storage_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
     return held
+
+
+def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
+    """Run forward and loss of one micro-batch, for real and without a backward, and return the bytes that it keeps for one: `activations`
+    and `logits` of `ledger.ACTIVATION_KINDS`, and `blocks`, those of the blocks alone."""
+    model, blocks = engine.model, engine.parts.blocks
+    piece = to_device(piece, engine.device)
+    known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor))]
+    live = LiveStorages(known=known)
+    unwatch = watch_blocks(model, blocks, live)
+    try:
+        with live:
+            before_backward(engine.parts, last=True)
+            loss_fn = engine._loss()
+            with engine._logits_for(loss_fn):
+                total, _ = loss_fn(engine._forward(model, piece), piece)
+            if engine.parts.activation_store is not None:
+                engine.parts.activation_store.drain()
+            live.forget(unsharded_parameters(model))
+            kept = dict(live.bytes)
+            del total
+    finally:
+        unwatch()
+        free_gathered(model)
+    of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
+    return {"activations": of_blocks + kept.get(OUTSIDE, 0), "logits": kept.get(AFTER, 0), "blocks": of_blocks}

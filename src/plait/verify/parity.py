@@ -154,12 +154,17 @@ def _move_gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, torc
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
     """Train with the engine. Collective; every rank returns the whole trace."""
     count = engine.gradient_accumulation_steps()
+    ties = engine.parts.pipeline.cut.first_names if engine.parts.pipeline is not None else {}
+
+    def named() -> dict[str, nn.Parameter]:
+        return {ties.get(name, name): parameter for name, parameter in engine.model.named_parameters()}
+
     gradients: list[dict[str, torch.Tensor | None]] = []
 
     def keep() -> None:
-        gradients[-1] = {n: None if p.grad is None else whole(p.grad) for n, p in engine.model.named_parameters()}
+        gradients[-1] = {n: None if p.grad is None else whole(p.grad) for n, p in named().items()}
 
-    initial = {n: whole(p) for n, p in engine.model.named_parameters()}
+    initial = {n: whole(p) for n, p in named().items()}
     losses, norms, scales, skipped = [], [], [], []
     engine.stepper.before_update.append(keep)
     try:
@@ -173,7 +178,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
                 skipped.append(index)
     finally:
         engine.stepper.before_update.remove(keep)
-    final = {n: whole(p) for n, p in engine.model.named_parameters()}
+    final = {n: whole(p) for n, p in named().items()}
     return Trace(
         tuple(losses),
         tuple(norms),

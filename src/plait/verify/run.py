@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.cluster.ending import end_process
 from plait.cluster.topology import place
 from plait.engine.batch import to_device
 from plait.engine.build import initialize
@@ -182,3 +183,4 @@ def judge(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Repo
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    end_process(0)

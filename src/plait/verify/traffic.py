@@ -93,7 +93,9 @@ class count_traffic(TorchDispatchMode):
         """Note collectives, run everything as it is. DTensor first turns its operators into plain ones."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace == "plait":  # what moved without torch's collectives, see plait.comm.record
+            self.traffic.calls.append(Call(*args))
+        elif func.namespace in ("c10d", "_c10d_functional"):
             self._note(f"{func.namespace}.{func._opname}", args)
         return func(*args, **(kwargs or {}))
 

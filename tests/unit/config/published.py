@@ -124,6 +124,13 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"parallel.dp_shard": 4},
     ),
+    "zero++": (
+        {
+            "train_batch_size": 8,
+            "zero_optimization": {**ZERO_3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
+        },
+        {"parallel.compress_weights": "int8", "parallel.compress_gradients": "int4", "parallel.second_copy": 2},
+    ),
     "megatron-deepspeed fp16": (
         {
             "train_batch_size": 64,
@@ -265,16 +272,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train_batch_size": 8, "zero_optimization": {**ZERO_2, "cpu_offload": True}},
         ["zero_optimization.cpu_offload"],
     ),
-    "zero++": (
+    "zero++ on fewer processes than its second copy": (
         {
             "train_batch_size": 8,
             "zero_optimization": {**ZERO_3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True},
         },
-        [
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_hpz_partition_size",
-            "zero_optimization.zero_quantized_gradients",
-        ],
+        ["parallel.second_copy"],
     ),
     "mics": ({"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}, ["zero_optimization.mics_shard_size"]),
     "fp8": ({**AUTO_BATCH, "fp8": {"enabled": True, "hysteresis": 2}, "fp16": {**FP16_AUTO, "enabled": False}}, ["fp8"]),
@@ -294,7 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "activation checkpointing of megatron": (
         {"train_batch_size": 8, "activation_checkpointing": {"partition_activations": True, "contiguous_memory_optimization": True}},
-        ["activation_checkpointing.partition_activations", "activation_checkpointing.contiguous_memory_optimization"],
+        ["activation_checkpointing.contiguous_memory_optimization"],
     ),
     "curriculum": (
         {"train_batch_size": 8, "curriculum_learning": {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8}},

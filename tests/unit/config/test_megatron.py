@@ -95,9 +95,9 @@ def test_overrides_win_over_flags() -> None:
         ("--data-parallel-sharding-strategy all", "--data-parallel-sharding-strategy = 'all': is none of no_shard, optim,"),
         (
             "--num-layers-per-virtual-pipeline-stage 2",
-            "--num-layers-per-virtual-pipeline-stage = 2: this release runs one pipeline stage a process",
+            "--num-layers-per-virtual-pipeline-stage = 2: stages are given by their number",
         ),
-        ("--recompute-activations", "--recompute-activations: this release recomputes no activations"),
+        ("--recompute-num-layers 2", "--recompute-num-layers = 2: blocks are recomputed one by one"),
         ("--expert-model-parallel-size 8", "--expert-model-parallel-size = 8: experts are not distributed in this release"),
         (
             "--lr-decay-style cosine",

@@ -283,3 +283,53 @@ def test_the_warning_names_the_keys_that_mean_nothing() -> None:
         "the configuration: no meaning here have zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
         "zero_optimization.sub_group_size, zero_optimization.reduce_scatter and 1 more; `plait config explain` says why"
     )
+
+
+# ---- compression --------------------------------------------------------------------------------------------------------------------
+
+
+def test_compression() -> None:
+    def made(stage: int, **parallel: Any) -> Any:
+        return resolved({"zero_optimization": {"stage": stage}, "parallel": parallel}, world_size=4).data_parallel
+
+    assert made(0, compress_gradients="int8").compression.model_dump() == {
+        "gradient_bits": 8,
+        "weight_bits": 0,
+        "powersgd_rank": 0,
+        "error_feedback": True,
+    }
+    assert made(2, compress_gradients="int4", compress_weights="int8").compression.model_dump() == {
+        "gradient_bits": 4,
+        "weight_bits": 8,
+        "powersgd_rank": 0,
+        "error_feedback": False,
+    }
+    assert made(2, compress_gradients="int4", error_feedback=True).compression.error_feedback
+    assert made(0, compress_gradients="powersgd", powersgd_rank=2).compression.powersgd_rank == 2
+    assert [made(stage, second_copy=2).second_copy for stage in (2, 3)] == [0, 2]
+    assert made(3, second_copy=4).second_copy == 0, "a copy over all is no second one"
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 2}, "parallel": {"compress_gradients": "powersgd"}},
+            "parallel.compress_gradients = 'powersgd': factors a matrix's whole gradient, and ZeRO stage 2 reduces it in shards",
+        ),
+        (
+            {"bf16": {"enabled": True}, "parallel": {"compress_gradients": "int8"}},
+            "parallel.compress_gradients = 'int8': at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block",
+        ),
+        (
+            {"parallel": {"all_reduce": "ring", "transport": "shared-memory"}},
+            "parallel.all_reduce = 'ring': parallel.transport is shared-memory, which sums in its own way",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "parallel": {"second_copy": 3}},
+            "parallel.second_copy = 3: parallel.dp_shard is 4, which it must divide; use 2, 4",
+        ),
+    ],
+)
+def test_compression_that_cannot_be_had(tree: dict[str, Any], message: str) -> None:
+    assert any(text.startswith(message) for text in problems(tree)), problems(tree)

@@ -6,18 +6,27 @@ import pytest
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError
-from plait.parallel.compatibility import REFUSALS, refuse_incompatible
+from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.compatibility import REFUSALS, Choice, refuse_incompatible
 from plait.parallel.compile import Compile
+from plait.parallel.recompute import Recompute
 
 
 def test_all_at_once() -> None:
     """Every row of the table is reached."""
     with pytest.raises(ConfigError) as caught:
-        refuse_incompatible(Layout(pp=2, cp=2, tp=2), Compile(enabled=True))
+        refuse_incompatible(
+            Choice(
+                layout=Layout(pp=2, cp=2, tp=2),
+                compiled=Compile(enabled=True),
+                recompute=Recompute(mode="budget"),
+                activation_offload=ActivationOffload(fraction=0.5),
+            )
+        )
     assert [problem.field for problem in caught.value.problems] == [refusal.field for refusal in REFUSALS]
 
 
 def test_what_works_passes() -> None:
-    """Data and tensor parallelism, compiled data parallelism."""
-    refuse_incompatible(Layout(dp_replicate=2, dp_shard=2, tp=2), Compile())
-    refuse_incompatible(Layout(dp_shard=4), Compile(enabled=True))
+    """Data, tensor and pipeline parallelism, recompute in all of them, compiled data parallelism."""
+    refuse_incompatible(Choice(layout=Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2), recompute=Recompute(mode="full")))
+    refuse_incompatible(Choice(layout=Layout(dp_shard=4), compiled=Compile(enabled=True)))

@@ -1,0 +1,77 @@
+"""`plait schedule NAME`: what a pipeline schedule does when, before a model exists: a drawing, its idle time, the activations it holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.errors import InputError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PIPE_WIDTH = 200
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A schedule, for example 1f1b; `list` names them all.")],
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of an optimizer step.")] = 8,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(metavar="V", help="Stages on a rank. Default: 1, or 2 where the schedule takes several.")
+    ] = None,
+    forward: Annotated[float, typer.Option(min=0, help="Time of a forward of one micro-batch through all stages of a rank.")] = 1.0,
+    input_: Annotated[float, typer.Option("--input", min=0, help="Time of the gradient of the input, likewise.")] = 1.0,
+    weight: Annotated[float, typer.Option(min=0, help="Time of the gradients of the weights, likewise.")] = 1.0,
+    send: Annotated[float, typer.Option(min=0, help="Time of one message between two ranks, beside the computation.")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture too.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=40, help=f"Columns to draw in. Default: the terminal's, {_PIPE_WIDTH} in a pipe.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Draw a pipeline schedule: who computes what when, how long each rank is idle, how many micro-batches it holds."""
+    from rich.console import Console
+
+    from plait.observe import schedule as drawing
+    from plait.parallel.schedule import make_schedule
+    from plait.parallel.timeline import even, simulate
+
+    console = Console(highlight=False, soft_wrap=True)
+    if name == "list":
+        _print_names(as_json)
+        return
+    table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    durations = even(table, forward=forward, input=input_, weight=weight, send=send)
+    timeline = simulate(table, durations)
+    if svg is not None:
+        _write(svg, drawing.svg(timeline))
+    if as_json:
+        print(json.dumps(drawing.as_json(timeline, durations)))
+        return
+    columns = width or (console.width if console.is_terminal else _PIPE_WIDTH)
+    lines = drawing.lines(timeline, width=columns, coloured=console.is_terminal)
+    console.print(drawing.summary(timeline))
+    for line in lines:
+        console.print(line)
+
+
+def _print_names(as_json: bool) -> None:
+    from plait.observe.schedule import names
+
+    if as_json:
+        print(json.dumps([{"name": name, "stages": stages, "summary": summary} for name, stages, summary in names()]))
+        return
+    widths = [max(len(row[column]) for row in names()) for column in range(2)]
+    for name, stages, summary in names():
+        print(f"{name.ljust(widths[0])}  {stages.ljust(widths[1])}  {summary}")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--svg {file}: {error.strerror}") from error

@@ -1,0 +1,274 @@
+"""Compressed collectives of the data-parallel ranks. What travels is smaller; what arrives is not what was sent, by a bounded amount.
+
+    collective            stage     on the wire                                                          state
+    bucket, int8 or int4  0         quantised parts to their owners, quantised sums back                 two errors, with feedback
+    bucket, PowerSGD      0         two thin factors of each matrix                                      its error and factors
+    all-gather            1 to 3    quantised shards; every rank uses what arrived, its own too          none
+    reduce-scatter        1 to 3    quantised parts to their owners; across machines once more (2 hops)  an error, with feedback
+
+Error feedback adds what the last step lost to this step's numbers before they are quantised. Vectors (norms, biases) travel as they are.
+On every rank the result has the same bits. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:1905.13727).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait._torch import AllGather, ReduceScatter
+from plait.cluster.mesh import Levels
+from plait.comm.buckets import Flat
+from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
+
+# Renamed in torch 2.13.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+POWERSGD_START = 10
+"""Steps that are reduced whole before factors stand in for gradients: early gradients change too much."""
+
+
+# ---- stage 0 -------------------------------------------------------------------------------------------------------------------------
+
+
+class QuantisedBuckets:
+    """Buckets (see `comm.buckets`) whose matrices travel in `bits`; buckets that hold a vector are summed as they are."""
+
+    def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, bits: Bits, feedback: bool) -> None:
+        self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
+        self._group, self._bits, self._flats = group, bits, flats
+        self._works: dict[int, tuple[dist.Work, torch.Tensor | None]] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        """Errors by name, float32; empty without feedback."""
+        if feedback:
+            for index, flat in enumerate(flats):
+                if flat.matrices:
+                    part = part_of(flat.numel, group.size())
+                    self.state[f"{index}.sent"] = torch.zeros(group.size(), part, device=device)
+                    self.state[f"{index}.owned"] = torch.zeros(1, part, device=device)
+
+    def start(self, index: int) -> None:
+        """See Buckets."""
+        buffer, ranks = self.buffers[index], self._group.size()
+        if not self._flats[index].matrices:
+            self._works[index] = (_launched(dist.all_reduce(buffer, group=self._group, async_op=True)), None)
+            return
+        part = part_of(buffer.numel(), ranks)
+        rows = torch.cat([buffer, buffer.new_zeros(ranks * part - buffer.numel())]).view(ranks, part)
+        packed = self._packing(part).pack(rows, self.state.get(f"{index}.sent"))
+        received = torch.empty_like(packed)
+        self._works[index] = (_launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True)), received)
+
+    def finish(self, index: int) -> None:
+        """See Buckets."""
+        work, received = self._works.pop(index)
+        work.wait()
+        if received is None:
+            return
+        buffer, ranks = self.buffers[index], self._group.size()
+        packing = self._packing(part_of(buffer.numel(), ranks))
+        total = packing.unpack_sum(received, torch.float32).unsqueeze(0)
+        packed = packing.pack(total, self.state.get(f"{index}.owned"))
+        everyone = packed.new_empty(ranks * packed.shape[1])
+        _all_gather_single(everyone, packed[0], group=self._group)
+        buffer.copy_(packing.unpack(everyone.view(ranks, -1), torch.float32).view(-1)[: buffer.numel()])
+
+    def _packing(self, part: int) -> Packing:
+        return Packing((Segment(part, matrix=True),), self._bits)
+
+
+def part_of(numel: Any, ranks: Any) -> Any:
+    """Numbers of a bucket that one rank owns: whole blocks (ints or arrays)."""
+    return blocks_of(-(-numel // ranks)) * BLOCK
+
+
+@dataclass(frozen=True)
+class _Factored:
+    """A matrix of a bucket that is sent as factors. `right` [columns, rank] is that of the last step."""
+
+    at: int
+    rows: int
+    right: torch.Tensor
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """[rows, columns], a view."""
+        return buffer[self.at : self.at + self.rows * self.right.shape[0]].view(self.rows, -1)
+
+
+class PowerSGDBuckets:
+    """Buckets whose matrices travel as two factors of `rank` columns, with error feedback and warm start; what would not become half as
+    small travels as it is. The numbers of torch's DDP hook, but the caller's thread issues every collective, in one order."""
+
+    def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, rank: int) -> None:
+        self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
+        self._group = group
+        self._works: dict[int, dist.Work] = {}
+        self._steps = torch.zeros((), dtype=torch.int64)
+        self._factored: dict[int, list[_Factored]] = {}
+        self._whole: dict[int, list[tuple[int, int]]] = {}
+        """Bucket to (offset, length) of what is sent as it is."""
+        for index, flat in enumerate(flats):
+            self._divide(index, flat, rank)
+        self._errors = {index: torch.zeros_like(self.buffers[index], dtype=_wide(flats[index].dtype)) for index in self._factored}
+
+    def _divide(self, index: int, flat: Flat, rank: int) -> None:
+        generator = torch.Generator().manual_seed(index)  # the same on every rank
+        buffer, at = self.buffers[index], 0
+        for shape in flat.shapes:
+            numel, columns = prod(shape), factor_rank(shape, rank)
+            if columns:
+                drawn = torch.randn(numel // shape[0], columns, generator=generator)
+                right = drawn.to(buffer.device, _wide(flat.dtype))
+                self._factored.setdefault(index, []).append(_Factored(at, shape[0], right))
+            else:
+                self._whole.setdefault(index, []).append((at, numel))
+            at += numel
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Errors, factors and the number of steps, by name."""
+        rights = {f"{i}.{n}.right": f.right for i, factored in self._factored.items() for n, f in enumerate(factored)}
+        return {"steps": self._steps, **{f"{i}.error": error for i, error in self._errors.items()}, **rights}
+
+    def start(self, index: int) -> None:
+        """See Buckets."""
+        self._steps += index == 0
+        if int(self._steps) <= POWERSGD_START or index not in self._factored:
+            self._works[index] = _launched(dist.all_reduce(self.buffers[index], group=self._group, async_op=True))
+
+    def finish(self, index: int) -> None:
+        """See Buckets."""
+        if index in self._works:
+            self._works.pop(index).wait()
+            return
+        buffer, error, factored = self.buffers[index], self._errors[index], self._factored[index]
+        error.add_(buffer)  # what should be sent
+        lefts = [f.of(error) @ torch.linalg.qr(f.right).Q for f in factored]
+        parts = [buffer[at : at + numel].to(error.dtype) for at, numel in self._whole.get(index, [])]
+        summed = self._sum([*lefts, *parts])
+        lefts, totals = [torch.linalg.qr(left).Q for left in summed[: len(factored)]], summed[len(factored) :]
+        rights = self._sum([f.of(error).T @ left for f, left in zip(factored, lefts, strict=True)])
+        for f, left, right in zip(factored, lefts, rights, strict=True):
+            f.of(buffer).copy_(left @ right.T)
+            f.right.copy_(torch.where(right.isfinite().all(), right, f.right))
+            f.of(error).sub_(f.of(buffer), alpha=1 / self._group.size())
+        for (at, numel), total in zip(self._whole.get(index, []), totals, strict=True):
+            buffer[at : at + numel].copy_(total)
+            error[at : at + numel].zero_()
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
+
+    def _sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self._group)
+        return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def factor_rank(shape: Sequence[int], rank: int) -> int:
+    """Columns of the factors of a tensor, seen as a matrix of its first dimension; 0 where it is sent as it is, because factors are not
+    less than half of it."""
+    if len(shape) < 2 or not prod(shape):
+        return 0
+    rows, columns = shape[0], prod(shape[1:])
+    rank = min(rows, columns, rank)
+    return rank if 2 * (rows + columns) * rank < rows * columns else 0
+
+
+def factor_numel(shape: Sequence[int], rank: int) -> int:
+    """Numbers that are summed over the ranks for a tensor."""
+    columns = factor_rank(shape, rank)
+    return (shape[0] + prod(shape[1:])) * columns if columns else prod(shape)
+
+
+# ---- sharded stages ---------------------------------------------------------------------------------------------------------------------
+
+
+class QuantisedAllGather(AllGather):
+    """For one unit of `fully_shard`, whose parameters' shards are `segments`."""
+
+    def __init__(self, segments: Sequence[Segment], *, bits: Bits) -> None:
+        self._segments, self._bits = tuple(segments), bits
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+        """`output_tensor` [ranks x n] from every rank's quantised `input_tensor` [n]. Done when it returns."""
+        dtype = input_tensor.dtype
+        if not dtype.is_floating_point:  # parameters of several dtypes, as bytes
+            _all_gather_single(output_tensor, input_tensor, group=group)
+            return
+        packing = Packing.of(self._segments, self._bits, numel=input_tensor.numel())
+        packed = packing.pack(input_tensor.view(1, -1))
+        everyone = packed.new_empty(group.size() * packed.shape[1])
+        _all_gather_single(everyone, packed[0], group=group)
+        output_tensor.view(group.size(), -1).copy_(packing.unpack(everyone.view(group.size(), -1), dtype))
+
+
+class QuantisedReduceScatter(ReduceScatter):
+    """For one unit of `fully_shard`, whose trainable parameters' shards are `segments`. With `levels`, sums travel across machines once,
+    after those inside, and are quantised a second time for it."""
+
+    def __init__(self, segments: Sequence[Segment], *, bits: Bits, feedback: bool, levels: Levels | None = None) -> None:
+        self._segments, self._bits, self._levels, self._feedback = tuple(segments), bits, levels, feedback
+        self.state: dict[str, torch.Tensor] = {}
+        """The error, float32 [ranks, padded], once there is one."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Input or output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """`output_tensor` [n] = this rank's part of the sum (or mean: `op` is SUM or AVG) of `input_tensor` [ranks x n]. Done when it
+        returns."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise NotImplementedError(f"reduce-scatter by {op}")
+        rows = input_tensor.view(group.size(), -1)
+        packing = Packing.of(self._segments, self._bits, numel=rows.shape[1])
+        packed = packing.pack(rows, self._error(packing, rows))
+        if self._levels is None:
+            total = packing.unpack_sum(_all_to_all(packed, group), input_tensor.dtype)
+        else:
+            total = self._in_two_hops(packing, packed, input_tensor.dtype)
+        output_tensor.view(-1).copy_(total)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+    def _error(self, packing: Packing, rows: torch.Tensor) -> torch.Tensor | None:
+        if not self._feedback:
+            return None
+        shape = (rows.shape[0], packing.padded)
+        if "error" not in self.state or self.state["error"].shape != shape:
+            self.state["error"] = torch.zeros(shape, device=rows.device)
+        return self.state["error"]
+
+    def _in_two_hops(self, packing: Packing, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Ranks count through the machines: what is for position l of any machine goes to this machine's position l first."""
+        assert self._levels is not None
+        inside, across = self._levels.inside, self._levels.across
+        by_position = packed.view(across.size(), inside.size(), -1).transpose(0, 1).contiguous()
+        here = _all_to_all(by_position.view(inside.size(), -1), inside).view(inside.size(), across.size(), -1)
+        sums = torch.stack([packing.unpack_sum(here[:, node], dtype) for node in range(across.size())])
+        return packing.unpack_sum(_all_to_all(packing.pack(sums), across), dtype)
+
+
+def _all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row r to rank r; the rows that came, in the order of the ranks."""
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows, group=group)
+    return received
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _launched(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work

@@ -1,0 +1,237 @@
+"""The ranks of one group on one machine, proven: who they are, whether they live, and memory that all of them see.
+
+Memory is an anonymous file (`memfd`) that one rank makes and the others open through `/proc`. It has no name, so a killed run leaves
+nothing behind, and it does not count against the size of `/dev/shm`. That every rank reads the random bytes which the first one wrote
+is the proof that they share a machine; names of hosts are not looked at. What cannot be had is `Unavailable` with a reason, on every
+rank alike. Only for x86-64: the order in which other cores see stores is relied on.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from plait._torch import timeout_of
+from plait.errors import CommunicationError
+from plait.units import format_bytes
+
+_PAGE = 4096
+_NONCE_BYTES = 32
+_YIELDING_SECONDS = 500e-6
+"""A wait gives the core to whoever wants it for so long, then sleeps: waking up costs about 100 microseconds."""
+_SHARE_OF_FREE_MEMORY = 0.5
+"""No more than this part of the memory that is free now is shared."""
+
+
+class Unavailable(Exception):
+    """Memory cannot be shared; the message is the reason. Raised on every rank of the group or on none."""
+
+
+class Host:
+    """A group whose ranks all run on this machine."""
+
+    def __init__(self, group: dist.ProcessGroup, *, label: str) -> None:
+        """Collective over `group`. `label` names it in errors (`dp_shard`). Raises Unavailable."""
+        self.group, self.label = group, label
+        self.ranks, self.rank = group.size(), group.rank()
+        self.timeout_seconds = timeout_of(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        _agree(group, _unsupported())
+        Memory(self, words=1, data_bytes=0)  # the proof
+        self._pids: list[tuple[int, int]] = [(0, 0)] * self.ranks
+        dist.all_gather_object(self._pids, (os.getpid(), os.stat("/proc/self/ns/pid").st_ino), group=group)
+        self._lives = self._watch()
+
+    def _watch(self) -> dict[int, int]:
+        """Rank to a descriptor that becomes readable when its process ends; empty where the kernel has none."""
+        if len({space for _, space in self._pids}) > 1:
+            return {}
+        lives: dict[int, int] = {}
+        with suppress(OSError):  # without them only the deadline ends a wait
+            for rank, (pid, _) in enumerate(self._pids):
+                if rank != self.rank:
+                    lives[rank] = os.pidfd_open(pid)
+        weakref.finalize(self, _close, list(lives.values()))
+        return lives
+
+    def name(self, rank: int) -> str:
+        """A rank of the group, for errors: `rank 3`, its number in the world."""
+        return f"rank {self._global_ranks[rank]}"
+
+    def wait(self, late: Callable[[], list[int]], *, operation: str) -> None:
+        """Return once `late()`, the ranks that are still missing, is empty.
+
+        Yields the core at once and sleeps later: there may be more ranks than cores. Raises CommunicationError naming the ranks and the
+        operation when one of them has ended, or at the group's deadline.
+        """
+        began = checked = time.monotonic()
+        while late():
+            os.sched_yield()
+            if time.monotonic() - began > _YIELDING_SECONDS:
+                break
+        pause = 20e-6
+        while late():
+            time.sleep(pause)
+            pause = min(pause * 1.5, 200e-6)
+            now = time.monotonic()
+            if now - checked > 0.05:
+                checked = now
+                self._check(late, operation, waited=now - began)
+
+    def _check(self, late: Callable[[], list[int]], operation: str, *, waited: float) -> None:
+        ended = self._ended()
+        missing = late()  # after `ended`: what a rank wrote before it ended is seen
+        dead = [rank for rank in missing if rank in ended]
+        me = self.name(self.rank)
+        if dead:
+            names = ", ".join(f"{self.name(rank)} (process {self._pids[rank][0]})" for rank in dead)
+            raise CommunicationError(f"{operation} over {self.label}: {names} ended while {me} waited for it; the first failure is there")
+        if missing and waited > self.timeout_seconds:
+            names = ", ".join(self.name(rank) for rank in missing)
+            raise CommunicationError(
+                f"{operation} over {self.label}: {me} waited {waited:.0f} s for {names}, which runs and did not take part; "
+                "it is stuck or issues other collectives"
+            )
+
+    def _ended(self) -> set[int]:
+        poll = select.poll()
+        for descriptor in self._lives.values():
+            poll.register(descriptor, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poll.poll(0)}
+        return {rank for rank, descriptor in self._lives.items() if descriptor in readable}
+
+
+class Memory:
+    """Bytes and counters that every rank of a Host sees. Freed when no tensor points into it any more, here and on the other ranks.
+
+    `words` [ranks, width] of int64 start at 0; a rank writes only its own row. On x86-64 whoever sees a word sees what was written
+    before it.
+    """
+
+    def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:
+        """Collective over the host's group, with equal arguments. Raises Unavailable."""
+        self._row = math.ceil(words / 16) * 16  # whole pairs of cache lines, so that ranks do not disturb each other
+        start = _pages(_NONCE_BYTES)
+        self._data_start = start + _pages(host.ranks * self._row * 8)
+        total = self._data_start + _pages(data_bytes + 64)  # an empty tensor at the end points at one element
+        descriptor, offer = _offer(total) if host.rank == 0 else (None, None)
+        offers = [offer]
+        dist.broadcast_object_list(offers, group_src=0, group=host.group)
+        mapped, problem = _open(offers[0], total)
+        try:
+            _agree(host.group, problem)  # also: everyone has opened it
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        assert mapped is not None
+        self._mapped = mapped
+        self.words = memoryview(mapped)[start : start + host.ranks * self._row * 8].cast("q")
+        self._mine = host.rank * self._row
+
+    def read(self, rank: int, index: int) -> int:
+        """A rank's word."""
+        return int(self.words[rank * self._row + index])
+
+    def write(self, index: int, value: int) -> None:
+        """Set this rank's word."""
+        self.words[self._mine + index] = value
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype, on_release: Callable[[], None] | None = None) -> torch.Tensor:
+        """[numel] elements from byte `offset`. `on_release` is called when no tensor refers to them any more."""
+        start = self._data_start + offset
+        window = memoryview(self._mapped)[start : start + max(numel, 1) * dtype.itemsize]
+        if on_release is not None:
+            weakref.finalize(window, on_release).atexit = False
+        return torch.frombuffer(window, dtype=dtype, count=max(numel, 1))[:numel]
+
+
+def _agree(group: dist.ProcessGroup, problem: str | None) -> None:
+    """Raise Unavailable on every rank if any has a problem."""
+    problems: list[str | None] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    first = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
+    if first is not None:
+        raise Unavailable(f"rank {dist.get_global_rank(group, first[0])}: {first[1]}")
+
+
+def _unsupported() -> str | None:
+    if sys.platform != "linux":
+        return f"shared memory is for Linux, this is {sys.platform}"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"shared memory relies on the memory order of x86-64, this is {platform.machine()}"
+    return None
+
+
+def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
+    """(descriptor, (path, nonce)) of a new anonymous file, or (None, why not)."""
+    free = _free_bytes()
+    if free is not None and total > free * _SHARE_OF_FREE_MEMORY:
+        return None, f"{format_bytes(total)} to share, and {format_bytes(free)} of memory are free"
+    try:
+        descriptor = os.memfd_create("plait", os.MFD_CLOEXEC)
+    except OSError as error:
+        return None, f"memfd_create: {error.strerror}"
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        os.ftruncate(descriptor, total)
+        os.pwrite(descriptor, nonce, 0)
+    except OSError as error:
+        os.close(descriptor)
+        return None, f"{format_bytes(total)} of shared memory: {error.strerror}"
+    return descriptor, (f"/proc/{os.getpid()}/fd/{descriptor}", nonce)
+
+
+def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap | None, str | None]:
+    """(mapping, None), or (None, why not)."""
+    if not isinstance(offer, tuple):
+        return None, offer or "nothing was offered"
+    path, nonce = offer
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        where = "it runs on another machine, in another container or as another user"
+        return None, f"the first rank's memory cannot be opened ({error.strerror}); {where}"
+    try:
+        if os.fstat(descriptor).st_size != total or os.pread(descriptor, _NONCE_BYTES, 0) != nonce:
+            return None, "what it opened is not the first rank's memory; it runs on another machine or in another container"
+        return mmap.mmap(descriptor, total), None
+    except OSError as error:
+        return None, f"the first rank's memory cannot be mapped ({error.strerror})"
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes() -> int | None:
+    """Memory that can be had without swapping, by the kernel's estimate and the container's limit; None where neither is known."""
+    found: list[int] = []
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    with suppress(OSError, StopIteration, ValueError):  # no container limit: the file is missing or says `max`
+        folder = Path("/sys/fs/cgroup")
+        used = int((folder / "memory.current").read_text())
+        cache = next(line for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file "))
+        found.append(int((folder / "memory.max").read_text()) - used + int(cache.split()[1]))
+    return min(found) if found else None
+
+
+def _pages(count: int) -> int:
+    return math.ceil(count / _PAGE) * _PAGE
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

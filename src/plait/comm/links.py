@@ -1,0 +1,138 @@
+"""What collectives cost on a machine's or a cluster's links: a fixed time and a time per byte each, fitted from measurements or derived
+from a link's latency and bandwidth. Pure; `comm.measure` measures.
+
+A group has one or two levels: all of its ranks together, and where machines hold several of them, those inside one machine and those across
+(one of each machine, all such groups at once, as they run in practice).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.errors import InputError
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of an operation on a tensor of some bytes: the alpha-beta model."""
+
+    fixed_seconds: float
+    seconds_per_byte: float
+
+    def at(self, nbytes: float) -> float:
+        """Seconds for a tensor of `nbytes`."""
+        return self.fixed_seconds + self.seconds_per_byte * nbytes
+
+
+def fit(samples: Sequence[tuple[int, float]]) -> Cost:
+    """The Cost with the least squared relative errors for (bytes, seconds), neither part negative. Needs two sizes. Raises ValueError."""
+    if len({nbytes for nbytes, _ in samples}) < 2 or any(seconds <= 0 for _, seconds in samples):
+        raise ValueError("a fit needs two sizes and positive times")
+    # Minimise sum ((a + b x) / y - 1)^2.
+    s11 = math.fsum(1 / y**2 for _, y in samples)
+    s12 = math.fsum(x / y**2 for x, y in samples)
+    s22 = math.fsum(x**2 / y**2 for x, y in samples)
+    t1, t2 = math.fsum(1 / y for _, y in samples), math.fsum(x / y for x, y in samples)
+    determinant = s11 * s22 - s12**2
+    fixed, per_byte = (t1 * s22 - t2 * s12) / determinant, (t2 * s11 - t1 * s12) / determinant
+    if fixed < 0:
+        return Cost(0.0, t2 / s22)
+    return Cost(fixed, per_byte) if per_byte >= 0 else Cost(t1 / s11, 0.0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's connection to the next: seconds until a message begins to arrive, and bytes per second of each direction."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Level:
+    """Ranks that talk to each other, and what it costs. Operations: `all_reduce`, `all_gather`, `reduce_scatter` (bytes of the whole
+    tensor), `exchange` (bytes sent to the next rank while as many come), `far_exchange` (the same with a rank of another machine, all ranks
+    at once; where there are several machines), `shared_memory` (an all-reduce through it, where there is some)."""
+
+    ranks: int
+    costs: Mapping[str, Cost]
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """One axis of a layout."""
+
+    axis: str
+    machines: int
+    per_machine: int
+    whole: Level
+    inside: Level | None = None
+    across: Level | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the group."""
+        return self.machines * self.per_machine
+
+
+def ring_level(ranks: int, link: Link, *, slow_steps: int = 0, slow: Link | None = None) -> Level:
+    """What a ring costs: latency of every step, `slow_steps` of an all-gather's over the slow link (twice that of an all-reduce's); bytes
+    over the slower of the two links. NCCL's model of its ring (graph/tuning.cc)."""
+    steps, other = ranks - 1, slow or link
+    latency = (steps - slow_steps) * link.latency_seconds + slow_steps * other.latency_seconds
+    rate = min(link.bytes_per_second, other.bytes_per_second)
+    half = Cost(latency, steps / ranks / rate)
+    whole = Cost(2 * latency, 2 * half.seconds_per_byte)
+    exchange = Cost(max(link.latency_seconds, other.latency_seconds), 1 / rate)
+    costs = {"all_reduce": whole, "all_gather": half, "reduce_scatter": half, "exchange": exchange}
+    if slow is not None:
+        costs["far_exchange"] = Cost(slow.latency_seconds, ranks / (slow_steps + 1) / slow.bytes_per_second)
+    return Level(ranks, costs)
+
+
+def describe(axis: str, *, machines: int, per_machine: int, inside: Link, network: Link | None = None) -> GroupLinks:
+    """Links from a description: `inside` one machine, between two devices; `network` between machines, all of one machine's cards together.
+    For planning where nothing can be measured."""
+    ranks = machines * per_machine
+    if machines == 1 or network is None:
+        return GroupLinks(axis, 1, ranks, ring_level(ranks, inside))
+    whole = ring_level(ranks, inside if per_machine > 1 else network, slow_steps=machines - 1, slow=network)
+    if per_machine == 1:
+        return GroupLinks(axis, machines, 1, whole)
+    shared = Link(network.latency_seconds, network.bytes_per_second / per_machine)
+    return GroupLinks(axis, machines, per_machine, whole, ring_level(per_machine, inside), ring_level(machines, shared))
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) -> None:
+    """Write what was measured, with `facts` about when and where."""
+    path.write_text(json.dumps({"facts": dict(facts), "groups": [asdict(group) for group in groups]}, indent=1) + "\n")
+
+
+def load(path: Path) -> dict[str, GroupLinks]:
+    """By axis. Raises InputError for a file that is missing or of another form."""
+    try:
+        groups = json.loads(path.read_text())["groups"]
+        return {
+            group["axis"]: GroupLinks(**{**group, **{name: _level(group[name]) for name in ("whole", "inside", "across")}})
+            for group in groups
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"links file {path}: {error}; write one with `plait doctor --links`") from None
+
+
+def _group(content: Any) -> GroupLinks:
+    return GroupLinks(**{**content, **{name: _level(content[name]) for name in ("whole", "inside", "across")}})
+
+
+def _level(content: Any) -> Any:
+    if content is None:
+        return None
+    return Level(content["ranks"], {name: Cost(**cost) for name, cost in content["costs"].items()})

@@ -1,0 +1,90 @@
+"""Messages between two ranks of one group: tensors, and once the description of tensors that were not sent before.
+
+Each direction (to higher ranks, to lower ranks) has its own process group, so that what one rank sends to another is one ordered stream
+that no message in the other direction can block. Sends return at once and keep their tensors until they are delivered. Both sides must
+agree on the order of messages of a pair; that order comes from a schedule, which every rank has.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Tensors on their way: read them after `wait`."""
+
+    tensors: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, delivered."""
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+class Messenger:
+    """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the group."""
+
+    def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup, *, device: torch.device) -> None:
+        self.rank = dist.get_rank(upwards)
+        self.device = device
+        self.sent_bytes = 0
+        """Bytes of tensors sent so far, descriptions not counted."""
+        self._upwards, self._downwards = upwards, downwards
+        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def send(self, tensors: Iterable[torch.Tensor], *, to: int) -> None:
+        """Begin to send; each tensor is a message of its own."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        for tensor in tensors:
+            whole = tensor.detach().contiguous()
+            self.sent_bytes += whole.numel() * whole.element_size()
+            self._sending.append((self._isend(whole, to), whole))
+
+    def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
+        """Begin to receive tensors of the given shapes and dtypes."""
+        buffers = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
+        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers))
+
+    def send_object(self, value: object, *, to: int) -> None:
+        """Send what can be pickled. Both sides are this program."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
+        for tensor in (length, data):
+            self._sending.append((self._isend(tensor, to), tensor))
+
+    def receive_object(self, *, source: int) -> Any:
+        """Wait for an object."""
+        length = torch.empty(1, dtype=torch.int64, device=self.device)
+        self._irecv(length, source).wait()
+        data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self._irecv(data, source).wait()
+        return pickle.loads(data.cpu().numpy().tobytes())
+
+    def finish(self) -> None:
+        """Wait until everything sent is delivered."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
+
+    def _isend(self, tensor: torch.Tensor, to: int) -> dist.Work:
+        work = dist.isend(tensor, group=self._towards(self.rank, to), group_dst=to)
+        assert work is not None
+        return work
+
+    def _irecv(self, buffer: torch.Tensor, source: int) -> dist.Work:
+        work = dist.irecv(buffer, group=self._towards(source, self.rank), group_src=source)
+        assert work is not None
+        return work
+
+    def _towards(self, source: int, destination: int) -> dist.ProcessGroup:
+        return self._upwards if destination > source else self._downwards

@@ -1,0 +1,153 @@
+"""Numbers in 8 or 4 bits with one scale a block, and how a flat run of parameters is packed for the wire. No communication here.
+
+A block of consecutive numbers is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits) and rounded to the nearest; the scale is
+float32. What is not finite makes its whole block so, hence an overflow is still seen behind the wire. Matrices are quantised, each padded
+to whole blocks; what has fewer than two dimensions (norms, biases: few numbers, of another size) is sent as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+Bits = Literal[4, 8]
+BLOCK = 256
+"""Numbers that share a scale: 8.125 or 4.125 bits a number on the wire."""
+_LARGEST = {8: 127, 4: 7}
+_SCALE_BYTES = 4
+
+
+def blocks_of(numel: Any) -> Any:
+    """Blocks that hold `numel` numbers (an int or an array)."""
+    return -(-numel // BLOCK)
+
+
+def packed_bytes(numel: Any, bits: Any) -> Any:
+    """Bytes of `numel` numbers padded to whole blocks, with their scales (ints or arrays)."""
+    return blocks_of(numel) * (BLOCK * bits // 8 + _SCALE_BYTES)
+
+
+def quantise(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+    """(uint8 [rows, n x bits / 8], float32 scales [rows, n / BLOCK]) of a floating `x` [rows, n], n a multiple of BLOCK."""
+    blocked = x.reshape(x.shape[0], -1, BLOCK).float()
+    scales = blocked.abs().amax(-1) / _LARGEST[bits]
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    # Not finite: whatever comes out of the cast is multiplied by a scale that is not finite.
+    codes = (blocked * inverse.unsqueeze(-1)).round_().to(torch.int8).view(x.shape[0], -1)
+    if bits == 8:
+        return codes.view(torch.uint8), scales
+    shifted = (codes + 8).view(torch.uint8)
+    return shifted[:, 0::2] | (shifted[:, 1::2] << 4), scales
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: Bits) -> torch.Tensor:
+    """float32 [rows, n], the inverse of `quantise` up to half a scale."""
+    if bits == 8:
+        whole = codes.view(torch.int8)
+    else:
+        whole = torch.stack([codes & 15, codes >> 4], -1).view(codes.shape[0], -1).to(torch.int8) - 8
+    return (whole.view(codes.shape[0], -1, BLOCK).float() * scales.unsqueeze(-1)).view(codes.shape[0], -1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive numbers of one parameter in a flat run."""
+
+    numel: int
+    matrix: bool
+    """At least two dimensions: quantised."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How rows [rows, n], each a run of parameters, become bytes and back."""
+
+    segments: tuple[Segment, ...]
+    bits: Bits
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
+        """For rows of `numel` numbers. `fully_shard` gathers larger shards of the same parameters where it keeps a second copy inside a
+        machine; a run that is not a multiple of the segments (parameters are missing) is one matrix."""
+        total = sum(segment.numel for segment in segments)
+        if total == 0 or numel % total:
+            return cls((Segment(numel, matrix=True),), bits)
+        return cls(tuple(Segment(s.numel * (numel // total), s.matrix) for s in segments), bits)
+
+    @cached_property
+    def padded(self) -> int:
+        """Numbers of a row that are quantised, padding included."""
+        return sum(blocks_of(s.numel) * BLOCK for s in self.segments if s.matrix)
+
+    @cached_property
+    def _exact(self) -> int:
+        return sum(s.numel for s in self.segments if not s.matrix)
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one row on the wire."""
+        return sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix) + self._exact * dtype.itemsize
+
+    def matrices(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, padded] of the quantised segments, each padded with zeros to whole blocks."""
+        padded = rows.new_zeros(rows.shape[0], self.padded, dtype=torch.float32)
+        at = 0
+        for segment, part in zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True):
+            if segment.matrix:
+                padded[:, at : at + segment.numel].copy_(part)
+                at += blocks_of(segment.numel) * BLOCK
+        return padded
+
+    def pack(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first and becomes what this packing loses."""
+        padded = self.matrices(rows)
+        if error is not None:
+            padded.add_(error)
+        codes, scales = quantise(padded, self.bits)
+        if error is not None:
+            torch.sub(padded, dequantise(codes, scales, self.bits), out=error)
+            error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
+        exact = [
+            part for segment, part in zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True) if not segment.matrix
+        ]
+        pieces = [codes, scales.contiguous().view(torch.uint8)]
+        if exact:
+            pieces.append(torch.cat(exact, 1).contiguous().view(torch.uint8))
+        return torch.cat(pieces, 1)
+
+    def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, n] in `dtype`, from what `pack` made of rows in `dtype`."""
+        return self._assemble(*self._parts(packed, dtype), dtype)
+
+    def unpack_sum(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[n]: the sum of the rows, in the order of the rows, in float32 (float64 for what was float64)."""
+        matrices, exact = self._parts(packed, dtype)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return self._assemble(matrices.sum(0, keepdim=True), exact.to(wide).sum(0, keepdim=True), dtype)[0]
+
+    def _parts(self, packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        code_bytes = self.padded * self.bits // 8
+        scale_bytes = self.padded // BLOCK * _SCALE_BYTES
+        codes, scales, exact = packed.split([code_bytes, scale_bytes, packed.shape[1] - code_bytes - scale_bytes], 1)
+        return dequantise(_read(codes, torch.uint8), _read(scales, torch.float32), self.bits), _read(exact, dtype)
+
+    def _assemble(self, matrices: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        parts, at, exact_at = [], 0, 0
+        for segment in self.segments:
+            if segment.matrix:
+                parts.append(matrices[:, at : at + segment.numel].to(dtype))
+                at += blocks_of(segment.numel) * BLOCK
+            else:
+                parts.append(exact[:, exact_at : exact_at + segment.numel].to(dtype))
+                exact_at += segment.numel
+        return torch.cat(parts, 1)
+
+
+def _read(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes [rows, n] of a larger buffer as numbers; copied, because a slice of bytes is not aligned."""
+    if raw.numel() == 0:
+        return raw.new_empty(raw.shape[0], 0, dtype=dtype)
+    return torch.empty(raw.shape, dtype=torch.uint8, device=raw.device).copy_(raw).view(dtype)

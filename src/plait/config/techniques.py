@@ -1,0 +1,199 @@
+"""What a file says of each parallel technique, turned into the technique, with the source of every value.
+
+Pure, like `parts`, which does the rest of a configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from plait.cluster.layout import Layout
+from plait.comm.algorithms import Name
+from plait.config.batch import CALLERS, MICRO
+from plait.config.parts import Findings, described
+from plait.errors import ConfigError, Problem
+from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.compression import Compression
+from plait.parallel.data import DataParallel
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.precision import Precision
+from plait.parallel.recompute import Recompute
+from plait.parallel.tensor import TensorParallel
+from plait.units import GIB, MIB, dtype_of
+
+
+def tensor_parallel(found: Findings) -> TensorParallel:
+    """How layers are split over the tp axis."""
+    section = found.config.parallel
+    for name in ("sequence_parallel", "loss_parallel", "plan"):
+        origin = found.config.origin(f"parallel.{name}")
+        found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
+    return TensorParallel(sequence_parallel=section.sequence_parallel, loss_parallel=section.loss_parallel, plan=section.plan)
+
+
+def pipeline(found: Findings, solved: Layout) -> Pipeline:
+    """How the pp axis is used. Whether the schedule exists for the numbers is asked when the model is there (`Pipeline.check`)."""
+    section = found.config.parallel.pipeline
+    for name in ("schedule", "stages_per_rank", "blocks_per_stage"):
+        origin = found.config.origin(f"parallel.pipeline.{name}")
+        found.sources[f"parallel.pipeline.{name}"] = origin if solved.pp > 1 else f"{origin}; not used: pp is 1"
+    schedule = section.schedule
+    if schedule is None:
+        several = (section.stages_per_rank or 1) > 1
+        schedule = "interleaved-1f1b" if several else "1f1b"
+        if several:
+            found.sources["parallel.pipeline.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
+    return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
+
+
+def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size: int | None) -> DataParallel:
+    """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters out."""
+    unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
+    bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd"))
+    transport = found.config.parallel.transport
+    given = found.config.origin("parallel.transport")
+    found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
+    return DataParallel(
+        stage=found.config.zero_optimization.stage,
+        bucket_bytes=bucket_bytes,
+        unused_parameters=unused,
+        transport="prefer-shared-memory" if transport == "auto" else transport,
+        all_reduce=_all_reduce(found),
+        compression=_compression(found, dtypes),
+        second_copy=_second_copy(found, shard),
+    )
+
+
+def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
+    wanted, path = found.config.parallel.all_reduce, "parallel.all_reduce"
+    origin = found.config.origin(path)
+    if wanted == "auto":
+        found.sources[path] = f"{origin}: auto, decided by each group when it is made"
+        return "by-machines"
+    found.sources[path] = origin
+    if found.config.parallel.transport == "shared-memory" and found.config.zero_optimization.stage == 0:
+        rule = "parallel.transport is shared-memory, which sums in its own way"
+        raise ConfigError(Problem(path, wanted, rule, 'use "auto" for one of them'))
+    return wanted
+
+
+def _compression(found: Findings, dtypes: Precision) -> Compression:
+    parallel, stage = found.config.parallel, found.config.zero_optimization.stage
+    buckets = has_buckets(stage, mixed=dtypes.compute is not None)
+    for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
+        found.sources[f"parallel.{name}"] = found.config.origin(f"parallel.{name}")
+    gradients, path = parallel.compress_gradients, "parallel.compress_gradients"
+    if gradients == "powersgd" and stage:
+        rule = f"factors a matrix's whole gradient, and ZeRO stage {stage} reduces it in shards"
+        raise ConfigError(Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0'))
+    if gradients != "none" and stage == 0 and not buckets:
+        rule = "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot be given another collective"
+        raise ConfigError(Problem(path, gradients, rule, "use zero_optimization.stage 1, or compute in the model's own dtype"))
+    default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold whole gradients")
+    feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
+    bits = {"none": 0, "powersgd": 0, "int8": 8, "int4": 4}
+    return Compression(
+        gradient_bits=bits[gradients],
+        weight_bits=bits[parallel.compress_weights] if stage else 0,
+        powersgd_rank=parallel.powersgd_rank if gradients == "powersgd" else 0,
+        error_feedback=bool(feedback) and gradients in ("int8", "int4"),
+    )
+
+
+def _second_copy(found: Findings, shard: int) -> int:
+    wanted, path = found.config.parallel.second_copy, "parallel.second_copy"
+    found.sources[path] = found.config.origin(path)
+    if wanted in (0, 1) or found.config.zero_optimization.stage < 3 or wanted == shard:
+        return 0
+    if wanted > shard or shard % wanted:
+        fitting = ", ".join(str(degree) for degree in range(2, shard + 1) if shard % degree == 0) or "0"
+        raise ConfigError(Problem(path, wanted, f"parallel.dp_shard is {shard}, which it must divide", f"use {fitting}"))
+    return wanted
+
+
+def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int:
+    mib, path = found.config.parallel.bucket_mib, "zero_optimization.reduce_bucket_size"
+    from_mib = round(mib * MIB)
+    mib_source = found.config.origin("parallel.bucket_mib")
+    elements, source = found.config.zero_optimization.reduce_bucket_size, found.config.origin(path)
+    if elements == "auto":
+        by_rule = hidden_size**2 if hidden_size is not None else None
+        elements = found.auto.get(path, by_rule)
+        source = "auto: the caller's" if path in found.auto else f"auto: hidden size {hidden_size} squared"
+    buckets = has_buckets(found.config.zero_optimization.stage, mixed=dtypes.compute is not None)
+    if elements is None or not buckets:
+        found.sources["parallel.bucket_mib"] = mib_source if buckets else "not used: gradients are reduced block by block"
+        return from_mib
+    itemsize = dtype_of(dtypes.reduce or "float32").itemsize
+    if mib_source != "default" and elements * itemsize != from_mib:
+        rule = f"both set the bucket and disagree: {elements} x {itemsize} bytes = {elements * itemsize / MIB:g} MiB"
+        raise ConfigError(Problem(f"{path} = {elements} and parallel.bucket_mib = {mib:g}", None, rule, "keep one of them"))
+    found.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"
+    return int(elements) * itemsize
+
+
+def has_buckets(stage: int, *, mixed: bool) -> bool:
+    """Whether gradients are reduced in buckets: replicated parameters in their own dtype. All else is reduced block by block."""
+    return stage == 0 and not mixed
+
+
+def recompute(found: Findings) -> Recompute:
+    """Which blocks recompute what."""
+    section, path = found.config.parallel.recompute, "parallel.recompute"
+    mode = section.mode or ("budget" if section.budget_gib is not None else "none")
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    if section.mode is None and section.budget_gib is not None:
+        found.sources[f"{path}.mode"] = f"derived: {path}.budget_gib is given"
+    length = section.sequence_length
+    if length is None and mode == "budget" and found.config.data is not None:
+        length, found.sources[f"{path}.sequence_length"] = found.config.data.sequence_length, "derived: data.sequence_length"
+    partition, name = found.config.activation_checkpointing.partition_activations, "activation_checkpointing.partition_activations"
+    found.sources[name] = found.config.origin(name)
+    problems = []
+    if mode == "budget" and section.budget_gib is None:
+        problems.append(Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib"))
+    if mode != "budget" and section.budget_gib is not None:
+        rule = f"the mode is {mode}, which keeps what it keeps, whatever the budget"
+        problems.append(Problem(f"{path}.budget_gib", section.budget_gib, rule, f'leave it out, or set {path}.mode = "budget"'))
+    if mode == "budget" and length is None:
+        rule = "activations grow with it, and neither it nor data.sequence_length is given"
+        problems.append(Problem(f"{path}.sequence_length", None, rule, "write the longest sequence's tokens"))
+    if mode == "budget" and found.sources.get(MICRO) == CALLERS:
+        rule = "activations grow with the micro-batch, and the file gives no batch size"
+        problems.append(Problem(f"{path}.mode", "budget", rule, "set train_micro_batch_size_per_gpu"))
+    if partition and mode == "none":
+        rule = f"no block is recomputed ({path}.mode is none), so there is no checkpointed input to shard"
+        problems.append(Problem(name, "true", rule, f'set {path}.mode = "full", or false'))
+    if problems:
+        raise ConfigError(*problems)
+    return Recompute(
+        mode=mode,
+        every=section.every,
+        keep=section.keep,
+        budget_bytes=round((section.budget_gib or 0) * GIB),
+        sequence_length=length or 0,
+        partition_inputs=partition,
+    )
+
+
+def activation_offload(found: Findings) -> ActivationOffload:
+    """Where blocks put what they save for backward."""
+    section, path = found.config.parallel.activation_offload, "parallel.activation_offload"
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    to_host, name = found.config.activation_checkpointing.cpu_checkpointing, "activation_checkpointing.cpu_checkpointing"
+    fraction, given = section.fraction, found.config.origin(f"{path}.fraction") != "default"
+    problems = []
+    if to_host:
+        recompute = found.config.parallel.recompute
+        if recompute.mode in (None, "none") and recompute.budget_gib is None:
+            rule = "no block is recomputed (parallel.recompute.mode is none), so there is no checkpointed input to move"
+            problems.append(Problem(name, "true", rule, 'set parallel.recompute.mode = "full", or false'))
+        if (given and fraction != 1) or section.device != "cpu":
+            rule = f"it means {path}.fraction = 1 on cpu, and the file says {fraction:g} on {section.device}"
+            problems.append(Problem(name, "true", rule, "keep one of them"))
+        fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
+    if fraction and section.device == "disk" and section.path is None:
+        problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
+    if problems:
+        raise ConfigError(*problems)
+    return ActivationOffload(fraction=fraction, device=section.device, path=section.path if section.device == "disk" else None)

@@ -1,0 +1,167 @@
+"""Next-token cross entropy without full logits: the head and the loss are computed for a piece of the tokens at a time.
+
+Forward adds up the loss and keeps the head's input alone; backward computes each piece again. One more product with the head's weight
+buys the logits' memory: about 12 bytes a token and vocabulary entry. Gradients of the weight are added in float32 or wider. While the
+model runs, its head gives back its input, so a model that works on its logits afterwards (a soft cap, a scale) is found out and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.engine.batch import Forward
+from plait.engine.loss import IGNORED, CausalLMLoss, cross_entropy_sum
+from plait.errors import ModelError
+from plait.model.ends import head_name
+from plait.parallel.styles import Region
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """What stands in place of logits: the head, not yet applied."""
+
+    hidden: torch.Tensor
+    """The head's input [batch, seq, hidden]."""
+    head: Head
+    """Gives logits [tokens, vocab] of hidden states [tokens, hidden]; split over the vocabulary where a loss can use them so."""
+    parameters: tuple[nn.Parameter, ...]
+    """The head's own that are trained."""
+
+
+@dataclass(frozen=True)
+class ChunkedCausalLMLoss(CausalLMLoss):
+    """`CausalLMLoss`, value and gradients, for a model whose forward is `deferred`. Takes plain logits too."""
+
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at the same time."""
+
+    def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = output.logits
+        if not isinstance(logits, DeferredLogits):
+            return super().__call__(output, batch)
+        targets = self._targets(batch)
+        return chunked_cross_entropy(logits, targets, chunk_tokens=self.chunk_tokens), (targets != IGNORED).sum()
+
+
+def chunked_causal_lm_loss(
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, *, chunk_tokens: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the cross entropies, number of targets) for a loop of one's own.
+
+    `hidden` [batch, seq, hidden] is the input of `head`, the layer that makes logits; `labels` [batch, seq] int64 are shifted here
+    (position t predicts label t + 1), -100 ignored. The same as applying the head and `plait.causal_lm_loss`, in the memory of
+    `chunk_tokens` tokens.
+    """
+    targets = CausalLMLoss._targets({"labels": labels})
+    deferred = DeferredLogits(hidden, head, tuple(p for p in head.parameters() if p.requires_grad))
+    return chunked_cross_entropy(deferred, targets, chunk_tokens=chunk_tokens), (targets != IGNORED).sum()
+
+
+def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
+    """Sum over targets, 0-dimensional. `targets` [batch, seq] int64, `IGNORED` ones count for nothing."""
+    return _Chunked.apply(logits.hidden, targets, logits.head, chunk_tokens, logits.parameters, *logits.parameters)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: Head, size: int, parameters: tuple[nn.Parameter, ...], *_: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, targets)
+        ctx.head, ctx.size, ctx.parameters = head, size, parameters
+        sums = [cross_entropy_sum(head(piece), wanted) for piece, wanted in _pieces(hidden, targets, size)]
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        hidden, targets = ctx.saved_tensors
+        wanted_hidden = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted_hidden else None
+        into = gradient.view(-1, hidden.shape[-1]).split(ctx.size) if gradient is not None else ()
+        sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
+        for index, (piece, wanted) in enumerate(_pieces(hidden, targets, ctx.size)):
+            leaf = piece.detach().requires_grad_(wanted_hidden)
+            leaves = [*([leaf] if wanted_hidden else []), *ctx.parameters]
+            with torch.enable_grad():
+                loss = cross_entropy_sum(ctx.head(leaf), wanted)
+            found = list(torch.autograd.grad(loss, leaves, grad))
+            if wanted_hidden:
+                into[index].copy_(found.pop(0))
+            for position, part in enumerate(found):
+                before = sums[position]
+                # Halves lose digits when many are added up.
+                wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) and hidden.numel() > piece.numel() else part
+                sums[position] = wide if before is None else before.add_(part)
+        kept = [None if total is None else total.to(p.dtype) for total, p in zip(sums, ctx.parameters, strict=True)]
+        return gradient, None, None, None, None, *kept
+
+
+def _pieces(hidden: torch.Tensor, targets: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(hidden.reshape(-1, hidden.shape[-1]).split(size), targets.reshape(-1).split(size), strict=True))
+
+
+def deferred(forward: Forward, model: nn.Module) -> Forward:
+    """`forward`, leaving the head of `model` to the loss.
+
+    Raises ModelError where the model does not tell its head.
+    """
+    name = head_name(model)
+    if name is None:
+        raise ModelError(
+            f"parallel.loss_chunk_tokens: {type(model).__name__} does not tell which layer makes its logits; give it a method "
+            "get_output_embeddings that returns it, or use 0"
+        )
+
+    def run(whole: nn.Module, batch: Any) -> Any:
+        module = whole.get_submodule(name)
+        own = module.__dict__.get("forward")
+        original: Head = module.forward
+        given: list[torch.Tensor] = []
+
+        def give_back(hidden: torch.Tensor) -> torch.Tensor:
+            # A view would be the output of the whole model, and torch warns of hooks on views; the copy is small beside the logits.
+            given.append(hidden.clone() if hidden._is_view() and torch.is_grad_enabled() else hidden)
+            return given[-1]
+
+        module.forward = give_back
+        try:
+            output = forward(whole, batch)
+        finally:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = own
+        if not given or getattr(output, "logits", None) is not given[-1]:
+            raise ModelError(
+                f"parallel.loss_chunk_tokens: {type(whole).__name__} changes its logits after {name} (a soft cap or a scale), so its head "
+                "cannot be left to the loss; use 0"
+            )
+        trained = tuple(p for p in module.parameters() if p.requires_grad)
+        output.logits = DeferredLogits(given[-1], _as_now(original), trained)
+        return output
+
+    return run
+
+
+def _as_now(head: Head) -> Head:
+    """The head with its logits gathered or left split over the vocabulary as they are to be now, also when backward applies it."""
+    region: Region | None = getattr(head, "region", None)
+    if region is None:
+        return head
+    gather = region.gather_logits
+
+    def apply(hidden: torch.Tensor) -> torch.Tensor:
+        before, region.gather_logits = region.gather_logits, gather
+        try:
+            return head(hidden)
+        finally:
+            region.gather_logits = before
+
+    return apply

@@ -1,0 +1,259 @@
+"""A pipeline schedule for the eye: lines of text for a terminal or a pipe, an SVG, and a JSON object.
+
+Shows what a `Timeline` says; times, bubbles and activations held are computed in `plait.parallel.timeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+from rich.text import Text
+
+from plait.errors import InputError
+from plait.parallel.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
+from plait.parallel.timeline import Durations, Span, Timeline, peak_in_flight
+
+MEANINGS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward of the input", Kind.WEIGHT: "backward of the weights"}
+_STYLES = {
+    Kind.FORWARD: ("white on blue", "black on bright_blue"),
+    Kind.BACKWARD: ("white on green", "black on bright_green"),
+    Kind.INPUT: ("white on magenta", "black on bright_magenta"),
+    Kind.WEIGHT: ("black on yellow", "black on bright_yellow"),
+}
+"""For the first stage of a rank, and for its others."""
+_FILLS = {
+    Kind.FORWARD: ("#3b6fb6", "#9dbde6"),
+    Kind.BACKWARD: ("#2f8f5b", "#9ad3b3"),
+    Kind.INPUT: ("#8a4fa3", "#cfabdd"),
+    Kind.WEIGHT: ("#c98a1b", "#edcb8b"),
+}
+
+
+def names() -> list[tuple[str, str, str]]:
+    """Every schedule: name, stages a rank, one line about it."""
+    return [(name, _allowed(spec), spec.summary) for name, spec in SCHEDULES.items()]
+
+
+def _allowed(spec: ScheduleSpec) -> str:
+    fewest, most = spec.stages_per_rank
+    return f"{fewest} a rank" if most == fewest else f"{fewest} or more a rank"
+
+
+def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
+    """Everything as plain values, for `json.dumps`. In flight counts micro-batches through all stages of a rank."""
+    schedule = timeline.schedule
+    peaks = peak_in_flight(schedule)
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.pp,
+        "microbatches": schedule.microbatches,
+        "stage_ranks": list(schedule.stage_ranks),
+        "durations": {name: list(getattr(durations, name)) for name in ("forward", "input", "weight", "send")},
+        "total": timeline.total,
+        "bubble": timeline.bubble_overall,
+        "ranks": [
+            {
+                "stages": list(schedule.stages_of(rank)),
+                "bubble": timeline.bubble(rank),
+                "peak_in_flight": peaks[rank],
+                "actions": [{"action": str(span.action), "start": span.start, "end": span.end} for span in row],
+            }
+            for rank, row in enumerate(timeline.ranks)
+        ],
+    }
+
+
+def summary(timeline: Timeline) -> str:
+    """One line: what it is, how long it takes, what is idle, what is held."""
+    schedule = timeline.schedule
+    stages = f"{schedule.stages} stages on {schedule.pp} ranks" if schedule.stages > schedule.pp else _count(schedule.pp, "stage", "s")
+    work = _count(schedule.microbatches, "micro-batch", "es")
+    idle = f"bubble {100 * timeline.bubble_overall:.1f} %"
+    return f"{schedule.name}, {stages}, {work}: step {timeline.total:.6g}, {idle}, at most {max(peak_in_flight(schedule)):.4g} in flight"
+
+
+def _count(number: int, word: str, ending: str) -> str:
+    return f"{number} {word}{ending if number > 1 else ''}"
+
+
+def lines(timeline: Timeline, *, width: int, coloured: bool) -> list[Text]:
+    """The drawing, a line a rank under a line of headings, then a legend.
+
+    Every action with its name where that fits into `width` columns. Otherwise every column is the letter of the action in the middle of its
+    slice of time. Raises InputError where nothing takes time.
+    """
+    _refuse_nothing(timeline)
+    schedule = timeline.schedule
+    head, heads = _heads(timeline)
+    room = max(width - len(head), 20)
+    unit = min(span.end - span.start for row in timeline.ranks for span in row if span.end > span.start)
+    cell = 1 + max(len(_label(schedule, span)) for row in timeline.ranks for span in row)
+    units = timeline.total / unit
+    legend = [_legend(schedule)]
+    if units * cell <= room:
+        drawn = [_named(timeline, row, cell / unit, cell, coloured) for row in timeline.ranks]
+    else:
+        columns = int(room / units) * round(units) if units <= room else room  # whole columns a unit look even
+        drawn = [_sliced(timeline, row, columns, coloured) for row in timeline.ranks]
+        legend.append(f"one column: {timeline.total / columns:.4g} of the step's {timeline.total:.6g}")
+    rows = [Text(start).append_text(line) for start, line in zip(heads, drawn, strict=True)]
+    return [Text(head.rstrip()), *rows, *(Text(line) for line in legend)]
+
+
+def _refuse_nothing(timeline: Timeline) -> None:
+    if timeline.total <= 0:
+        raise InputError("every duration is 0, so there is nothing to draw; give forward, input or weight a time above 0")
+
+
+def _heads(timeline: Timeline) -> tuple[str, list[str]]:
+    """The columns left of the drawing, and their headings, of one width."""
+    schedule = timeline.schedule
+    peaks = peak_in_flight(schedule)
+    cells = [("rank", "stages", "idle", "in flight")]
+    cells += [
+        (str(rank), _some(schedule.stages_of(rank)), f"{100 * timeline.bubble(rank):.1f} %", f"{peaks[rank]:.4g}")
+        for rank in range(schedule.pp)
+    ]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    head, *heads = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "  " for row in cells]
+    return head, heads
+
+
+def _some(stages: Sequence[int]) -> str:
+    shown = [str(stage) for stage in stages]
+    return " ".join(shown if len(shown) <= 4 else [*shown[:2], "..", shown[-1]])
+
+
+def _label(schedule: Schedule, span: Span) -> str:
+    """As short as is clear: a rank with two stages tells them apart by capital and small letters, one with more by number."""
+    if schedule.stages > 2 * schedule.pp:
+        return str(span.action)
+    return f"{_letter(schedule, span)}{span.action.microbatch}"
+
+
+def _letter(schedule: Schedule, span: Span) -> str:
+    return str(span.action.kind).lower() if _later(schedule, span) else str(span.action.kind)
+
+
+def _later(schedule: Schedule, span: Span) -> int:
+    """0 for the first stage of a rank, 1 for the others."""
+    return int(span.action.stage >= schedule.pp)
+
+
+def _legend(schedule: Schedule) -> str:
+    kinds = {action.kind for row in schedule.ranks for action in row}
+    words = ", ".join(f"{kind} {MEANINGS[kind]}" for kind in Kind if kind in kinds)
+    small = "; small letters: a later stage of the rank" if schedule.stages > schedule.pp else ""
+    through = " through all its stages" if schedule.stages > schedule.pp else ""
+    return f"{words}{small}; in flight: micro-batches whose activations the rank holds{through}"
+
+
+def _named(timeline: Timeline, row: Sequence[Span], scale: float, cell: int, coloured: bool) -> Text:
+    text = Text()
+
+    def idle_until(column: int) -> None:
+        text.append("".join("." if at % cell == 0 and not coloured else " " for at in range(len(text), column)))
+
+    for span in row:
+        start, end = round(span.start * scale), round(span.end * scale)
+        idle_until(start)
+        if end > start:
+            label = _label(timeline.schedule, span).ljust(end - start - 1, " " if coloured else "-")
+            text.append(label, style=_style(timeline.schedule, span) if coloured else "")
+            text.append(" ")
+    idle_until(round(timeline.total * scale))
+    if not coloured:
+        text.rstrip()
+    return text
+
+
+def _style(schedule: Schedule, span: Span) -> str:
+    return _STYLES[span.action.kind][_later(schedule, span)]
+
+
+def _sliced(timeline: Timeline, row: Sequence[Span], columns: int, coloured: bool) -> Text:
+    text = Text()
+    spans = iter(row)
+    span = next(spans)
+    for column in range(columns):
+        time = (column + 0.5) * timeline.total / columns
+        while span.end <= time and (following := next(spans, None)) is not None:
+            span = following
+        if span.start <= time < span.end:
+            text.append(_letter(timeline.schedule, span), style=_style(timeline.schedule, span) if coloured else "")
+        else:
+            text.append(" " if coloured else ".")
+    return text
+
+
+_ROW, _TOP, _LEFT, _WIDTH, _RIGHT = 28, 64, 96, 1200, 190
+
+
+def svg(timeline: Timeline) -> str:
+    """A picture that needs nothing else: time to the right, a row a rank, every action with a tooltip, what is idle and held beside it.
+
+    Raises InputError where nothing takes time.
+    """
+    _refuse_nothing(timeline)
+    schedule = timeline.schedule
+    height = _TOP + _ROW * schedule.pp + 44
+    size = f"{_LEFT + _WIDTH + _RIGHT} {height}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" font-size="12">',
+        f"<title>{escape(summary(timeline))}</title>",
+        f'<rect class="paper" width="100%" height="{height}" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="20" font-size="15" fill="#1a1a1a">{escape(summary(timeline))}</text>',
+        *_key(schedule),
+        *_axis(timeline, height),
+        *_rows(timeline),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _key(schedule: Schedule) -> Iterator[str]:
+    kinds = {action.kind for row in schedule.ranks for action in row}
+    entries = [(_FILLS[kind][0], f"{kind} {MEANINGS[kind]}") for kind in Kind if kind in kinds]
+    if schedule.stages > schedule.pp:
+        entries.append((_FILLS[Kind.FORWARD][1], "light: a later stage of the rank"))
+    at = _LEFT
+    for fill, words in entries:
+        yield f'<rect class="key" x="{at}" y="34" width="12" height="12" fill="{fill}"/>'
+        yield f'<text x="{at + 17}" y="44" fill="#1a1a1a">{words}</text>'
+        at += 40 + 7 * len(words)
+
+
+def _axis(timeline: Timeline, height: int) -> Iterator[str]:
+    bottom = height - 36
+    for tick in range(9):
+        x = _LEFT + _WIDTH * tick / 8
+        yield f'<line x1="{x:.2f}" y1="{_TOP - 6}" x2="{x:.2f}" y2="{bottom}" stroke="#dddddd"/>'
+        yield f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#555555">{timeline.total * tick / 8:.4g}</text>'
+
+
+def _rows(timeline: Timeline) -> Iterator[str]:
+    schedule = timeline.schedule
+    peaks = peak_in_flight(schedule)
+    scale = _WIDTH / timeline.total
+    for rank, row in enumerate(timeline.ranks):
+        top = _TOP + _ROW * rank
+        middle = top + _ROW / 2 + 4
+        yield f'<text x="{_LEFT - 10}" y="{middle:.2f}" text-anchor="end" fill="#1a1a1a">rank {rank}</text>'
+        for span in row:
+            width = (span.end - span.start) * scale
+            later = _later(schedule, span)
+            x = _LEFT + span.start * scale
+            tip = f"{span.action}: {MEANINGS[span.action.kind]} of stage {span.action.stage}, micro-batch {span.action.microbatch}"
+            fill = _FILLS[span.action.kind][later]
+            place = f'x="{x:.3f}" y="{top}" width="{width:.3f}" height="{_ROW - 4}"'
+            tip = f"{tip}, {span.start:.6g} to {span.end:.6g}"
+            yield f'<rect class="action" {place} fill="{fill}" stroke="#ffffff" stroke-width="0.6"><title>{tip}</title></rect>'
+            label = str(span.action.microbatch)
+            if width >= 7 * len(label) + 3:
+                colour = "#1a1a1a" if later else "#ffffff"
+                place = f'x="{x + width / 2:.3f}" y="{middle:.2f}" text-anchor="middle"'
+                yield f'<text {place} fill="{colour}" pointer-events="none">{label}</text>'
+        note = f"idle {100 * timeline.bubble(rank):.1f} %, {peaks[rank]:.4g} in flight"
+        yield f'<text x="{_LEFT + _WIDTH + 8}" y="{middle:.2f}" fill="#555555">{note}</text>'

@@ -1,0 +1,116 @@
+"""Smaller messages between data-parallel ranks: which collectives are compressed, what is kept for it, and the same in numbers.
+
+`comm.compress` holds the collectives. Here they are put in place: as the reducer's buckets at stage 0, as each unit's own at the sharded
+stages. Every rank ends with the same bits. With `dp_replicate > 1` what is compressed are the collectives over `dp_shard`; the sum over
+the replicas is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait._torch import shard_shapes, sharded_modules
+from plait.cluster.mesh import Levels
+from plait.comm.buckets import Buckets, Flat
+from plait.comm.compress import (
+    PowerSGDBuckets,
+    QuantisedAllGather,
+    QuantisedBuckets,
+    QuantisedReduceScatter,
+)
+from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
+from plait.parallel.ledger import Array
+from plait.policy import Policy
+
+if TYPE_CHECKING:
+    from plait.parallel.technique import Parts
+
+MaybeBits = Literal[0, 4, 8]
+
+
+class Compression(Policy):
+    """What is compressed, and how."""
+
+    gradient_bits: MaybeBits = 0
+    """Bits of a gradient on the wire; 0 sends it whole."""
+    weight_bits: MaybeBits = 0
+    """Bits of a gathered parameter on the wire, at stages 1 to 3; 0 sends it whole."""
+    powersgd_rank: int = 0
+    """Stage 0: gradients of matrices travel as factors of so many columns; 0 is off."""
+    error_feedback: bool = False
+    """Add what the last step lost to this step's gradients. PowerSGD always does."""
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are compressed at all."""
+        return bool(self.gradient_bits or self.powersgd_rank)
+
+    def buckets(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device) -> Buckets:
+        """Stage 0's."""
+        if self.powersgd_rank:
+            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank)
+        assert self.gradient_bits != 0
+        return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback)
+
+    def install(self, model: nn.Module, levels: Levels | None) -> dict[str, QuantisedReduceScatter]:
+        """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
+        found = {}
+        for index, module in enumerate(sharded_modules(model)):
+            shapes = shard_shapes(module)
+            if self.weight_bits:
+                segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in shapes]
+                module.set_custom_all_gather(QuantisedAllGather(segments, bits=self.weight_bits))
+            if self.gradient_bits:
+                segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in shapes if trainable]
+                scatter = QuantisedReduceScatter(segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels)
+                module.set_custom_reduce_scatter(scatter)
+                found[f"unit.{index}"] = scatter
+        return found
+
+
+def states(parts: Parts) -> dict[str, torch.Tensor]:
+    """What compression keeps from step to step on this rank, by name; the tensors themselves."""
+    found = dict(parts.reducer.reduction.state) if parts.reducer is not None else {}
+    return found | {f"{name}.{key}": tensor for name, scatter in parts.compressors.items() for key, tensor in scatter.state.items()}
+
+
+def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `states` gave, where it has the same form; the rest starts anew."""
+    if parts.reducer is not None:
+        for name, tensor in parts.reducer.reduction.state.items():
+            if name in saved and saved[name].shape == tensor.shape:
+                tensor.copy_(saved[name])
+    for name, scatter in parts.compressors.items():
+        scatter.state = {key.removeprefix(f"{name}."): tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
+
+
+def rescale(parts: Parts, factor: float) -> None:
+    """Gradients will be `factor` times as large: the loss scale has changed, and errors are in its units."""
+    for name, tensor in states(parts).items():
+        if not name.endswith((".right", "steps")):
+            tensor.mul_(factor)
+
+
+# ---- in numbers -----------------------------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(bits: Any, shape: Sequence[int], numel: Array, itemsize: Any) -> Array:
+    """Bytes of one rank's `numel` numbers of a parameter on the wire."""
+    if len(shape) < 2:
+        return numel * itemsize
+    bits = np.asarray(bits)
+    return np.where(bits > 0, packed_bytes(numel, np.maximum(bits, 1)), numel * itemsize)
+
+
+def error_bytes(compression: Compression, shape: Sequence[int], numel: Array, ranks: Array) -> Array:
+    """Bytes of the error that a sharded unit keeps for a parameter: float32, of all ranks' parts."""
+    if len(shape) < 2:
+        return np.zeros_like(numel)
+    on = (np.asarray(compression.gradient_bits) > 0) & np.asarray(compression.error_feedback)
+    return np.where(on, ranks * blocks_of(numel) * BLOCK * 4, 0)

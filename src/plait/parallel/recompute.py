@@ -1,0 +1,195 @@
+"""Activation checkpointing: what a block does not keep from forward is computed again in backward, bit for bit the same, dropout included.
+
+A block's own `forward` is replaced, in place: names stay, and what sharding and sequence parallelism do around a block (gather parameters,
+cut the sequence) stays outside and is not repeated. Built on torch's non-reentrant checkpoint. Who keeps what is decided before anything
+runs: by mode, or, for a budget, from measured figures (`activations`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from plait._torch import tree_flatten, tree_leaves, tree_unflatten
+from plait.cluster.mesh import Mesh
+from plait.errors import ConfigError, ModelError, Problem
+from plait.model.facts import ModelFacts
+from plait.parallel import selective
+from plait.parallel.activations import ActivationFacts, BlockMode, alike, solve
+from plait.parallel.ledger import Ledger
+from plait.parallel.saved import SavedTensors, Store
+from plait.parallel.styles import Region
+from plait.parallel.technique import Parts, Technique
+from plait.units import GIB, format_bytes
+
+Mode = Literal["none", "full", "selective", "budget"]
+
+
+class Recompute(Technique):
+    """Which blocks recompute what."""
+
+    mode: Mode = "none"
+    """none keeps everything; full keeps a block's input alone; selective keeps the results of chosen operators too; budget chooses for
+    every block so that one micro-batch's activations fit."""
+    every: int = 1
+    """full and selective: every n-th block, the first included."""
+    keep: tuple[str, ...] = selective.DEFAULT
+    """selective and budget: what is kept, as names of operators or of groups."""
+    budget_bytes: int = 0
+    """budget: the most that activations, logits and the block being recomputed take together, for one micro-batch."""
+    sequence_length: int = 0
+    """budget: tokens of a sequence."""
+    partition_inputs: bool = False
+    """Each rank of the tp axis keeps its slice of a recomputed block's input; the whole is gathered when it is needed."""
+    assignment: tuple[BlockMode, ...] | None = None
+    """The mode of every block, as solved from a budget."""
+
+    def modes(self, count: int) -> tuple[BlockMode, ...]:
+        """The mode of each of `count` blocks."""
+        if self.assignment is not None:
+            return self.assignment
+        if self.mode == "budget":
+            raise ValueError("a budget is solved before it is used")
+        chosen: BlockMode = self.mode
+        return tuple(chosen if index % self.every == 0 else "none" for index in range(count))
+
+    def check(self, model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence_parallel: bool) -> None:
+        """Raise ModelError or ConfigError for what cannot be recomputed. Needs no process group."""
+        if self.mode == "none":
+            return
+        field, value = "parallel.recompute.mode", self.mode
+        if not blocks:
+            raise ModelError(f"{field} = {value!r}: the model has no repeated blocks; name some with parallel.blocks, or use none")
+        own = next((name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True), None)
+        if own is not None:
+            raise ModelError(
+                f"{field} = {value!r}: {own or 'the model'} already recomputes (gradient_checkpointing is on), and every block would be "
+                "computed three times; call model.gradient_checkpointing_disable(), or use none"
+            )
+        selective.kept(self.keep)
+        if compiled and self.mode != "full":
+            rule = "operators cannot be kept one by one inside a compiled block, which has its own"
+            raise ConfigError(Problem(field, value, rule, 'use "full", or compile.enabled = false'))
+        if self.partition_inputs and sequence_parallel:
+            rule = "with sequence parallelism a block's input is sharded over tp already"
+            raise ConfigError(Problem("activation_checkpointing.partition_activations", "true", rule, "use false"))
+
+    def solved(self, facts: ActivationFacts, *, offloaded: int = 0) -> Recompute:
+        """The same with every block's mode decided; a mode other than budget as it is. Raises ConfigError where nothing fits."""
+        if self.mode != "budget":
+            return self
+        found = solve(facts, budget_bytes=self.budget_bytes, offloaded=offloaded)
+        if found is None:
+            full = alike("full", len(facts.modes["none"].blocks))
+            least, logits = facts.total(full, offloaded=offloaded), facts.modes["none"].logits
+            shares = f"blocks {format_bytes(facts.kept(full, offloaded=offloaded))}, head and loss {format_bytes(logits)}"
+            raise ConfigError(
+                Problem(
+                    "parallel.recompute.budget_gib",
+                    self.budget_bytes / GIB,
+                    f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares}, one block in backward "
+                    f"{format_bytes(facts.returning(full, offloaded=offloaded))})",
+                    "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise parallel.tp",
+                )
+            )
+        return self.model_copy(update={"assignment": found})
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Replace the forward of the blocks that recompute, and of those whose saved tensors go elsewhere."""
+        modes = self.modes(len(parts.blocks))
+        parts = parts.with_(block_modes=modes)
+        kept = selective.kept(self.keep)
+        partition = parts.tensor_region.group if self.partition_inputs and parts.tensor_region is not None else None
+        for index, (name, mode) in enumerate(zip(parts.blocks, modes, strict=True)):
+            block = parts.model.get_submodule(name)
+            store = parts.activation_store if index < parts.offloaded_blocks else None
+            if parts.activation_store is not None and index == parts.offloaded_blocks:
+                _announce(block, parts.activation_store)
+            if mode == "none" and store is None:
+                continue
+            saved = SavedTensors(block, store=store, partition=partition if mode != "none" else None, index=index)
+            contexts = selective.contexts(kept) if mode == "selective" else None
+            _wrap(block, mode=mode, contexts=contexts, saved=saved, region=parts.tensor_region)
+        if set(modes) == {"none"}:
+            return parts
+        counts = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
+        return parts.with_(applied=(*parts.applied, f"recompute({counts})"))
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Bytes that one micro-batch keeps, and the traffic that recomputation repeats; nothing where no activations were measured."""
+        measured = ledger.activations
+        if measured is None:
+            return ledger
+        offloaded = ledger.offloaded_blocks
+        modes = self.solved(measured, offloaded=offloaded).modes(len(facts.blocks))
+        figures = {
+            "activations": measured.kept(modes, offloaded=offloaded),
+            "logits": measured.modes["none"].logits,
+            "returning_activations": measured.returning(modes, offloaded=offloaded),
+            "stored_activations": measured.stored(modes, offloaded=offloaded),
+        }
+        for kind, count in figures.items():
+            ledger = ledger.add_memory(kind, np.full_like(ledger.dp_shard, count))
+        for collective, sent in measured.extra_traffic(modes).items():
+            ledger = ledger.add_traffic(collective, ledger.accumulation * sent)
+        return ledger
+
+
+def _wrap(
+    block: nn.Module,
+    *,
+    mode: BlockMode,
+    contexts: Callable[[], tuple[Any, Any]] | None,
+    saved: SavedTensors,
+    region: Region | None,
+) -> None:
+    forward = block.forward
+    keep: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}  # torch.compile knows only calls that leave it out
+
+    @functools.wraps(forward)
+    def remembering(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        hooks: AbstractContextManager[Any] = saved.hooks(args, kwargs) if saved.needed else nullcontext()
+        if mode == "none":
+            with hooks:
+                return forward(*args, **kwargs)
+        args, kwargs = tuple(_no_cache(value) for value in args), {name: _no_cache(value) for name, value in kwargs.items()}
+        leaves, structure = tree_flatten((args, kwargs))
+        length = region.length if region is not None else 0
+
+        def run(*values: Any) -> Any:
+            if region is not None:
+                region.length = length  # another micro-batch may have gone through since
+            given, named = tree_unflatten(values, structure)
+            return forward(*given, **named)
+
+        with hooks:
+            return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, **keep)
+
+    block.forward = remembering
+
+
+def _announce(block: nn.Module, store: Store) -> None:
+    """The first block that keeps its own: when its backward begins, the block before it starts its way back."""
+
+    def when_backward_comes(_module: nn.Module, _args: object, output: Any) -> None:
+        hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+        if hidden is not None and hidden.requires_grad:
+            prefetch = store.prefetcher()
+            hidden.register_hook(lambda grad: prefetch())
+
+    block.register_forward_hook(when_backward_comes)
+
+
+def _no_cache(value: Any) -> Any:
+    """None in place of an object that collects keys and values over calls: a recomputed block would add its own a second time. Training
+    needs none, and Transformers drops them too where it recomputes."""
+    return None if hasattr(value, "get_seq_length") and hasattr(value, "update") else value

@@ -1,0 +1,271 @@
+"""Runs a schedule's table on this rank: forwards, backwards and the messages between stages, for whole steps and for evaluations.
+
+torch's own runtime is not used, because it fixes the shapes of a whole run, cuts batches into equal parts, and keeps a stage's parameters
+and gradients whole between micro-batches whatever ZeRO says. This one walks the same tables. Every rank of the pipeline must be given the
+same micro-batches; shapes may differ between them and between steps, and are told to the next stage once for every new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from plait._torch import tree_leaves, tree_map
+from plait.comm.messages import Arriving, Messenger
+from plait.errors import InputError, ModelError
+from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
+from plait.parallel.split_backward import Deferred, backward_inputs, backward_weights
+from plait.parallel.stage import Stage, StagedModel
+
+Forward = Callable[[torch.nn.Module, Any], Any]
+"""(model, micro-batch) -> output."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(output, micro-batch) -> what backward starts from, a 0-dimensional tensor."""
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Which of the tensors stands here."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What passes from a stage to the next."""
+
+    structure: Any
+    """A block's output, with a Slot in the place of every tensor."""
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    """Shape, dtype, and whether a gradient comes back."""
+    length: int
+    """Length of the sequences where tensor parallelism splits them."""
+
+    @property
+    def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the gradients that come back."""
+        return [(shape, dtype) for shape, dtype, needs in self.tensors if needs]
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+
+    inputs: list[torch.Tensor]
+    """Those that a gradient is sent back for."""
+    outputs: list[torch.Tensor]
+    """Those that a gradient comes back for; the loss on the last stage."""
+    deferred: Deferred | None = None
+
+
+@dataclass
+class Runtime:
+    """The pipeline of one rank. `observers` are called before (False) and after (True) every computation."""
+
+    schedule: Schedule
+    staged: StagedModel
+    messenger: Messenger
+    weights_of: Callable[[int], Iterable[torch.nn.Parameter]]
+    """Parameters of a stage, as autograd sees them now."""
+    observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
+    _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
+    _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
+
+    def foretell(self, stage: int, piece: Any, output: Any) -> None:
+        """Say what `stage` hands on for a micro-batch like `piece`, so that it is not asked for: for a rank that runs alone."""
+        tensors: list[torch.Tensor] = []
+        structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
+        length = self.staged.region.length if self.staged.region is not None else 0
+        told = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
+        self._boundaries[stage, _signature(piece)] = Boundary(structure, told, length)
+        self._trusted.add((stage + 1, _signature(piece)))
+
+    def train(self, pieces: Sequence[Any], *, forward: Forward, loss: Loss) -> None:
+        """All forwards and backwards of a step. Gradients accumulate in the parameters. Collective over the pipeline."""
+        if len(pieces) != self.schedule.microbatches:
+            raise InputError(f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not {len(pieces)}")
+        _Pass(self, self.schedule, pieces, forward, loss).run()
+
+    @torch.no_grad()
+    def evaluate(self, piece: Any, *, forward: Forward) -> Any:
+        """The model's output for one micro-batch on the rank of the last stage, None on the others. Collective over the pipeline."""
+        ranks = tuple(tuple(Action(s, Kind.FORWARD, 0) for s in self.schedule.stages_of(r)) for r in range(self.schedule.pp))
+        once = Schedule("forward", self.schedule.pp, 1, self.schedule.stage_ranks, ranks)
+        found: list[Any] = [None]
+
+        def keep(output: Any, _: Any) -> torch.Tensor:
+            found[0] = output
+            return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), torch.zeros(()))
+
+        _Pass(self, once, [piece], forward, keep).run()
+        return found[0]
+
+
+class _Pass:
+    """One walk over a table."""
+
+    def __init__(self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss) -> None:
+        self.runtime, self.schedule, self.pieces = runtime, schedule, pieces
+        self.forward, self.loss = forward, loss
+        self.rank = runtime.messenger.rank
+        self.signatures = [_signature(piece) for piece in pieces]
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
+        """Handed on by another stage of this rank."""
+        self.arriving: dict[Message, Arriving] = {}
+        self.expected = {source: list(row) for (source, to), row in messages(schedule).items() if to == self.rank}
+
+    def run(self) -> None:
+        for action in self.schedule.ranks[self.rank]:
+            for observe in self.runtime.observers:
+                observe(action, False)
+            match action.kind:
+                case Kind.FORWARD:
+                    self._forward(action)
+                case Kind.BACKWARD | Kind.INPUT:
+                    self._backward(action)
+                case Kind.WEIGHT:
+                    deferred = self.held.pop((action.stage, action.microbatch)).deferred
+                    assert deferred is not None
+                    backward_weights(deferred)
+            for observe in self.runtime.observers:
+                observe(action, True)
+        self.runtime.messenger.finish()
+
+    # ---- computations ---------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        stage, piece = self.runtime.staged.stages[action.stage], self.pieces[action.microbatch]
+        received, boundary = [], None
+        if not stage.first:
+            received = list(self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)))
+            boundary = self.runtime._boundaries[action.stage - 1, self.signatures[action.microbatch]]
+            for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
+                tensor.requires_grad_(needs)
+        output = self.runtime.staged.run(
+            stage,
+            lambda model: self.forward(model, piece),
+            _assembled(boundary, received) if boundary is not None else None,
+            length=boundary.length if boundary is not None else 0,
+        )
+        if stage.last:
+            outputs = [self.loss(output, piece)]
+        else:
+            outputs = self._hand_on(action, output)
+        self._check_known(stage, action.microbatch, received, outputs)
+        if torch.is_grad_enabled():
+            kept = [tensor for tensor in outputs if tensor.requires_grad]
+            self.held[action.stage, action.microbatch] = _Held([tensor for tensor in received if tensor.requires_grad], kept)
+
+    def _backward(self, action: Action) -> None:
+        held = self.held[action.stage, action.microbatch]
+        gradients = None
+        if action.stage < self.schedule.stages - 1:
+            gradients = self._take(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
+        if action.kind is Kind.INPUT:
+            held.deferred = backward_inputs(held.outputs, gradients, held.inputs, self.runtime.weights_of(action.stage))
+        else:
+            del self.held[action.stage, action.microbatch]
+            if held.outputs:
+                torch.autograd.backward(held.outputs, gradients)
+        if action.stage > 0:
+            back = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held.inputs]
+            for tensor in held.inputs:
+                tensor.grad = None
+            self._send(Message(Payload.GRADIENT, action.stage, action.microbatch), back)
+
+    def _check_known(self, stage: Stage, microbatch: int, received: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Once for every kind of micro-batch: what is not known on this stage did not come through."""
+        key = (stage.index, self.signatures[microbatch])
+        if stage.first or key in self.runtime._trusted:
+            return
+        self.runtime._trusted.add(key)
+        floating = [tensor.detach() for tensor in outputs if tensor.is_floating_point() and tensor.numel()]
+        if floating and all(bool(torch.isnan(t).all()) for t in floating) and all(bool(torch.isfinite(t.detach()).all()) for t in received):
+            raise ModelError(
+                f"parallel.pp: on stage {stage.index} the model uses a value that is computed before {stage.blocks[0]} and does not pass "
+                "through the chain of blocks (a skip connection, or an embedding read again), so it cannot be cut; use parallel.pp = 1"
+            )
+
+    # ---- messages -------------------------------------------------------------------------------------------------------------------
+
+    def _hand_on(self, action: Action, output: Any) -> list[torch.Tensor]:
+        """Give a block's output to the next stage; returns its tensors."""
+        tensors: list[torch.Tensor] = []
+        structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
+        key = (action.stage, self.signatures[action.microbatch])
+        message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
+        to = destination(self.schedule, message)
+        if key not in self.runtime._boundaries:
+            region = self.runtime.staged.region
+            boundary = Boundary(
+                structure,
+                tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+                region.length if region is not None else 0,
+            )
+            self.runtime._boundaries[key] = boundary
+            if to is not None:
+                self.runtime.messenger.send_object(boundary, to=to)
+        self._send(message, tensors)
+        return tensors
+
+    def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        to = destination(self.schedule, message)
+        if to is None:
+            self.here[message] = tuple(tensor.detach() for tensor in tensors)
+        else:
+            self.runtime.messenger.send(tensors, to=to)
+
+    def _take(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """The tensors of a message to this rank. Receives are begun in the order in which the other rank sends."""
+        if message in self.here:
+            return self.here.pop(message)
+        source = self.schedule.stage_ranks[message.stage]
+        while message not in self.arriving:
+            self._begin(source, may_wait=True)
+        tensors = self.arriving.pop(message).wait()
+        self._begin(source, may_wait=False)  # the next one travels while this one is used
+        return tensors
+
+    def _begin(self, source: int, *, may_wait: bool) -> None:
+        """Begin to receive the next message of a rank. What is not known yet (its shapes) is waited for only if it may be."""
+        waiting = self.expected[source]
+        if not waiting:
+            return
+        message = waiting[0]
+        if message.payload is Payload.ACTIVATION:
+            key = (message.stage, self.signatures[message.microbatch])
+            if key not in self.runtime._boundaries:
+                if not may_wait:
+                    return
+                self.runtime._boundaries[key] = self.runtime.messenger.receive_object(source=source)
+            like = [(shape, dtype) for shape, dtype, _ in self.runtime._boundaries[key].tensors]
+        else:
+            key = (message.stage - 1, self.signatures[message.microbatch])
+            if key not in self.runtime._boundaries:
+                assert not may_wait, f"{message} before this rank's own forward"
+                return
+            like = self.runtime._boundaries[key].differentiable
+        waiting.pop(0)
+        self.arriving[message] = self.runtime.messenger.receive(like, source=source)
+
+
+def _signature(piece: Any) -> Signature:
+    """What the shapes between stages follow from."""
+    tensors = [leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor)]
+    return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+
+def _assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
+    return tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, boundary.structure)
+
+
+def _slot(leaf: Any, tensors: list[torch.Tensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    tensors.append(leaf)
+    return Slot(len(tensors) - 1)

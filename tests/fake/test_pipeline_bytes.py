@@ -1,0 +1,148 @@
+"""Bytes of a pipeline's rank, measured, equal the ledger's: states, traffic, and what is unsharded after every computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait._torch import unsharded_gradient_bytes, unsharded_parameter_bytes
+from plait.config.resolve import Resolved, load, resolve
+from plait.engine.engine import Engine
+from plait.model.blocks import find_blocks
+from plait.model.facts import ModelFacts, model_facts
+from plait.model.plans import make_plan
+from plait.parallel.ledger import Ledger
+from plait.parallel.order import account_all
+from plait.parallel.pipeline import PipelineParts
+from plait.parallel.pipeline_account import Held, facts_of_rank, held_after, stage_counts
+from plait.parallel.schedule import Action
+from plait.verify.memory import measure_step
+from plait.verify.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.test_pipeline import LAYERS, SCHEDULES, named, settings
+
+FakeWorld = Callable[..., None]
+HIDDEN = 32
+LENGTH = 8
+BF16 = {"enabled": True, "check_grad_overflow": False}
+"""What a fake group receives is whatever the memory held, so nothing may depend on the values."""
+
+
+def build(config: dict[str, Any], world: int) -> tuple[Engine, Resolved, ModelFacts, PipelineParts]:
+    """An engine of one rank of the fake world, in float32; embeddings are tied."""
+    model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
+    resolved = resolve(load(config), world_size=world)
+    blocks, tp = find_blocks(model), resolved.layout.tp
+    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    assert engine.parts.pipeline is not None and engine._pipeline is not None
+    region = engine.parts.tensor_region
+    length = LENGTH
+    if region is not None:
+        region.length = LENGTH
+        length //= region.group.size() if region.sequence_parallel else 1
+    hidden = torch.empty(2, length, HIDDEN, dtype=engine.parts.compute_dtype or torch.float32)
+    for stage in range(engine.parts.pipeline.schedule.stages - 1):
+        engine._pipeline.runtime.foretell(stage, batch(1), hidden)
+    return engine, resolved, facts, engine.parts.pipeline
+
+
+def batch(accumulation: int) -> dict[str, torch.Tensor]:
+    """One rank's step."""
+    ids = torch.arange(2 * accumulation * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
+    return {"input_ids": ids, "labels": ids}
+
+
+def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelineParts, rank: int) -> Ledger:
+    """What the techniques' `account` says of a rank."""
+    layout = resolved.layout
+    at = layout.coordinates(rank)
+    ledger = Ledger.start(
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        accumulation=resolved.batch.accumulation,
+        shard_rank=at["dp_shard"],
+        tp=layout.tp,
+        tp_rank=at["tp"],
+        tokens=2 * LENGTH,
+    )
+    itemsize = 2 if resolved.precision.compute else 4
+    part = layout.tp if resolved.tensor_parallel.sequence_parallel else 1
+    counts = stage_counts(
+        pipeline.schedule, at["pp"], cut=pipeline.cut, facts=facts, boundary_bytes=2 * LENGTH * HIDDEN * itemsize // part, ledger=ledger
+    )
+    own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
+    techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.compile, resolved.precision, resolved.data_parallel)
+    return account_all(techniques, ledger.with_(stage=counts), own)
+
+
+CASES = [
+    *((4, rank, settings(stage, 4, schedule, pp=2, dp_shard=2)) for stage in (1, 2) for schedule in SCHEDULES for rank in (0, 2)),
+    *((4, rank, settings(3, 4, schedule, pp=2, dp_shard=2)) for schedule in SCHEDULES[:4] for rank in (0, 2)),
+    (12, 4, settings(3, 6, "1f1b", pp=4, dp_shard=3)),
+    (12, 7, settings(2, 6, "1f1b", pp=4, dp_shard=3, bf16=BF16)),
+    (8, 6, settings(2, 4, "zbv", pp=2, dp_shard=4, bf16=BF16)),
+    (8, 0, settings(3, 4, "interleaved-1f1b", pp=2, dp_replicate=2, dp_shard=2, bf16=BF16)),
+    (4, 1, settings(0, 4, "1f1b", pp=2, dp_replicate=2)),
+    (8, 0, settings(2, 4, "1f1b", pp=2, dp_shard=2, tp=2)),
+    (16, 13, settings(1, 4, "zbv", pp=2, dp_shard=4, tp=2)),
+    (12, 0, settings(3, 4, "1f1b", pp=2, dp_shard=3, tp=2, sequence_parallel=True)),
+    (20, 19, settings(2, 4, "interleaved-1f1b", pp=2, dp_shard=5, tp=2, sequence_parallel=True)),
+    (1024, 1016, settings(3, 16, "1f1b", pp=8, dp_shard=128)),
+]
+
+
+@pytest.mark.parametrize(("world", "rank", "config"), CASES, ids=[f"rank{rank}-{named(config)}" for _, rank, config in CASES])
+def test_states_and_traffic(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+    """Exact, every kind."""
+    fake_world(world, rank)
+    engine, resolved, facts, pipeline = build(config, world)
+    data = batch(config["gradient_accumulation_steps"])
+    held = measure_step(engine, data)
+    with count_traffic() as traffic:
+        engine.train_batch(data)
+    ledger = predicted(resolved, facts, pipeline, rank)
+    states = ("parameters", "gradients", "optimizer")
+    assert {kind: held[kind] for kind in states} == {kind: int(ledger.memory[kind][0]) for kind in states}
+    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
+    assert sent == {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+
+
+SHARDED = [case for case in CASES if case[2]["zero_optimization"]["stage"] and "tp" not in case[2]["parallel"]]
+
+
+@pytest.mark.parametrize(("world", "rank", "config"), SHARDED, ids=[f"rank{rank}-{named(config)}" for _, rank, config in SHARDED])
+def test_what_is_unsharded_after_every_computation(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+    """ZeRO's meaning in bytes, which a pipeline must not lose: between micro-batches stage 2 holds no whole gradients, stage 3 no whole
+    blocks."""
+    fake_world(world, rank)
+    engine, resolved, facts, pipeline = build(config, world)
+    assert engine._pipeline is not None
+    found: list[Held] = []
+
+    def look(action: Action, done: bool) -> None:
+        if done:
+            found.append(Held(action, unsharded_parameter_bytes(engine.model), unsharded_gradient_bytes(engine.model)))
+
+    engine._pipeline.runtime.observers.append(look)
+    engine.train_batch(batch(config["gradient_accumulation_steps"]))
+    n = resolved.layout.dp_shard
+    compute, reduce = (2, 4) if resolved.precision.compute else (4, 4)
+    rows = {p.name: (-(-p.shape[0] // n) * n, p.shape[0], p.numel // p.shape[0]) for p in facts.parameters}
+    expected = held_after(
+        pipeline.schedule,
+        resolved.layout.coordinates(rank)["pp"],
+        zero=resolved.data_parallel.stage,
+        facts=facts,
+        cut=pipeline.cut,
+        gathered={name: padded * row * compute for name, (padded, _, row) in rows.items()},
+        gradients={name: count * row * reduce for name, (_, count, row) in rows.items()},
+    )
+    assert found == expected
+    if resolved.data_parallel.stage >= 2:
+        blocks_only = [held for held in found if held.unsharded_gradients]
+        assert not blocks_only or pipeline.schedule.splits_backward or engine.mesh.coordinates["pp"] in (0, resolved.layout.pp - 1)

@@ -1,0 +1,90 @@
+"""A small language model on real text, for questions of convergence: Python's own sources as bytes, a Llama of 0.15 M parameters."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import plait
+
+LENGTH, SAMPLES = 64, 8
+MODULES = (
+    "argparse",
+    "ast",
+    "asyncio/base_events",
+    "collections/__init__",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "difflib",
+    "inspect",
+    "typing",
+)
+
+ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.01}}
+
+
+@cache
+def text() -> torch.Tensor:
+    """uint8 [n]."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = [folder / f"{name}.py" for name in MODULES]
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths if path.exists())), dtype=torch.uint8)
+
+
+def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """[SAMPLES, LENGTH], others for every step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    starts = torch.randint(0, text().numel() - LENGTH, (SAMPLES,), generator=generator)
+    ids = torch.stack([text()[start : start + LENGTH] for start in starts.tolist()]).long()
+    return {"input_ids": ids, "labels": ids}
+
+
+def losses(rank: int, world: int, parallel: dict[str, Any], stage: int, steps: int, optimizer: dict[str, Any] = ADAMW) -> list[float]:
+    """The loss of every step. Runs in a worker."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, tie_word_embeddings=False, **fields))
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "zero_optimization": {"stage": stage},
+        "optimizer": optimizer,
+        "parallel": {"dp_replicate": 1 if stage else world, "dp_shard": world if stage else 1, **parallel},
+        "run": {"seed": 1},
+    }
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    return [float(engine.train_batch(batch(step, rank))) for step in range(steps)]
+
+
+class Bigrams(torch.nn.Module):
+    """The logits of the next byte are a row of a table: a convex problem, so that two runs differ by what they were given and not by
+    chance.."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Embedding(256, 256)])
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.blocks[0](input_ids))
+
+
+def bigram_loss(rank: int, world: int, parallel: dict[str, Any], steps: int) -> float:
+    """The last loss of gradient descent on a fixed text from a table of zeros. Runs in a worker."""
+    model = Bigrams()
+    torch.nn.init.zeros_(model.blocks[0].weight)
+    config = {
+        "train_micro_batch_size_per_gpu": 32,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 10.0}},
+        "parallel": {"dp_replicate": world, **parallel},
+    }
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    ids = text()[rank * 4096 : rank * 4096 + 4096].long().view(32, 128)
+    return [float(engine.train_batch({"input_ids": ids, "labels": ids})) for _ in range(steps)][-1]

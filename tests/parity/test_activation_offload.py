@@ -1,0 +1,74 @@
+"""Saved tensors that went through files change no bit, and leave the memory that was foretold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.engine.dryrun import activation_facts, token_batch
+from plait.verify.memory import measure_activations
+from plait.verify.parity import engine_trace
+from tests.parity import cases
+from tests.parity.test_recompute import build, digest
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+
+def digests(rank: int, world: int, kind: str, config: dict[str, Any], more: list[dict[str, Any]], folder: str) -> list[str]:
+    """Runs in a worker."""
+    found = []
+    for offload in ({}, *more):
+        section = dict(offload)
+        recompute = section.pop("recompute", {})
+        if section:
+            section |= {"device": "disk", "path": folder}
+        file = {**config, "parallel": {**config["parallel"], "recompute": recompute, "activation_offload": section}}
+        model = build(kind, torch.float64, dropout=not config["parallel"]["sequence_parallel"])
+        engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
+        assert (engine.parts.activation_store is not None) == bool(section)
+        dp = world // config["parallel"]["tp"]
+        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "stage", "sequence"),
+    [("gpt2", 1, 0, False), ("llama", 1, 3, False), ("llama", 2, 0, False), ("qwen3", 2, 0, True)],
+)
+def test_same_bits(pool: Pool, tmp_path: Any, kind: str, tp: int, stage: int, sequence: bool) -> None:
+    """Half of the blocks, all of them, and with recompute."""
+    more: list[dict[str, Any]] = [
+        {"fraction": 0.5},
+        {"fraction": 1.0, "recompute": {"mode": "full"}},
+        {"fraction": 1.0, "recompute": {"mode": "selective"}},
+    ]
+    for found in pool.run(2, digests, kind, settings(2, tp, stage, 1, 2, sequence), more, str(tmp_path)):
+        assert found == [found[0]] * (1 + len(more))
+
+
+def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """(measured, foretold) bytes. Runs in a worker."""
+    model = cases.build("llama", tied=False, dtype=torch.float32)
+    names = ("model.layers.0", "model.layers.1")
+    from plait.cluster.layout import Layout
+    from plait.cluster.mesh import build_mesh
+
+    facts = activation_facts(model, blocks=names, mesh=build_mesh(Layout()), batch=token_batch(2, 8), offload=True)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    ids = torch.arange(16).view(2, 8)
+    measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
+    modes, offloaded = engine.parts.block_modes, engine.parts.offloaded_blocks
+    assert facts.stored(modes, offloaded=offloaded) > 0
+    return measured, {"activations": facts.kept(modes, offloaded=offloaded), "logits": facts.modes["none"].logits}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_the_account(pool: Pool, tmp_path: Any, fraction: float, mode: str) -> None:
+    """To the byte."""
+    offload = {"fraction": fraction, "device": "disk", "path": str(tmp_path)}
+    measured, foretold = pool.run(1, held, settings(1, 1, 0, 1, 1, recompute={"mode": mode}, activation_offload=offload))[0]
+    assert {name: measured[name] for name in foretold} == foretold

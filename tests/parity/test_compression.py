@@ -1,0 +1,264 @@
+"""Compressed collectives between real processes: near the exact result, the same on every rank, resumed to the bit, and good enough to
+train a language model."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import plait
+from plait.cluster.mesh import Levels, split_by_node
+from plait.comm.buckets import Flat
+from plait.comm.compress import POWERSGD_START, PowerSGDBuckets, QuantisedAllGather, QuantisedReduceScatter
+from plait.comm.quantise import Bits, Packing, Segment
+from plait.verify.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- one collective at a time ----------------------------------------------------------------------------------------------------------
+
+
+def gathers(rank: int, ranks: int, bits: Bits) -> torch.Tensor:
+    """Vectors exact, matrices within half a scale. Runs in a worker."""
+    segments = [Segment(700, True), Segment(9, False)]
+    gather = QuantisedAllGather(segments, bits=bits)
+    shards = [numbers(r, 709) for r in range(ranks)]
+    output = gather.allocate((ranks * 709,), dtype=torch.float32, device=CPU)
+    gather(output, shards[rank], dist.group.WORLD)
+    rows = output.view(ranks, 709)
+    for row, shard in zip(rows, shards, strict=True):
+        assert torch.equal(row[700:], shard[700:])
+        assert 0 < (row - shard)[:700].abs().max() <= 0.51 * shard.abs().max() / {8: 127, 4: 7}[bits]
+    whole = torch.arange(ranks * 4)
+    found = torch.empty_like(whole)
+    gather(found, whole.view(ranks, 4)[rank], dist.group.WORLD)
+    assert torch.equal(found, whole), "whole numbers are no weights"
+    return output
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_all_gather(pool: Pool, bits: Bits) -> None:
+    """Also this rank's own shard is what arrived elsewhere."""
+    results = pool.run(3, gathers, bits)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@cache
+def two_machines() -> Levels | None:
+    """Made once in a worker: torch names such groups by their ranks, and cannot use a name again."""
+    return split_by_node(dist.group.WORLD, [0, 0, 1, 1])
+
+
+def scatters(rank: int, ranks: int, hops: int) -> tuple[float, float, dict[int, int]]:
+    """(largest error, scale, bytes by size of the group). Runs in a worker."""
+    segments = [Segment(5000, True), Segment(10, False)]
+    scatter = QuantisedReduceScatter(segments, bits=8, feedback=False, levels=two_machines() if hops == 2 else None)
+    inputs = [numbers(r, ranks, 5010) for r in range(ranks)]
+    output = scatter.allocate((5010,), dtype=torch.float32, device=CPU)
+    with count_traffic() as traffic:
+        scatter(output, inputs[rank].view(-1), dist.group.WORLD, dist.ReduceOp.SUM)
+    exact = torch.stack(inputs).sum(0)[rank]
+    torch.testing.assert_close(output[5000:], exact[5000:], rtol=0, atol=1e-5)
+    mean = torch.empty_like(output)
+    scatter(mean, inputs[rank].view(-1), dist.group.WORLD, dist.ReduceOp.AVG)
+    assert torch.equal(mean, output / ranks)
+    sent: dict[int, int] = {}
+    for call in traffic.calls:
+        sent[call.ranks] = sent.get(call.ranks, 0) + round(call.wire_bytes)
+    return float((output - exact)[:5000].abs().max()), max(float(x.abs().max()) for x in inputs) / 127, sent
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+def test_reduce_scatter(pool: Pool, hops: int) -> None:
+    """Two hops round a second time, and send a half of the bytes of one hop across machines (2 machines of 2)."""
+    row = Packing((Segment(5000, True), Segment(10, False)), 8).row_bytes(torch.float32)
+    for error, scale, sent in pool.run(4, scatters, hops):
+        assert 0 < error <= (0.51 * 4 if hops == 1 else 0.51 * 4 + 0.51 * 2 * 2) * scale
+        # One hop: three parts to three others. Two hops: two parts inside the machine, then one across.
+        assert sent == ({4: 3 * row} if hops == 1 else {2: 2 * row + row})
+
+
+def like_torch(rank: int, ranks: int) -> float:
+    """PowerSGD beside torch's DDP hook on the same gradients. Runs in a worker."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    shapes = ((40, 30), (64, 8), (3, 3))
+
+    class Bucket:
+        def __init__(self, flat: torch.Tensor) -> None:
+            self.flat = flat
+
+        def buffer(self) -> torch.Tensor:
+            return self.flat
+
+        def index(self) -> int:
+            return 0
+
+        def is_last(self) -> bool:
+            return True
+
+        def gradients(self) -> list[torch.Tensor]:
+            sizes = [a * b for a, b in shapes]
+            return [part.view(shape) for part, shape in zip(self.flat.split(sizes), shapes, strict=True)]
+
+    mine = PowerSGDBuckets(dist.group.WORLD, [Flat(torch.float32, shapes)], CPU, rank=2)
+    state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=POWERSGD_START)
+    worst = 0.0
+    for step in range(POWERSGD_START + 8):
+        gradient = numbers(step * 10 + rank, mine.buffers[0].numel())
+        if step == POWERSGD_START:  # the first factors are random, and drawn otherwise
+            right = torch.cat([tensor.reshape(-1) for name, tensor in mine.state.items() if name.endswith("right")])
+            state.q_memory_dict[0], state.p_memory_dict[0] = right.clone(), torch.zeros(2 * (40 + 64))
+        mine.buffers[0].copy_(gradient)
+        mine.start(0)
+        mine.finish(0)
+        theirs = powerSGD_hook(state, Bucket(gradient.clone())).wait() * ranks
+        worst = max(worst, float((mine.buffers[0] - theirs).abs().max()))
+    return worst
+
+
+def test_powersgd_is_torchs(pool: Pool) -> None:
+    assert max(pool.run(2, like_torch)) < 1e-3
+
+
+# ---- whole trainings ------------------------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0 int8": (0, {"compress_gradients": "int8"}),
+    "stage 0 int4": (0, {"compress_gradients": "int4"}),
+    "stage 0 powersgd": (0, {"compress_gradients": "powersgd", "powersgd_rank": 2}),
+    "stage 1 int8": (1, {"compress_gradients": "int8", "compress_weights": "int8"}),
+    "stage 2 int4 with feedback": (2, {"compress_gradients": "int4", "error_feedback": True}),
+    "stage 3 int8 and a second copy": (3, {"compress_gradients": "int8", "compress_weights": "int8", "second_copy": 2}),
+}
+
+
+def configured(world: int, way: str, *, replicas: int = 1, **more: Any) -> dict[str, Any]:
+    stage, parallel = WAYS[way]
+    config = settings(world, stage, replicas, 1, **more)
+    config["parallel"] |= parallel
+    return config
+
+
+def trained(rank: int, world: int, config: dict[str, Any], steps: int) -> tuple[list[float], bool]:
+    """Losses, and whether every rank that holds a number holds the same bits. Runs in a worker."""
+    model = cases.build("llama", tied=False, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    losses = [float(engine.train_batch(step[rank])) for step in cases.steps_for("llama", world, steps=steps)]
+    return losses, same_everywhere(model)
+
+
+def same_everywhere(model: torch.nn.Module) -> bool:
+    """Whole parameters, by every rank's own reading."""
+    from torch.distributed.tensor import DTensor
+
+    for parameter in model.parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        everyone = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, whole.detach().contiguous())
+        if not all(torch.equal(other, everyone[0]) for other in everyone):
+            return False
+    return True
+
+
+LAYOUTS = [(way, 4, 1) if "second copy" in way else (way, 2, 1) for way in WAYS] + [(way, 4, 2) for way in WAYS if "stage 0" not in way]
+"""(way, ranks, dp_replicate)."""
+
+
+@pytest.mark.parametrize(("way", "world", "replicas"), LAYOUTS)
+def test_training_is_near_the_exact_one(pool: Pool, way: str, world: int, replicas: int) -> None:
+    config = configured(world, way, replicas=replicas)
+    exact = {**config, "parallel": {k: v for k, v in config["parallel"].items() if k.startswith("dp_")}}
+    steps = POWERSGD_START + 4 if "powersgd" in way else 6
+    results = pool.run(world, trained, config, steps)
+    reference = pool.run(world, trained, exact, steps)[0][0]
+    losses = results[0][0]
+    assert all(result == (losses, True) for result in results)
+    assert losses != reference, "nothing was compressed"
+    assert losses == pytest.approx(reference, rel=0.01)
+
+
+def resumed(rank: int, world: int, config: dict[str, Any], folder: str, steps: int, half: int) -> list[list[float]]:
+    """Losses of a run, of its second half from a checkpoint, and of that half with errors forgotten. Runs in a worker."""
+    data = cases.steps_for("llama", world, steps=steps)
+
+    def engine() -> Any:
+        return plait.initialize(cases.build("llama", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+
+    whole = engine()
+    losses = []
+    for number, step in enumerate(data):
+        if number == half:
+            whole.save_checkpoint(folder)
+        losses.append(float(whole.train_batch(step[rank])))
+    again = engine()
+    again.load_checkpoint(folder)
+    with patch("plait.parallel.compression.restore", lambda *_: None):
+        forgetful = engine()
+        forgetful.load_checkpoint(folder)
+    return [losses[half:], *([float(e.train_batch(step[rank])) for step in data[half:]] for e in (again, forgetful))]
+
+
+@pytest.mark.parametrize("way", ["stage 0 int4", "stage 0 powersgd", "stage 2 int4 with feedback"])
+def test_errors_are_in_the_checkpoint(pool: Pool, way: str, tmp_path: Path) -> None:
+    """A resumed run has the same losses to the bit; without the errors it has not."""
+    steps = POWERSGD_START + 6 if "powersgd" in way else 6
+    for going_on, again, forgetful in pool.run(2, resumed, configured(2, way), str(tmp_path), steps, steps - 3):
+        assert again == going_on
+        assert forgetful != going_on
+
+
+def overflowed(rank: int, world: int, config: dict[str, Any]) -> tuple[list[bool], list[float], list[float]]:
+    """fp16 with a scale that overflows at first. Runs in a worker."""
+    model = cases.build("llama", tied=False, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    results = [engine.train_batch(step[rank]) for step in cases.steps_for("llama", world, steps=10)]
+    return [r.skipped for r in results], [r.loss_scale for r in results], [float(r.loss) for r in results]
+
+
+def test_an_overflow_is_seen_through_the_compression(pool: Pool) -> None:
+    """And leaves no trace in the error: later steps are finite."""
+    config = configured(2, "stage 2 int4 with feedback", fp16={"enabled": True, "initial_scale_power": 20, "hysteresis": 1})
+    (skipped, scales, losses), other = pool.run(2, overflowed, config)
+    assert (skipped, scales, losses) == other
+    assert skipped[0] and not skipped[-1]
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
+def on_two_machines(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float], set[int]]:
+    """As if ranks 0 and 1 were on one machine and 2 and 3 on another. Runs in a worker."""
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
+    with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+        model = cases.build("llama", tied=False, dtype=torch.float32)
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        losses = []
+        for step in cases.steps_for("llama", world, steps=3):
+            with count_traffic() as traffic:
+                losses.append(float(engine.train_batch(step[rank])))
+    return losses, {call.ranks for call in traffic.calls if call.kind == "all_to_all"}
+
+
+def test_two_hops_by_themselves_on_two_machines(pool: Pool) -> None:
+    config = settings(4, 2, 1, 1)
+    reference = pool.run(4, trained, config, 3)[0][0]
+    config["parallel"] |= {"compress_gradients": "int8"}
+    results = pool.run(4, on_two_machines, config)
+    assert all(result == results[0] for result in results)
+    losses, groups = results[0]
+    assert groups == {2}
+    assert losses == pytest.approx(reference, rel=0.01)

@@ -1,0 +1,44 @@
+"""Training on real text through compressed collectives: what it costs in loss, and that error feedback is what keeps 4 bits harmless."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.parity.language import bigram_loss, losses
+from tests.pool import Pool
+
+STEPS = 200
+BIGRAM_STEPS = 150
+
+
+@cache
+def exact(pool: Pool) -> float:
+    return mean(pool.run(2, losses, {}, 0, STEPS)[0][-40:])
+
+
+@pytest.mark.parametrize(
+    ("stage", "parallel"),
+    [(0, {"compress_gradients": "int8"}), (2, {"compress_gradients": "int8", "compress_weights": "int8"})],
+    ids=["stage 0", "stage 2, weights too"],
+)
+def test_int8_costs_a_language_model_less_than_one_percent(pool: Pool, stage: int, parallel: dict[str, Any]) -> None:
+    """The last 40 of 200 steps, equal data."""
+    found = pool.run(2, losses, parallel, stage, STEPS)[0]
+    assert found[0] - mean(found[-40:]) > 2, "nothing was learnt"
+    assert mean(found[-40:]) == pytest.approx(exact(pool), rel=0.01)
+
+
+def test_four_bits_hurt_without_error_feedback(pool: Pool) -> None:
+    """Full-batch gradient descent, where a difference is no chance: at equal steps 4 bits are worse without feedback and not with it."""
+
+    def loss(**parallel: Any) -> float:
+        return float(pool.run(2, bigram_loss, parallel, BIGRAM_STEPS)[0])
+
+    whole = loss()
+    assert loss(compress_gradients="int8", error_feedback=False) == pytest.approx(whole, rel=1e-3)
+    assert loss(compress_gradients="int4", error_feedback=True) == pytest.approx(whole, rel=1e-3)
+    assert loss(compress_gradients="int4", error_feedback=False) > whole * 1.01

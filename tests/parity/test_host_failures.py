@@ -1,0 +1,96 @@
+"""A rank that is killed, stuck or gone: the others end with an error that names it, in time, and nothing is left on the machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from plait.comm.buckets import Flat
+from plait.comm.transport import connect
+from plait.errors import CommunicationError
+
+GROUP_SECONDS = 4.0
+WHERE = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def gather(way: Any) -> None:
+    output = way.all_gather.allocate((200_000,), dtype=torch.float32, device=torch.device("cpu"))
+    way.all_gather(output, output[:100_000], dist.group.WORLD)
+
+
+def scatter(way: Any) -> None:
+    given = way.reduce_scatter.allocate((200_000,), dtype=torch.float32, device=torch.device("cpu")).fill_(1)
+    output = way.reduce_scatter.allocate((100_000,), dtype=torch.float32, device=torch.device("cpu"))
+    way.reduce_scatter(output, given, dist.group.WORLD, dist.ReduceOp.SUM)
+
+
+def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) -> None:
+    """Rank 1 takes part twice and then fails; rank 0 says what it saw, and after how many seconds."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    way = connect(dist.group.WORLD, label="dp_shard", device=torch.device("cpu"), wanted="shared-memory")
+    buckets = way.buckets([Flat(torch.float32, ((100_000,),))])
+
+    def reduce() -> None:
+        buckets.start(0)
+        buckets.finish(0)
+
+    once = {"all-gather": lambda: gather(way), "reduce-scatter": lambda: scatter(way), "all-reduce": reduce}[operation]
+    once()
+    once()
+    if rank == 1:
+        if victim_does == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    began = time.monotonic()
+    try:
+        once()
+    except CommunicationError as error:
+        answers.put((str(error), time.monotonic() - began))
+    else:
+        answers.put(("no error", 0.0))
+
+
+def run(tmp_path: Path, operation: str, victim_does: str) -> tuple[str, float]:
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=work, args=(rank, str(tmp_path / "store"), operation, victim_does, answers)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        found: tuple[str, float] = answers.get(timeout=60)
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+
+@pytest.mark.parametrize("operation", WHERE)
+def test_a_killed_rank_is_named_at_once(tmp_path: Path, operation: str) -> None:
+    before = shared_files()
+    text, seconds = run(tmp_path, operation, "dies")
+    assert text.startswith(f"{operation} over dp_shard: rank 1 (process "), text
+    assert "ended while rank 0 waited for it" in text
+    assert seconds < 2, "not only at the deadline"
+    assert {name for name in shared_files() - before if "plait" in name} == set()
+
+
+def test_a_stuck_rank_is_named_at_the_deadline(tmp_path: Path) -> None:
+    text, seconds = run(tmp_path, "all-reduce", "hangs")
+    assert text.startswith("all-reduce over dp_shard: rank 0 waited 4 s for rank 1, which runs and did not take part"), text
+    assert GROUP_SECONDS <= seconds < GROUP_SECONDS + 3

@@ -1,0 +1,387 @@
+"""Shared memory between ranks: equal to torch's collectives, the same bits on every rank and in every run, through reuse, growth and
+overlap, and whole trainings through it against one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import plait
+from plait.comm import host as host_module
+from plait.comm.buckets import Flat
+from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.comm.transport import Transport, connect
+from plait.errors import CommunicationError, ConfigError
+from plait.verify.parity import compare, worst
+from plait.verify.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.test_data_parallel import reference, settings, train
+from tests.pool import Pool
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+
+
+def shared(group: dist.ProcessGroup | None = None) -> Transport:
+    found = connect(group or dist.group.WORLD, label="the test", device=CPU)
+    assert found.name == "shared-memory", found.reason
+    return found
+
+
+def flat(numel: int, dtype: torch.dtype = torch.float32) -> Flat:
+    return Flat(dtype, ((numel,),))
+
+
+def numbers(seed: int, numel: int, dtype: torch.dtype, *, whole: bool) -> torch.Tensor:
+    """Small whole numbers, of which every sum is exact, or any."""
+    generator = torch.Generator().manual_seed(seed)
+    if whole or not dtype.is_floating_point:
+        return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def gather(way: Transport, shard: torch.Tensor, ranks: int, *, ask: bool) -> torch.Tensor:
+    """As `fully_shard` does it (`ask`), or with memory of one's own."""
+    assert way.all_gather is not None
+    rank = dist.get_rank(dist.group.WORLD) % ranks
+    if not ask:
+        output = torch.full((ranks * shard.numel(),), 99, dtype=shard.dtype)
+        way.all_gather(output, shard, dist.group.WORLD)
+        return output
+    output = way.all_gather.allocate((ranks * shard.numel(),), dtype=shard.dtype, device=CPU)
+    mine = output.narrow(0, rank * shard.numel(), shard.numel())
+    mine.copy_(shard)
+    way.all_gather(output, mine, dist.group.WORLD)
+    return output
+
+
+def scatter(way: Transport, stacked: torch.Tensor, ranks: int, *, ask: bool, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    assert way.reduce_scatter is not None
+    given = way.reduce_scatter.allocate((stacked.numel(),), dtype=stacked.dtype, device=CPU).copy_(stacked) if ask else stacked
+    if ask:
+        output = way.reduce_scatter.allocate((stacked.numel() // ranks,), dtype=stacked.dtype, device=CPU)
+    else:
+        output = torch.empty(stacked.numel() // ranks, dtype=stacked.dtype)
+    way.reduce_scatter(output, given, dist.group.WORLD, op)
+    return output
+
+
+# ---- one collective at a time -------------------------------------------------------------------------------------------------------
+
+
+def against_torch(rank: int, ranks: int) -> None:
+    """Exact sums, all dtypes, sizes up and down, in both forms. Runs in a worker."""
+    way = shared()
+    for number, numel in enumerate((1, 300_001, 5, 0, 64, 70_000)):
+        for dtype in DTYPES:
+            for ask in (True, False):
+                shard = numbers(10 * number + rank, numel, dtype, whole=True)
+                everyone = [numbers(10 * number + r, numel, dtype, whole=True) for r in range(ranks)]
+                assert torch.equal(gather(way, shard, ranks, ask=ask), torch.cat(everyone)), (numel, dtype, ask)
+                inputs = [numbers(77 * number + r, ranks * numel, dtype, whole=True) for r in range(ranks)]
+                total = sum(inputs[1:], inputs[0])[rank * numel : (rank + 1) * numel]
+                assert torch.equal(scatter(way, inputs[rank], ranks, ask=ask), total), (numel, dtype, ask)
+    mean = scatter(way, torch.full((ranks * 3,), float(rank)), ranks, ask=True, op=dist.ReduceOp.AVG)
+    assert torch.equal(mean, torch.full((3,), sum(range(ranks)) / ranks))
+    with pytest.raises(NotImplementedError, match="MAX"):
+        scatter(way, torch.ones(ranks), ranks, ask=False, op=dist.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_equals_torch(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, against_torch)
+
+
+def sums_of_buckets(rank: int, ranks: int) -> list[bytes]:
+    """Several in flight over several steps, started and finished in any order that all share. Runs in a worker."""
+    way = shared()
+    sizes = [(100_003, torch.float32), (1, torch.float32), (4096, torch.bfloat16), (7, torch.float64), (0, torch.float32)]
+    buckets = way.buckets([flat(numel, dtype) for numel, dtype in sizes])
+    order = random.Random(4)
+    bits = []
+    for step in range(20):
+        if order.random() < 0.3:  # ranks come apart
+            sum(i * i for i in range(20_000 * rank))
+        starts = order.sample(range(len(sizes)), len(sizes))
+        for index in starts:
+            buckets.buffers[index].copy_(numbers(step * 100 + index * 10 + rank, *sizes[index], whole=True))
+            buckets.start(index)
+        for index in order.sample(starts, len(starts)):
+            buckets.finish(index)
+            inputs = [numbers(step * 100 + index * 10 + r, *sizes[index], whole=True) for r in range(ranks)]
+            assert torch.equal(buckets.buffers[index], sum(inputs[1:], inputs[0])), (step, index)
+    for index, (numel, dtype) in enumerate(sizes):
+        buckets.buffers[index].copy_(numbers(index * 10 + rank, numel, dtype, whole=False))
+        buckets.start(index)
+        buckets.finish(index)
+        bits.append(bytes(buckets.buffers[index].view(torch.uint8).tolist()[:4000]))
+    return bits
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_buckets_equal_torch_and_have_the_same_bits_everywhere(pool: Pool, ranks: int) -> None:
+    first, second = pool.run(ranks, sums_of_buckets), pool.run(ranks, sums_of_buckets)
+    assert all(bits == first[0] for bits in first + second)
+
+
+def half_sums(rank: int, ranks: int) -> None:
+    """Rounded once, not once a rank. Runs in a worker."""
+    way = shared()
+    inputs = [numbers(r, ranks * 999, torch.bfloat16, whole=False) for r in range(ranks)]
+    exact = sum((x.float() for x in inputs[1:]), inputs[0].float()).to(torch.bfloat16)
+    assert torch.equal(scatter(way, inputs[rank], ranks, ask=True), exact[rank * 999 : (rank + 1) * 999])
+
+
+def test_half_precision_is_summed_in_float32(pool: Pool) -> None:
+    pool.run(4, half_sums)
+
+
+# ---- many at once -------------------------------------------------------------------------------------------------------------------
+
+
+def held(rank: int, ranks: int) -> None:
+    """Outputs and inputs that are kept are never written to again, whatever is kept for how long. Runs in a worker."""
+    way = shared()
+    order = random.Random(1)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with count_traffic() as traffic:
+        for step in range(120):
+            numel = order.choice((8, 500, 20_000))
+            shard = numbers(step * 10 + rank, numel, torch.float32, whole=False)
+            output = gather(way, shard, ranks, ask=order.random() < 0.8)
+            kept.append((output, output.clone()))
+            expected = torch.cat([numbers(step * 10 + r, numel, torch.float32, whole=False) for r in range(ranks)])
+            assert torch.equal(output, expected), step
+            if order.random() < 0.5:
+                inputs = [numbers(step * 10 + r, numel * ranks, torch.float32, whole=True) for r in range(ranks)]
+                part = scatter(way, inputs[rank], ranks, ask=True)
+                assert torch.equal(part, sum(inputs[1:], inputs[0])[rank * numel : (rank + 1) * numel]), step
+            for tensor, copy in kept:
+                assert torch.equal(tensor, copy), "written to while it was in use"
+            while len(kept) > order.choice((0, 1, 2, 3, 4)):
+                kept.pop(order.randrange(len(kept)))
+    assert sum(call.kind == "all_gather" for call in traffic.calls) >= 120
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_memory_in_use_is_not_reused(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, held)
+
+
+def keeps_what_others_free(rank: int, ranks: int) -> None:
+    """One rank keeps everything, so that no slot is free any more: torch's collective takes over, on all. Runs in a worker."""
+    way = shared()
+    kept = []
+    for step in range(10):
+        shard = numbers(step * 10 + rank, 100, torch.float32, whole=True)
+        output = gather(way, shard, ranks, ask=True)
+        assert torch.equal(output, torch.cat([numbers(step * 10 + r, 100, torch.float32, whole=True) for r in range(ranks)]))
+        inputs = [numbers(step * 10 + r, 100 * ranks, torch.float32, whole=True) for r in range(ranks)]
+        assert way.reduce_scatter is not None
+        given = way.reduce_scatter.allocate((100 * ranks,), dtype=torch.float32, device=CPU).copy_(inputs[rank])
+        result = way.reduce_scatter.allocate((100,), dtype=torch.float32, device=CPU)
+        way.reduce_scatter(result, given, dist.group.WORLD, dist.ReduceOp.SUM)
+        assert torch.equal(result, sum(inputs[1:], inputs[0])[rank * 100 : (rank + 1) * 100])
+        if rank == 1:
+            kept.append((output, given))
+    kept.clear()
+    with count_traffic() as traffic:
+        for _ in range(2):
+            gather(way, torch.ones(100), ranks, ask=True)
+    assert [call.kind for call in traffic.calls] == ["all_gather", "all_gather"]
+
+
+def test_a_rank_that_keeps_everything(pool: Pool) -> None:
+    pool.run(3, keeps_what_others_free)
+
+
+def pairs(rank: int, ranks: int) -> None:
+    """Two groups of two beside the group of all, one at a time and interleaved. Runs in a worker."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[rank // 2]
+    everyone, half = shared(), shared(mine)
+    whole_buckets, half_buckets = everyone.buckets([flat(1000)]), half.buckets([flat(500)])
+    for step in range(5):
+        whole_buckets.buffers[0].fill_(step + rank)
+        half_buckets.buffers[0].fill_(rank)
+        whole_buckets.start(0)
+        half_buckets.start(0)
+        assert torch.equal(scatter(half, torch.full((4,), float(rank)), 2, ask=True), torch.full((2,), 1.0 + 4 * (rank // 2)))
+        half_buckets.finish(0)
+        whole_buckets.finish(0)
+        assert torch.equal(whole_buckets.buffers[0], torch.full((1000,), 4.0 * step + 6))
+        assert torch.equal(half_buckets.buffers[0], torch.full((500,), 1.0 + 4 * (rank // 2)))
+    dist.barrier()
+    for group in halves:
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+def test_groups_do_not_disturb_each_other(pool: Pool) -> None:
+    pool.run(4, pairs)
+
+
+# ---- where it does not apply ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_one_rank(rank: int, target: str, value: Any) -> Iterator[None]:
+    """Rank 1's machine is different."""
+    if rank != 1:
+        yield
+        return
+    with patch.object(host_module, target, value):
+        yield
+
+
+def not_here(rank: int, ranks: int) -> list[str]:
+    """A reason that only one rank has decides for all. Runs in a worker."""
+    reasons = []
+    group = dist.group.WORLD
+    hindrances: list[tuple[str, Any]] = [
+        ("_open", lambda offer, total: (None, "another machine")),
+        ("_unsupported", lambda: "another processor"),
+    ]
+    for target, value in hindrances:
+        with on_one_rank(rank, target, value):
+            found = connect(group, label="the test", device=CPU)
+            assert found.name == "torch"
+            assert isinstance(found.reduce_scatter, AllToAllReduceScatter)
+            assert found.all_gather is None
+            reasons.append(found.reason)
+            with pytest.raises(ConfigError, match=r"parallel.transport = 'shared-memory': rank 1: another"):
+                connect(group, label="the test", device=CPU, wanted="shared-memory")
+    assert connect(group, label="the test", device=CPU, wanted="torch").reason == "set in the configuration"
+    return reasons
+
+
+def test_all_ranks_decide_alike(pool: Pool) -> None:
+    for reasons in pool.run(3, not_here):
+        assert reasons == ["rank 1: another machine", "rank 1: another processor"]
+
+
+def foreign_memory(rank: int, ranks: int) -> None:
+    """What is found under the path on this machine is not what was offered: the nonce differs. Runs in a worker."""
+    real = host_module._open
+
+    def elsewhere(offer: Any, total: int) -> Any:
+        return real((offer[0], b"x" * 32), total) if rank == 1 else real(offer, total)
+
+    with patch.object(host_module, "_open", elsewhere):
+        found = connect(dist.group.WORLD, label="the test", device=CPU)
+    assert found.name == "torch"
+    assert "not the first rank's memory" in found.reason
+
+
+def test_the_same_path_on_another_machine_is_found_out(pool: Pool) -> None:
+    pool.run(2, foreign_memory)
+
+
+def short_of_memory(rank: int, ranks: int) -> None:
+    """Small collectives are shared, large ones go through torch; nothing changes for the caller. Runs in a worker."""
+    with patch.object(host_module, "_free_bytes", lambda: 2_000_000):
+        way = shared()
+        with count_traffic() as traffic:
+            for numel in (100, 1_000_000, 200, 1_000_000):
+                shard = numbers(rank, numel, torch.float32, whole=True)
+                everyone = [numbers(r, numel, torch.float32, whole=True) for r in range(ranks)]
+                assert torch.equal(gather(way, shard, ranks, ask=True), torch.cat(everyone))
+                inputs = [numbers(r, numel * ranks, torch.float32, whole=True) for r in range(ranks)]
+                assert torch.equal(scatter(way, inputs[rank], ranks, ask=True), sum(inputs[1:], inputs[0]).chunk(ranks)[rank])
+            buckets = way.buckets([flat(1_000_000)])
+            buckets.buffers[0].fill_(rank)
+            buckets.start(0)
+            buckets.finish(0)
+            assert torch.equal(buckets.buffers[0], torch.full((1_000_000,), float(sum(range(ranks)))))
+        assert "all_to_all" in {call.kind for call in traffic.calls}, "large reduce-scatters go through torch"
+        with pytest.raises(ConfigError, match="to share, and"):
+            connect(dist.group.WORLD, label="the test", device=CPU, wanted="shared-memory").buckets([flat(1_000_000)])
+
+
+def test_short_of_memory(pool: Pool) -> None:
+    pool.run(2, short_of_memory)
+
+
+def out_of_step(rank: int, ranks: int) -> None:
+    """Ranks that gather different amounts are told so. Runs in a worker."""
+    way = shared()
+    gather(way, torch.ones(100), ranks, ask=True)
+    with pytest.raises(CommunicationError, match=r"all-gather over the test: rank \d gathers \d+ bytes and rank \d \d+; the ranks issue"):
+        gather(way, torch.ones(10 + rank), ranks, ask=True)
+    scatter(way, torch.ones(100 * ranks), ranks, ask=True)
+    with pytest.raises(CommunicationError, match="reduce-scatter over the test: rank . reduces"):
+        scatter(way, torch.ones((10 + rank) * ranks), ranks, ask=True)
+
+
+def test_different_sizes_are_an_error(pool: Pool) -> None:
+    pool.run(2, out_of_step)
+
+
+# ---- whole trainings ----------------------------------------------------------------------------------------------------------------
+
+LAYOUTS = [(2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 1), (4, 0, 1), (4, 3, 1), (4, 1, 2), (4, 3, 2)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("world", "stage", "replicas"), LAYOUTS)
+def test_training_equals_one_process(pool: Pool, world: int, stage: int, replicas: int, accumulation: int) -> None:
+    """float64, ragged, uneven shards."""
+    config = settings(world, stage, replicas, accumulation)
+    config["parallel"]["transport"] = "shared-memory"
+    found = pool.run(world, train, "plain", True, config)[0]
+    bar = worst(compare(reference("plain", True, world * accumulation), found))
+    assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+
+
+def bf16_run(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+    """Losses, and the bytes of the last step. Runs in a worker."""
+    model = cases.build("llama", tied=False, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    losses = []
+    for step in cases.steps_for("llama", world, steps=3):
+        with count_traffic() as traffic:
+            losses.append(float(engine.train_batch(step[rank])))
+    return losses, {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_has_the_same_losses_and_bytes_as_torch(pool: Pool, stage: int, wire: str) -> None:
+    """Two ranks: a sum of two numbers has no order, so losses are the same to the bit. The counted bytes are too."""
+    config = settings(2, stage, 1, 1, bf16={"enabled": True}, communication_data_type=wire)
+    results = []
+    for transport in ("torch", "shared-memory"):
+        if stage == 0 and transport == "shared-memory":
+            transport = "auto"  # a bf16 stage 0 is one fully_shard unit a replica, whose all-reduce is torch's
+        config["parallel"]["transport"] = transport
+        results.append(pool.run(2, bf16_run, config))
+    assert results[0] == results[1]
+
+
+def counted(rank: int, world: int, config: dict[str, Any]) -> dict[str, int]:
+    """Bytes of a second step, in float32. Runs in a worker."""
+    model = cases.build("llama", tied=False, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    pieces = cases.steps_for("llama", world, steps=2)
+    engine.train_batch(pieces[0][rank])
+    with count_traffic() as traffic:
+        engine.train_batch(pieces[1][rank])
+    return {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_are_counted(pool: Pool, stage: int) -> None:
+    config = settings(2, stage, 1, 1)
+    sent = {}
+    for transport in ("torch", "shared-memory"):
+        config["parallel"]["transport"] = transport
+        sent[transport] = pool.run(2, counted, config)[0]
+    assert sent["torch"] == sent["shared-memory"]
+    assert sent["torch"]

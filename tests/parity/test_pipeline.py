@@ -1,0 +1,370 @@
+"""Pipelines against one process in float64: every schedule, families, combinations with ZeRO, tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.engine.batch import to_device
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING, SEED
+from tests.pool import Pool
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
+LAYERS = 8
+IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "loss_chunk_tokens")
+
+
+def settings(stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any) -> dict[str, Any]:
+    """A configuration file; `more` are settings of `parallel`, and whole sections."""
+    degrees = {name: more.pop(name) for name in IN_PARALLEL if name in more}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {**degrees, "pipeline": {"schedule": schedule}},
+        "run": {"seed": SEED},
+        **more,
+    }
+
+
+def dp_of(config: dict[str, Any]) -> int:
+    """Number of slices of the batch."""
+    return int(config["parallel"].get("dp_replicate", 1) * config["parallel"].get("dp_shard", 1))
+
+
+def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    model = cases.build(kind, tied=tied, layers=LAYERS)
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, cases.steps_for(kind, dp_of(config) * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+@cache
+def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+    """One plain process on the whole batch."""
+    model = cases.build(kind, tied=tied, layers=LAYERS)
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}})  # only for its initial weights
+    engine.close()
+    with lifted(model):
+        return reference_trace(
+            model, cases.steps_for(kind, micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+        )
+
+
+def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any]) -> None:
+    """Train and compare; the bar is 1e-10."""
+    found = pool.run(world, train, kind, tied, config)[0]
+    difference = worst(compare(reference(kind, tied, dp_of(config) * config["gradient_accumulation_steps"]), found))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(pool: Pool, schedule: str, pp: int) -> None:
+    """Ragged micro-batches whose lengths change within a step and between steps; embeddings tied between the first and the last stage."""
+    check(pool, pp, "llama", True, settings(0, 8, schedule, pp=pp))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("kind", "tied"),
+    [
+        ("llama", False),
+        ("qwen3", True),
+        ("gemma", True),
+        ("gemma2", False),
+        ("mistral", False),
+        ("phi3", False),
+        ("gpt2", True),
+        ("gpt_neox", False),
+        ("gptj", False),
+        ("opt", True),
+        ("stablelm", False),
+        ("plain", True),
+    ],
+)
+def test_families(pool: Pool, kind: str, tied: bool, schedule: str) -> None:
+    """With and without a pipeline plan of Transformers; OPT registers its final norm before its blocks."""
+    check(pool, 2, kind, tied, settings(0, 4, schedule, pp=2))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_fewer_micro_batches_than_stages(pool: Pool, schedule: str, accumulation: int) -> None:
+    """One micro-batch is a plain split by layers."""
+    check(pool, 4, "qwen3", True, settings(0, accumulation, schedule, pp=4))
+
+
+COMBINED = [
+    *((4, settings(stage, 4, schedule, pp=2, dp_shard=2)) for stage in (1, 2) for schedule in SCHEDULES),
+    *((4, settings(3, 4, schedule, pp=2, dp_shard=2)) for schedule in SCHEDULES[:4]),
+    *((4, settings(0, 4, schedule, pp=2, dp_replicate=2)) for schedule in ("1f1b", "interleaved-1f1b", "zbv")),
+    *((4, settings(0, 4, schedule, pp=2, tp=2)) for schedule in ("1f1b", "interleaved-zero-bubble", "dualpipev")),
+    *((4, settings(0, 2, schedule, pp=2, tp=2, sequence_parallel=True)) for schedule in ("gpipe", "interleaved-1f1b", "zbv")),
+    *((8, settings(stage, 4, pp=2, dp_shard=2, tp=2)) for stage in (1, 2, 3)),
+    (8, settings(2, 4, "interleaved-1f1b", pp=2, dp_shard=2, tp=2, sequence_parallel=True)),
+    (8, settings(2, 4, "zbv", pp=2, dp_shard=2, tp=2)),
+    (8, settings(3, 4, pp=2, dp_replicate=2, dp_shard=2)),
+    (8, settings(1, 4, "interleaved-zero-bubble", pp=2, dp_replicate=2, dp_shard=2)),
+    (8, settings(3, 8, pp=4, dp_shard=2)),
+    (6, settings(2, 3, pp=2, dp_shard=3)),
+    *((2, settings(0, 4, schedule, pp=2, recompute={"mode": mode})) for schedule in ("1f1b", "zbv") for mode in ("full", "selective")),
+    (4, settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2, recompute={"mode": "full", "every": 2})),
+    *((2, settings(0, 4, schedule, pp=2, loss_chunk_tokens=8)) for schedule in ("1f1b", "dualpipev")),
+]
+
+
+def named(config: dict[str, Any]) -> str:
+    """Of a combined layout."""
+    degrees = [f"{name}{value if isinstance(value, int) else ''}" for name, value in config["parallel"].items() if name != "pipeline"]
+    degrees += list(config["parallel"].get("recompute", {}).values())[:1]
+    return "-".join([config["parallel"]["pipeline"]["schedule"], *degrees, f"zero{config['zero_optimization']['stage']}"])
+
+
+@pytest.mark.parametrize(("world", "config"), COMBINED, ids=[named(config) for _, config in COMBINED])
+def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
+    """Pipelines with ZeRO 0 to 3, hybrid sharding, tensor and sequence parallelism."""
+    check(pool, world, "qwen3", True, config)
+
+
+# ---- DeepSpeed's shape of a model ---------------------------------------------------------------------------------------------------
+
+
+def head(layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """An embedding's weight as a projection."""
+    return nn.functional.linear(hidden, layer.weight)  # type: ignore[arg-type]
+
+
+def layered() -> nn.Module:
+    """Layers of several classes, a function among them, the first and the last tied."""
+    return plait.PipelineModule(
+        [
+            plait.TiedLayerSpec("embedding", nn.Embedding, cases.VOCABULARY, 12),
+            plait.LayerSpec(nn.Linear, 12, 30),
+            torch.tanh,
+            plait.LayerSpec(nn.Linear, 30, 12),
+            plait.LayerSpec(nn.LayerNorm, 12),
+            plait.TiedLayerSpec("embedding", nn.Embedding, cases.VOCABULARY, 12, forward_fn=head),
+        ]
+    ).double()
+
+
+LAYERED_LOSS = plait.per_sample(
+    lambda logits, batch: nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten(), reduction="sum")
+)
+
+
+def layered_steps(micro_batches: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """(ids, targets) [2, length], of several lengths."""
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda length: torch.randint(0, cases.VOCABULARY, (2, length), generator=generator)  # noqa: E731
+    return [[(draw(5 + index), draw(5 + index)) for index in range(micro_batches)] for _ in range(3)]
+
+
+def train_layered(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    with torch.device("meta"):
+        model = layered()
+    engine = plait.initialize(model, config, loss_fn=LAYERED_LOSS)
+    trace = engine_trace(engine, layered_steps(dp_of(config) * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [(2, settings(0, 4, "1f1b", pp=2)), (2, settings(0, 4, "zbv", pp=2)), (6, settings(2, 3, "gpipe", pp=3, dp_shard=2))],
+    ids=["1f1b", "zbv", "zero2"],
+)
+def test_layer_specs(pool: Pool, world: int, config: dict[str, Any]) -> None:
+    """Initialised on meta, tied between the first and the last layer, which the stages between them do not have."""
+    found = pool.run(world, train_layered, config)[0]
+    with torch.device("meta"):
+        model = layered()
+    plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}).close()
+    steps = layered_steps(dp_of(config) * config["gradient_accumulation_steps"])
+    expected = reference_trace(model, steps, loss_fn=LAYERED_LOSS, optimizer=cases.adamw, clipping=CLIPPING)
+    difference = worst(compare(expected, found))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+
+
+# ---- evaluation, checkpoints, overflow ----------------------------------------------------------------------------------------------
+
+
+def evaluate(rank: int, world: int, config: dict[str, Any]) -> tuple[tuple[float, float], Any, Any]:
+    """Runs in a worker: (loss sum and weight, logits or None, logits as every rank gets them)."""
+    engine = plait.initialize(cases.build("qwen3", tied=True, layers=LAYERS), config, loss_fn=plait.causal_lm_loss)
+    piece = cases.steps_for("qwen3", 1)[0][0]
+    output = engine.predict(piece)
+    logits = None if output is None else output.logits
+    return engine.eval_batch(piece), logits, engine.from_output_stage(logits)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zbv"])
+def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
+    """The same sums and logits as one process; logits where the last stage is."""
+    config = settings(3 if schedule == "1f1b" else 0, 4, schedule, pp=2, **({"dp_shard": 2} if schedule == "1f1b" else {}))
+    world = 2 * dp_of(config)
+    model = cases.build("qwen3", tied=True, layers=LAYERS)
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}}, loss_fn=plait.causal_lm_loss)
+    piece = cases.steps_for("qwen3", 1)[0][0]
+    total, weight = engine.eval_batch(piece)
+    expected = engine.predict(piece).logits
+    engine.close()
+    for (found, weighed), logits, shared in pool.run(world, evaluate, config):
+        assert found == pytest.approx(total * dp_of(config), rel=1e-6)
+        assert weighed == weight * dp_of(config)
+        torch.testing.assert_close(shared, expected, rtol=0, atol=1e-6)
+        assert logits is None or torch.equal(logits, shared)
+
+
+def resume(rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int, save: bool) -> dict[str, torch.Tensor]:
+    """Runs in a worker: steps `first` to `last`, then the weights that this rank has."""
+    model = cases.build("qwen3", tied=True, layers=LAYERS)
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        assert (engine.load_checkpoint(folder) is not None) == (first > 0)
+        count, steps = engine.gradient_accumulation_steps(), cases.steps_for("qwen3", 8, steps=4)
+        for step in steps[first:last]:
+            engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+        if save:
+            engine.save_checkpoint(folder)
+    return {name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, settings(0, 8, pp=2)), (4, settings(0, 8, "interleaved-1f1b", pp=4))),
+        ((4, settings(2, 4, "zbv", pp=2, dp_shard=2)), (2, settings(3, 4, pp=1, dp_shard=2))),
+        ((2, settings(3, 4, pp=1, dp_shard=2)), (4, settings(0, 8, pp=2, tp=2))),
+    ],
+    ids=["wider", "to ZeRO-3", "to 3D"],
+)
+def test_checkpoints_load_on_any_pipeline(pool: Pool, tmp_path: Path, before: Any, after: Any) -> None:
+    """Optimizer states of tied parameters included."""
+    straight = pool.run(2, resume, settings(0, 8, pp=2), str(tmp_path / "none"), 0, 4, False)
+    expected = {name: tensor for rank in straight for name, tensor in rank.items()}
+    pool.run(before[0], resume, before[1], str(tmp_path / "run"), 0, 2, True)
+    seen = set()
+    for weights in pool.run(after[0], resume, after[1], str(tmp_path / "run"), 2, 4, False):
+        for name, tensor in weights.items():
+            seen.add(name)
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-11)
+    assert seen == set(expected)
+
+
+class Overflows(nn.Module):
+    """A block whose gradient is infinite in float16 when the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor, factor: float) -> torch.Tensor:
+        return hidden + self.line(hidden) * factor
+
+
+class Chain(nn.Module):
+    """Four blocks, of which `at` multiplies by the batch's factor."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.blocks = nn.ModuleList(Overflows() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, float(factor[0]) if index == self.at else 1.0)
+        return x
+
+
+def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, float, bool]]:
+    """Runs in a worker: (skipped, loss scale, did any parameter change) of three steps, the second with an overflow in block `at`."""
+    torch.manual_seed(3)
+    model = Chain(at)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "parallel": {"pp": 2, "pipeline": {"schedule": schedule}},
+    }
+    loss = plait.per_sample(lambda output, batch: output.float().square().sum())
+    engine = plait.initialize(model, config, loss_fn=loss)
+    told = []
+    for factor in (1.0, 60000.0, 1.0):
+        before = [whole(p) for p in engine.model.parameters()]
+        result = engine.train_batch((torch.ones(8, 8), torch.full((8,), factor), torch.zeros(8)))
+        changed = any(not torch.equal(a, whole(b)) for a, b in zip(before, engine.model.parameters(), strict=True))
+        told.append((result.skipped, result.loss_scale, changed))
+    return told
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule: str) -> None:
+    """The verdict, the skipped update and the next scale are the same on all ranks."""
+    first, second = pool.run(2, overflow, at, schedule)
+    assert first == second == [(False, 256.0, True), (True, 256.0, False), (False, 128.0, True)]
+
+
+# ---- what cannot be cut -------------------------------------------------------------------------------------------------------------
+
+
+class Skip(nn.Module):
+    """Reads its embedding again after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + first)
+
+
+class EarlierBlock(Skip):
+    """A later block also reads what an earlier one returned."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        outputs = [self.embed(ids)]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1] + outputs[1] if len(outputs) > 2 else outputs[-1]))
+        return self.head(outputs[-1])
+
+
+def refused(rank: int, world: int, model: type[nn.Module]) -> str:
+    """Runs in a worker: what is said, on this rank."""
+    loss = plait.per_sample(lambda output, batch: output.square().sum())
+    engine = plait.initialize(model(), {"train_micro_batch_size_per_gpu": 2, "parallel": {"pp": 2}}, loss_fn=loss)
+    piece = to_device(torch.zeros(2, 3, dtype=torch.int64), engine.device)
+    try:
+        engine.predict(piece)
+    except plait.PlaitError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("model", [Skip, EarlierBlock])
+def test_a_value_that_goes_around_the_chain_is_found(pool: Pool, model: type[nn.Module]) -> None:
+    """And never trained on: it is NaN on a later stage."""
+    first, second = pool.run(2, refused, model)
+    assert first == ""
+    assert "stage 1" in second and "does not pass through the chain of blocks" in second

@@ -1,0 +1,128 @@
+"""Recomputed blocks change no bit: losses, gradients and parameters are those of the same layout without recompute, dropout on."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.verify.parity import Trace, engine_trace
+from tests.parity import cases
+from tests.parity.test_tensor_parallel import check, plan, settings
+from tests.pool import Pool
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"mode": "full"},
+    "every second block": {"mode": "full", "every": 2},
+    "selective": {"mode": "selective"},
+    "attention": {"mode": "selective", "keep": ["attention"]},
+    "matmul": {"mode": "selective", "keep": ["matmul", "attention", "aten.gelu"]},
+}
+DROPOUT: dict[str, dict[str, float]] = {
+    "llama": {"attention_dropout": 0.2},
+    "qwen3": {"attention_dropout": 0.2},
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.2},
+}
+
+
+def build(kind: str, dtype: torch.dtype, *, dropout: bool) -> torch.nn.Module:
+    """On meta."""
+    from transformers import AutoModelForCausalLM
+
+    config = cases.transformers_config(kind, tied=True)
+    for name, value in (DROPOUT[kind] if dropout else {}).items():
+        setattr(config, name, value)
+    config.use_cache = (
+        False  # recomputed blocks drop the cache, through which keys and values get other strides and their products other bits
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def digest(trace: Trace) -> str:
+    """All bits of a run."""
+    seen = hashlib.blake2b(repr((trace.losses, trace.grad_norms, trace.scales)).encode())
+    for tensors in (*trace.gradients, trace.parameters):
+        for name, tensor in sorted(tensors.items()):
+            seen.update(name.encode() + (b"" if tensor is None else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()))
+    return seen.hexdigest()
+
+
+def digests(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]], dtype: torch.dtype) -> list[str]:
+    """One run without recompute, and one for each of `modes`. Runs in a worker."""
+    found = []
+    dp = world // config["parallel"]["tp"]
+    for more in ({}, *modes):
+        mode = dict(more)
+        partition = mode.pop("partition", False)
+        parallel = {**config["parallel"], **({"recompute": mode} if mode else {})}
+        file = {**config, "parallel": parallel, "activation_checkpointing": {"partition_activations": partition}}
+        model = build(kind, dtype, dropout=not config["parallel"]["sequence_parallel"])  # which refuses dropout
+        engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
+        expected = sum(m == "none" for m in engine.config.recompute.modes(len(engine.parts.blocks))) < len(engine.parts.blocks)
+        assert expected == bool(mode)
+        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+    return found
+
+
+def same_bits(pool: Pool, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]], dtype: Any = torch.float64) -> None:
+    """Every mode gives the bits of the first run."""
+    for found in pool.run(world, digests, kind, config, modes, dtype):
+        assert len(found) == len(modes) + 1
+        for mode, bits in zip(modes, found[1:], strict=True):
+            assert bits == found[0], mode
+
+
+ALL = list(MODES.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "modes"), [("gpt2", 0, ALL), ("llama", 1, ALL[2:3]), ("qwen3", 2, ALL[:1]), ("gpt2", 3, ALL[1:3])]
+)
+def test_with_zero(pool: Pool, kind: str, stage: int, modes: list[dict[str, Any]]) -> None:
+    """Two data-parallel ranks, accumulation."""
+    same_bits(pool, 2, kind, settings(2, 1, stage, 1, 2), modes)
+
+
+@pytest.mark.parametrize(("kind", "modes"), [("llama", ALL[2:4]), ("gpt2", ALL[2:])])
+def test_with_tensor_parallelism(pool: Pool, kind: str, modes: list[dict[str, Any]]) -> None:
+    """tp 2; also with inputs in slices."""
+    same_bits(pool, 2, kind, settings(2, 2, 0, 1, 2), [*modes, {"mode": "full", "partition": True}])
+
+
+@pytest.mark.parametrize("modes", [ALL[:1], ALL[2:3]], ids=["full", "selective"])
+def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> None:
+    """Lengths that tp does not divide; the length of a micro-batch is remembered for its backward."""
+    same_bits(pool, 4, "qwen3", settings(4, 2, 3, 1, 2, True), modes)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_everywhere(pool: Pool, kind: str, stage: int, sequence: bool) -> None:
+    """tp 2 x dp 2, every mode."""
+    if kind == "gpt2" and sequence:
+        pytest.skip("GPT-2 has no sequence parallelism")
+    modes = [*ALL, *([] if sequence else [{"mode": "full", "partition": True}, {"mode": "selective", "partition": True}])]
+    same_bits(pool, 4, kind, settings(4, 2, stage, 1, 2, sequence), modes)
+
+
+@pytest.mark.parametrize(
+    "precision", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}], ids=["bf16", "fp16"]
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_mixed_precision(pool: Pool, precision: dict[str, Any], tp: int) -> None:
+    """float32 parameters."""
+    config = {**settings(2, tp, 2, 1, 2), **precision}
+    same_bits(pool, 2, "llama", config, ALL[:1] if tp == 1 else ALL[2:3], torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "plain"])
+def test_equals_one_process(pool: Pool, kind: str, mode: str) -> None:
+    """tp 2 x dp 2, ZeRO 3, against plain torch."""
+    check(pool, 4, kind, False, settings(4, 2, 3, 1, 2, recompute={"mode": mode}, **plan(kind)))

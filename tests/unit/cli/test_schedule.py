@@ -1,0 +1,144 @@
+"""`plait schedule` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from plait.cli.main import main
+from plait.parallel.schedule import SCHEDULES
+
+
+def run(*arguments: str) -> int:
+    """The command's exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(["schedule", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    """What `--json` prints."""
+    assert run(*arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_lines_in_a_pipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A heading, a line a rank, a legend; no colour, no box."""
+    assert run(name, "--pp", "4", "--microbatches", "8") == 0
+    shown = capsys.readouterr().out
+    first, head, *rows = shown.splitlines()
+    assert first.startswith(f"{name}, ") and "bubble" in first and "in flight" in first
+    assert head.split() == ["rank", "stages", "idle", "in", "flight"]
+    assert [row.split()[0] for row in rows[:4]] == ["0", "1", "2", "3"]
+    assert "\x1b" not in shown
+
+
+def test_defaults_are_4_ranks_and_8_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bubble of 1F1B: 3/(8 + 3)."""
+    found = report(capsys, "1f1b")
+    assert (found["pp"], found["microbatches"], found["total"]) == (4, 8, 33)
+    assert found["bubble"] == pytest.approx(3 / 11)
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        (["--forward", "2"], 44),
+        (["--input", "2"], 44),
+        (["--weight", "0"], 22),
+        (["--pp", "2"], 27),
+        (["--microbatches", "9"], 36),
+        (["--microbatches", "1", "--send", "0.5"], 15),
+    ],
+)
+def test_every_option_counts(options: list[str], total: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """1F1B takes (m + p - 1)(F + B), and with one micro-batch 2 (p - 1) messages more."""
+    assert report(capsys, "1f1b", *options)["total"] == total
+
+
+def test_stages_and_width(capsys: pytest.CaptureFixture[str]) -> None:
+    """More stages a rank, fewer columns."""
+    assert len(report(capsys, "looped-bfs", "--stages-per-rank", "3")["stage_ranks"]) == 12  # type: ignore[arg-type]
+    for width in (60, 150):
+        assert run("1f1b", "--width", str(width)) == 0
+        rows = capsys.readouterr().out.splitlines()[2:6]
+        assert all(len(row) <= width for row in rows)
+        assert ("F0 F1" in rows[0]) == (width == 150)
+
+
+def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written beside the drawing."""
+    file = tmp_path / "zbv.svg"
+    assert run("zbv", "--pp", "2", "--microbatches", "4", "--svg", str(file)) == 0
+    assert "zbv, 4 stages on 2 ranks" in capsys.readouterr().out
+    assert ElementTree.parse(file).getroot().tag.endswith("svg")
+
+
+def test_colours_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide as the terminal; a narrow one gets a letter a column."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "70")
+    assert run("1f1b") == 0
+    shown = capsys.readouterr().out
+    assert "\x1b[37;44mF\x1b[0m" in shown and "one column: 1 of the step's 33" in shown
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The names, one line each."""
+    assert run("list", *(["--json"] if as_json else [])) == 0
+    shown = capsys.readouterr().out
+    if as_json:
+        assert [row["name"] for row in json.loads(shown)] == list(SCHEDULES)
+    else:
+        assert [line.split()[0] for line in shown.splitlines()] == list(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["1F1B"], "did you mean '1f1b'?"),
+        (["interleaved-1f1b", "--microbatches", "11"], "use 10 or 12"),
+        (["dualpipev", "--microbatches", "7"], "has 8 stages and needs as many micro-batches"),
+        (["1f1b", "--stages-per-rank", "2"], "1f1b has exactly 1 on a rank"),
+        (["1f1b", "--pp", "0"], "parallel.pp = 0"),
+        (["1f1b", "--microbatches", "0"], "gradient_accumulation_steps = 0"),
+        (["1f1b", "--forward", "0", "--input", "0", "--weight", "0"], "every duration is 0"),
+        (["1f1b", "--forward", "inf"], "durations.forward"),
+        (["1f1b", "--send", "nan"], "--send"),
+        (["1f1b", "--svg", "/no/such/folder/x.svg"], "--svg /no/such/folder/x.svg: No such file or directory"),
+        (["1f1b", "--forward", "-1"], "--forward"),
+        ([], "NAME"),
+    ],
+)
+def test_wrong_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A message, exit code 2, nothing on standard output."""
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.out == ""
+
+
+def test_a_picture_is_not_written_for_wrong_input(tmp_path: Path) -> None:
+    """Nothing to draw leaves no file."""
+    file = tmp_path / "x.svg"
+    assert run("1f1b", "--forward", "0", "--input", "0", "--weight", "0", "--svg", str(file)) == 2
+    assert not file.exists()
+
+
+def test_1f1b_needs_no_torch() -> None:
+    """Those that torch does not generate are drawn at once."""
+    code = (
+        "import sys\nfrom plait.cli.main import main\n"
+        "try: main(['schedule', '1f1b', '--json'])\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"

@@ -1,0 +1,68 @@
+"""Fits find what made the numbers; derived costs are the textbook's; the file comes back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.comm.links import Cost, Link, describe, fit, load, ring_level, save
+from plait.errors import InputError
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e-12, 1e-7))
+def test_a_fit_finds_the_model(fixed: float, per_byte: float) -> None:
+    cost = Cost(fixed, per_byte)
+    found = fit([(size, cost.at(size)) for size in (1_000, 30_000, 1_000_000, 30_000_000)])
+    for size in (500, 10_000_000):
+        assert found.at(size) == pytest.approx(cost.at(size), rel=1e-6)
+
+
+def test_a_fit_weighs_small_and_large_alike() -> None:
+    """Relative errors: a small message that is off by 10 % counts as a large one that is."""
+    samples = [(1_000, 110e-6), (1_000, 90e-6), (100_000_000, 0.11), (100_000_000, 0.09)]
+    found = fit(samples)
+    assert found.at(1_000) == pytest.approx(100e-6, rel=0.03)
+    assert found.at(100_000_000) == pytest.approx(0.1, rel=0.03)
+
+
+@pytest.mark.parametrize("samples", [[(1_000, 2.0), (2_000, 1.0)], [(1_000, 1.0), (2_000, 4.0)]])
+def test_no_negative_costs(samples: list[tuple[int, float]]) -> None:
+    found = fit(samples)
+    assert found.fixed_seconds >= 0 and found.seconds_per_byte >= 0
+
+
+def test_a_fit_needs_two_sizes() -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        fit([(1000, 1.0), (1000, 2.0)])
+
+
+def test_a_ring() -> None:
+    level = ring_level(4, Link(1e-6, 1e9))
+    assert level.costs["all_reduce"].at(8e9) == pytest.approx(6e-6 + 2 * 3 / 4 * 8)
+    assert level.costs["all_gather"].at(8e9) == pytest.approx(3e-6 + 3 / 4 * 8)
+
+
+def test_two_levels_share_the_network() -> None:
+    """Four ranks of a machine have a quarter of its network each, when all use it."""
+    group = describe("dp", machines=3, per_machine=4, inside=Link(1e-6, 1e11), network=Link(1e-5, 1e9))
+    assert group.ranks == 12
+    assert group.across is not None and group.inside is not None
+    assert group.across.costs["all_reduce"].at(1e9) == pytest.approx(4e-5 + 2 * 2 / 3 * 4)
+    assert group.whole.costs["all_reduce"].at(0) == pytest.approx(2 * (9 * 1e-6 + 2 * 1e-5))
+    assert group.whole.costs["all_reduce"].seconds_per_byte == pytest.approx(2 * 11 / 12 / 1e9)
+
+
+def test_the_file(tmp_path: Path) -> None:
+    groups = [
+        describe("dp_replicate", machines=2, per_machine=2, inside=Link(1e-6, 1e10), network=Link(1e-5, 1e9)),
+        describe("dp_shard", machines=1, per_machine=2, inside=Link(1e-6, 1e10)),
+    ]
+    path = tmp_path / "links.json"
+    save(path, groups, facts={"at": "now"})
+    assert load(path) == {group.axis: group for group in groups}
+    path.write_text("{}")
+    with pytest.raises(InputError, match="write one with `plait doctor --links`"):
+        load(path)

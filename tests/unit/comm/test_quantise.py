@@ -1,0 +1,105 @@
+"""Quantisation by its definition: error at most half a scale, bytes by the formula, what is not finite stays so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.comm.quantise import BLOCK, Bits, Packing, Segment, dequantise, packed_bytes, quantise
+
+segments_of = st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5)
+
+
+def packing(given_: list[tuple[int, bool]], bits: Bits) -> Packing:
+    return Packing(tuple(Segment(numel, matrix) for numel, matrix in given_), bits)
+
+
+def rows_of(numel: int, *, rows: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_error_is_at_most_half_a_scale(bits: Bits) -> None:
+    x = rows_of(5 * BLOCK) * torch.logspace(-6, 6, 5 * BLOCK)
+    codes, scales = quantise(x, bits)
+    assert codes.shape == (3, 5 * BLOCK * bits // 8)
+    error = (dequantise(codes, scales, bits) - x).view(3, 5, BLOCK).abs().amax(-1)
+    assert (error <= 0.5001 * scales).all()
+    assert (error > 0.2 * scales).all(), "or it is no quantisation"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extremes_and_zeros_are_exact(bits: Bits) -> None:
+    x = torch.zeros(1, 3 * BLOCK)
+    x[0, 5], x[0, BLOCK + 7] = -3.5, 1e-30
+    assert torch.equal(dequantise(*quantise(x, bits), bits)[0, BLOCK * 2 :], torch.zeros(BLOCK))
+    torch.testing.assert_close(dequantise(*quantise(x, bits), bits), x, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(bits: Bits, bad: float) -> None:
+    x = rows_of(2 * BLOCK, rows=1)
+    x[0, 3] = bad
+    back = dequantise(*quantise(x, bits), bits)
+    assert not back[0, :BLOCK].isfinite().all()
+    assert back[0, BLOCK:].isfinite().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(segments_of, st.sampled_from([4, 8]), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+def test_packing(given_: list[tuple[int, bool]], bits: Bits, dtype: torch.dtype) -> None:
+    """Vectors are exact, matrices within half a scale, bytes as counted."""
+    made = packing(given_, bits)
+    rows = rows_of(sum(numel for numel, _ in given_), dtype=dtype)
+    packed = made.pack(rows)
+    assert packed.shape == (3, made.row_bytes(dtype))
+    assert made.row_bytes(dtype) == sum(packed_bytes(n, bits) if matrix else n * dtype.itemsize for n, matrix in given_)
+    back = made.unpack(packed, dtype)
+    assert back.shape == rows.shape and back.dtype == dtype
+    sums = made.unpack_sum(packed, dtype)
+    at = 0
+    for numel, matrix in given_:
+        a, b = rows[:, at : at + numel], back[:, at : at + numel]
+        if not matrix:
+            assert torch.equal(a, b)
+        elif numel:
+            bound = a.float().abs().max() / {8: 127, 4: 7}[bits] * 0.51 + (0.01 if dtype == torch.bfloat16 else 0)
+            assert ((a - b).abs() <= bound + a.abs() * 0.01 * (dtype == torch.bfloat16)).all()
+        at += numel
+    torch.testing.assert_close(sums.double(), back.double().sum(0), rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_error_feedback_makes_the_mean_over_time_right(bits: Bits) -> None:
+    """Without it, numbers below half a scale never arrive."""
+    made = packing([(BLOCK, True)], bits)
+    x = torch.full((1, BLOCK), 0.02)
+    x[0, 0] = 1.0
+    plain, fed, error = torch.zeros(1, BLOCK), torch.zeros(1, BLOCK), torch.zeros(1, BLOCK)
+    for _ in range(200):
+        plain += made.unpack(made.pack(x), torch.float32)
+        fed += made.unpack(made.pack(x, error), torch.float32)
+    scale = 1 / {8: 127, 4: 7}[bits]
+    assert ((fed / 200 - x).abs() <= scale / 200 + 1e-6).all()
+    if bits == 4:
+        assert (plain[0, 1:] == 0).all()
+
+
+def test_an_overflow_does_not_stay_in_the_error() -> None:
+    made = packing([(2 * BLOCK, True)], 8)
+    error = torch.zeros(1, 2 * BLOCK)
+    x = rows_of(2 * BLOCK, rows=1)
+    x[0, 0] = float("inf")
+    made.pack(x, error)
+    assert error.isfinite().all()
+    assert error[0, BLOCK:].abs().sum() > 0
+
+
+def test_a_run_of_other_length() -> None:
+    """Larger shards of the same parameters, and a run that the segments do not describe."""
+    segments = [Segment(6, True), Segment(2, False)]
+    assert Packing.of(segments, 8, numel=24).segments == (Segment(18, True), Segment(6, False))
+    assert Packing.of(segments, 8, numel=13).segments == (Segment(13, True),)

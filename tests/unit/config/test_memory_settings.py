@@ -1,0 +1,56 @@
+"""Recompute and offload in a file: what follows from what, and what contradicts itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.errors import ConfigError
+from tests.unit.config.cases import resolved
+
+FULL = {"recompute": {"mode": "full"}}
+
+
+def test_a_budget_is_a_mode() -> None:
+    made = resolved({"parallel": {"recompute": {"budget_gib": 1.5}}, "data": {"sequence_length": 64}})
+    assert (made.recompute.mode, made.recompute.budget_bytes, made.recompute.sequence_length) == ("budget", 3 * 2**29, 64)
+    assert made.sources["parallel.recompute.mode"] == "derived: parallel.recompute.budget_gib is given"
+    assert made.sources["parallel.recompute.sequence_length"] == "derived: data.sequence_length"
+
+
+def test_cpu_checkpointing_is_offload_of_inputs() -> None:
+    made = resolved({"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": FULL})
+    assert (made.activation_offload.fraction, made.activation_offload.device) == (1.0, "cpu")
+    assert made.sources["parallel.activation_offload.fraction"] == "file: activation_checkpointing.cpu_checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"parallel": {"recompute": {"mode": "budget"}}}, "no budget is given"),
+        ({"parallel": {"recompute": {"mode": "full", "budget_gib": 1}}}, "the mode is full"),
+        ({"parallel": {"recompute": {"budget_gib": 1}}}, "neither it nor data.sequence_length is given"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "no checkpointed input to shard"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "no checkpointed input to move"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": {**FULL, "activation_offload": {"fraction": 0.5}}},
+            "the file says 0.5 on cpu",
+        ),
+        ({"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}}, "no folder is given"),
+        ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
+        ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "in no common buffer"),
+        ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
+    ],
+)
+def test_contradictions(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolved(tree)
+
+
+def test_a_budget_needs_a_batch_size() -> None:
+    from plait.config.resolve import load, resolve
+
+    config = load({"parallel": {"recompute": {"budget_gib": 1, "sequence_length": 8}}})
+    with pytest.raises(ConfigError, match="the file gives no batch size"):
+        resolve(config, world_size=1, micro_batch_size=1)

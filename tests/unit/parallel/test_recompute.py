@@ -1,0 +1,97 @@
+"""Which blocks recompute, and a budget solved from figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from plait.errors import ConfigError, ModelError
+from plait.parallel.activations import ActivationFacts, BlockMode, ModeFacts, solve
+from plait.parallel.recompute import Recompute
+from plait.units import GIB
+
+
+def facts(count: int, *, kept: dict[BlockMode, int], flops: dict[BlockMode, int], outside: int = 3, logits: int = 11) -> ActivationFacts:
+    return ActivationFacts(
+        {
+            mode: ModeFacts(blocks=(size,) * count, outside=outside, logits=logits, flops=flops[mode], traffic={}, peak=0)
+            for mode, size in kept.items()
+        }
+    )
+
+
+KEPT: dict[BlockMode, int] = {"none": 100, "selective": 30, "full": 4}
+FLOPS: dict[BlockMode, int] = {"none": 300, "selective": 340, "full": 400}
+
+
+def test_every() -> None:
+    assert Recompute(mode="full", every=2).modes(5) == ("full", "none", "full", "none", "full")
+    assert Recompute(mode="selective").modes(2) == ("selective", "selective")
+    assert Recompute().modes(2) == ("none", "none")
+
+
+def test_the_account_by_hand() -> None:
+    found = facts(3, kept=KEPT, flops=FLOPS)
+    assert found.kept(("full", "none", "selective")) == 3 + 4 + 100 + 30
+    assert found.returning(("full", "none", "selective")) == 96
+    assert found.returning(("none",) * 3) == 0
+    assert found.total(("full",) * 3) == 3 + 12 + 11 + 96
+
+
+@given(budget=st.integers(0, 500), count=st.integers(1, 5))
+def test_a_budget_is_kept_with_the_least_work(budget: int, count: int) -> None:
+    """Against every assignment there is."""
+    from itertools import product
+
+    found = facts(count, kept=KEPT, flops=FLOPS)
+    solved = solve(found, budget_bytes=budget)
+    work = {"none": 0, "selective": 40, "full": 100}
+    fitting = [modes for modes in product(KEPT, repeat=count) if found.total(modes) <= budget]
+    if solved is None:
+        assert not fitting
+        return
+    assert found.total(solved) <= budget
+    assert sum(work[mode] for mode in solved) == min(sum(work[mode] for mode in modes) for modes in fitting)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    technique = Recompute(mode="budget", budget_bytes=GIB, sequence_length=8)
+    large = facts(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, logits=0)
+    with pytest.raises(ConfigError, match=r"budget_gib = 1.0: with every block recomputed a micro-batch holds 4 GiB"):
+        technique.solved(large)
+    assert technique.solved(facts(2, kept=KEPT, flops=FLOPS)).modes(2) == ("none", "none")
+
+
+class Block(nn.Module):
+    gradient_checkpointing = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("technique", "compiled", "sequence", "said"),
+    [
+        (Recompute(mode="full"), False, False, "already recomputes"),
+        (Recompute(mode="selective"), True, False, "inside a compiled block"),
+        (Recompute(mode="full", partition_inputs=True), False, True, "sharded over tp already"),
+        (Recompute(mode="selective", keep=("mm",)), False, False, "no such operator"),
+    ],
+)
+def test_refusals(technique: Recompute, compiled: bool, sequence: bool, said: str) -> None:
+    """With the remedy."""
+    model = nn.Sequential(Block(), Block())
+    if said != "already recomputes":
+        for block in model:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+    with pytest.raises((ConfigError, ModelError), match=said):
+        technique.check(model, ("0", "1"), compiled=compiled, sequence_parallel=sequence)
+    Recompute().check(model, (), compiled=True, sequence_parallel=True)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="no repeated blocks"):
+        Recompute(mode="full").check(nn.Linear(2, 2), (), compiled=False, sequence_parallel=False)
