@@ -80,7 +80,7 @@ def initialize(
     unused = None
     dp_group = mesh.group("dp_replicate", "dp_shard")
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
-        unused = UnusedTracker(model, dp_group)
+        unused = UnusedTracker(model, dp_group, device=mesh.device)
     made = _optimizer(optimizer, resolved, model, named)
     if parts.disk_tier is not None:
         parts.disk_tier.drive(made)
@@ -232,7 +232,7 @@ def _parallelize(
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
-    mesh = build_mesh(resolved.layout)
+    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu")
     template = materialise.template_of(model) if on_meta else None
     if not on_meta:
         model.to(mesh.device)
@@ -253,7 +253,7 @@ def _parallelize(
         mesh,
     )
     if template is not None:
-        materialise.allocate(model, mesh.device)
+        materialise.allocate(model, mesh.device, masters_on_host=parts.masters_on_host)
     tier = _disk_tier(resolved, model)
     if template is not None:
         if weights is None:
@@ -271,7 +271,7 @@ def _parallelize(
 def _disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
     """Files for the states of `model`, which is sharded and may not have its weights yet."""
     offload = resolved.optimizer_offload
-    if offload.device == "none":
+    if offload.device != "nvme":
         return None
     tier = DiskTier(Arena(Path(offload.path or ".")), buffer_bytes=offload.buffer_bytes, buffer_count=offload.buffer_count)
     tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
