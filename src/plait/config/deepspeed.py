@@ -75,6 +75,8 @@ SUPPORTED: tuple[str, ...] = (
     "zero_optimization.stage",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.device",
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_optimizer.buffer_size",
@@ -162,7 +164,6 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
             "zero_optimization.cpu_offload_use_pin_memory": "flag",
             "zero_optimization.pin_memory": "flag",
             "zero_optimization.save_muon_momentum_buffer_in_memory": "flag",
-            "zero_optimization.offload_optimizer.pin_memory": "flag",
             "zero_optimization.offload_optimizer.pipeline": "flag",
             "zero_optimization.offload_optimizer.pipeline_read": "flag",
             "zero_optimization.offload_optimizer.pipeline_write": "flag",
@@ -391,12 +392,9 @@ _PRESENT: tuple[Kind, tuple[Any, ...]] = ("tree", ({},))
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
-        _OFFLOAD,
-        'set "none", false or leave it out; to save memory raise zero_optimization.stage or use more processes',
-        {
-            "zero_optimization.offload_param.device": ("text", ("none",)),
-            "zero_optimization.offload_optimizer.super_offload": _FLAG,
-        },
+        "the optimizer runs on the host once backward has finished, not piece by piece beside it",
+        'set it to false or leave it out; offload_optimizer.device = "cpu" remains',
+        {"zero_optimization.offload_optimizer.super_offload": _FLAG},
     ),
     Refusal(
         "compiled code offloads nothing",
@@ -404,7 +402,7 @@ REFUSED: tuple[Refusal, ...] = (
         {"compile.offload_activation": _FLAG, "compile.offload_opt_states": _FLAG, "compile.offload_parameters": _FLAG},
     ),
     Refusal(
-        "optimizer states are on disk as a whole or not at all",
+        "optimizer states are offloaded as a whole or not at all",
         "set it to 1 or leave it out",
         {"zero_optimization.offload_optimizer.ratio": ("number", (1, 1.0))},
     ),

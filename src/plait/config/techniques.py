@@ -204,14 +204,21 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     """The tier of optimizer states, gradients and masters."""
     section, path = found.config.zero_optimization.offload_optimizer, "zero_optimization.offload_optimizer"
     found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
-    if section.device == "none":
-        return OptimizerOffload()
+    parameters, name = found.config.zero_optimization.offload_param.device, "zero_optimization.offload_param.device"
+    found.sources[name] = found.config.origin(name)
     problems = []
-    if section.nvme_path is None:
+    if parameters == "cpu" and (section.device != "cpu" or found.config.zero_optimization.stage != 3):
+        rule = f"shards are the master parameters, and {path}.device is {section.device} at stage {found.config.zero_optimization.stage}"
+        problems.append(Problem(name, parameters, rule, f'set {path}.device = "cpu" and stage 3, or "none"'))
+    if section.device == "none" and not problems:
+        return OptimizerOffload()
+    if section.device == "nvme" and section.nvme_path is None:
         problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))
-    if found.config.zero_optimization.stage == 0:
+    if section.device != "none" and found.config.zero_optimization.stage == 0:
         rule = "ZeRO stage 0 keeps whole optimizer states on every process"
-        problems.append(Problem(f"{path}.device", "nvme", rule, "set zero_optimization.stage to 1, 2 or 3"))
+        problems.append(Problem(f"{path}.device", section.device, rule, "set zero_optimization.stage to 1, 2 or 3"))
     if problems:
         raise ConfigError(*problems)
+    if section.device == "cpu":
+        return OptimizerOffload(device="cpu", pin_memory=section.pin_memory)
     return OptimizerOffload(device="nvme", path=section.nvme_path, buffer_bytes=4 * section.buffer_size, buffer_count=section.buffer_count)

@@ -50,6 +50,19 @@ ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+@contextmanager
+def _leaving_no_group() -> Iterator[None]:
+    """A process group that was made on the way to an error is ended: whoever mends the error starts as before."""
+    existed = dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not existed and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+@_leaving_no_group()
 def initialize(
     model: nn.Module,
     config: ConfigLike,
@@ -83,7 +96,7 @@ def initialize(
     unused = None
     dp_group = mesh.group("dp_replicate", "dp_shard")
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
-        unused = UnusedTracker(model, dp_group)
+        unused = UnusedTracker(model, dp_group, device=mesh.device)
     made = _optimizer(optimizer, resolved, model, named)
     if parts.disk_tier is not None:
         parts.disk_tier.drive(made)
@@ -115,6 +128,7 @@ def initialize(
     )
 
 
+@_leaving_no_group()
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
     """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel
     ranks, as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with
@@ -247,7 +261,7 @@ def _parallelize(
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
     if template is not None:
-        materialise.allocate(model, mesh.device)
+        materialise.allocate(model, mesh.device, masters_on_host=parts.masters_on_host)
     tier = _disk_tier(resolved, model)
     if template is not None:
         if weights is None:
@@ -265,7 +279,7 @@ def _parallelize(
 def _disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
     """Files for the states of `model`, which is sharded and may not have its weights yet."""
     offload = resolved.optimizer_offload
-    if offload.device == "none":
+    if offload.device != "nvme":
         return None
     tier = DiskTier(Arena(Path(offload.path or ".")), buffer_bytes=offload.buffer_bytes, buffer_count=offload.buffer_count)
     tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
@@ -302,7 +316,7 @@ def split(
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
-    mesh = build_mesh(resolved.layout)
+    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu")
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)

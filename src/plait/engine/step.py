@@ -110,6 +110,7 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | N
     # Sorted, so that ranks which hold different sets of parameters issue their collectives in one order.
     for axes, members in sorted(by_axes.items()):
         square = (torch.nn.utils.get_total_norm(members) if tier is None else _walked_norm(members, tier)).double() ** 2
+        square = square.to(mesh.device)  # gradients may be on the host
         group = mesh.group(*axes)
         if group is not None:
             dist.all_reduce(square, group=group)

@@ -25,8 +25,8 @@ ORDER: tuple[type[Technique], ...] = (
     Recompute,
     Compile,
     Precision,
-    DataParallel,
     OptimizerOffload,
+    DataParallel,
 )
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes. A pipeline comes after the
 split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
@@ -53,7 +53,12 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order, but for the precision: it comes first, because the others ask for the size of an element."""
-    for technique in sorted(in_order(techniques), key=lambda technique: not isinstance(technique, Precision)):
+    """Price every technique, in order, but for two: the precision comes first, because the others ask for the size of an element, and the
+    offload of states last, because it asks what they are."""
+
+    def turn(technique: Technique) -> int:
+        return 0 if isinstance(technique, Precision) else 2 if isinstance(technique, OptimizerOffload) else 1
+
+    for technique in sorted(in_order(techniques), key=turn):
         ledger = technique.account(ledger, facts)
     return ledger

@@ -37,6 +37,12 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         "none",
         "nvme",
     ),
+    "zero_optimization.offload_optimizer.pin_memory": (
+        {"zero_optimization.stage": 2, "zero_optimization.offload_optimizer.device": "cpu"},
+        True,
+        False,
+    ),
+    "zero_optimization.offload_param.device": ({"zero_optimization.stage": 2}, "none", "cpu"),
     "zero_optimization.offload_optimizer.nvme_path": (DISK, "a", "b"),
     "zero_optimization.offload_optimizer.buffer_count": (DISK, 4, 5),
     "zero_optimization.offload_optimizer.buffer_size": (DISK, 1000, 2000),
