@@ -15,6 +15,7 @@ from typing import Any
 from plait.errors import InputError
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.offers import SCHEDULE_NAMES
 from plait.planner.search import Choice, Plan, Request
 from plait.planner.step import TERMS
 
@@ -39,6 +40,9 @@ def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None =
     for name in ("pp", "dp_replicate", "dp_shard", "tp"):
         parallel[name] = int(at[name])
     parallel["sequence_parallel"] = bool(at["sp"])
+    parallel.pop("pipeline", None)
+    if at["pp"] > 1:
+        parallel["pipeline"] = {"schedule": SCHEDULE_NAMES[choice.schedule], "stages_per_rank": int(at["vpp"])}
     if at["recompute"]:
         parallel["recompute"] = {"mode": _RECOMPUTE_MODES[RECOMPUTE[int(at["recompute"])]]}
     config["parallel"] = parallel

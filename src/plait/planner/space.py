@@ -232,5 +232,19 @@ def _add(
         "micro_batch": grid[5],
         "accumulation": per_rank // grid[5],
     }
+    keep = _runnable(values, pp, offers)
     for name, value in values.items():
-        columns[name].append(value)
+        columns[name].append(np.asarray(value)[keep])
+
+
+def _runnable(values: Mapping[str, Any], pp: int, offers: Offers) -> Any:
+    """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage."""
+    if pp == 1:
+        return slice(None)
+    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], np.asarray(values["stage"]) == 3], axis=1)
+    kinds, inverse = np.unique(fields_of, axis=0, return_inverse=True)
+    works = [
+        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0)
+        for schedule, v, m, third in kinds
+    ]
+    return np.array(works, dtype=bool)[inverse.ravel()]
