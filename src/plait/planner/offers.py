@@ -24,6 +24,8 @@ SCHEDULE_NAMES = {
     "dualpipev": "dualpipev",
 }
 """Schedules that are priced, by the names of `parallel.pipeline.schedule`. Others are priced for published runs alone."""
+RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention"}
+"""What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core alone."""
 SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 """Schedules that put off the gradients of weights, which ZeRO stage 3 refuses."""
 

@@ -16,7 +16,7 @@ from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
-from plait.planner.offers import Offers
+from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES, Offers
 from plait.planner.splits import Split
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -25,6 +25,13 @@ _MOST_CHUNKS = 8
 FIXABLE = ("tp", "pp", "sp", "vpp", "schedule", "dp_replicate", "dp_shard", "stage", "recompute", "offload", "micro_batch", "accumulation")
 """Fields that a user can fix (`tp=4`, `stage=3`, `recompute=full`)."""
 _OTHER_NAMES = {"zero": "stage", "mbs": "micro_batch", "micro-batch": "micro_batch", "dp-shard": "dp_shard", "dp-replicate": "dp_replicate"}
+
+
+_WORDS = {
+    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | {SCHEDULE_NAMES[n]: SCHEDULES.index(n) for n in SCHEDULE_NAMES},
+    "recompute": {RECOMPUTE_NAMES[name]: index for index, name in enumerate(RECOMPUTE)},
+}
+"""Values with names, as a configuration writes them."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,11 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
             raise ConfigError(
                 Problem(text, None, "not a field of a layout with a value", f"use one of {', '.join(FIXABLE)}, for example tp=4")
             )
-        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE}.get(key)
+        words = _WORDS.get(key)
         if words is not None:
             if value not in words:
                 raise ConfigError(Problem(name, value, "not a value of it", f"use {', '.join(words)}"))
-            found[key] = words.index(value)
+            found[key] = words[value]
         else:
             if value.lower() in ("true", "false", "yes", "no"):
                 value = str(int(value.lower() in ("true", "yes")))

@@ -142,6 +142,9 @@ def test_fixed_values_are_kept():
     for choice in plan(request(), fixed=parse_fixed(["tp=4", "stage=3, mbs=2"]), best=9).best:
         assert (choice.layout["tp"], choice.layout["stage"], choice.layout["micro_batch"]) == (4, 3, 2)
     assert parse_fixed(["recompute=full", "sp=true"]) == {"recompute": 2, "sp": 1}
+    assert parse_fixed(["recompute=selective", "schedule=interleaved-1f1b"]) == {"recompute": 3, "schedule": 3}
+    with pytest.raises(ConfigError, match="use none, attention, full, selective"):
+        parse_fixed(["recompute=some"])
     with pytest.raises(ConfigError, match="not a field of a layout"):
         parse_fixed(["speed=9"])
     with pytest.raises(ConfigError, match="not a whole number"):
