@@ -9,6 +9,7 @@ from typing import Any
 from plait.errors import ConfigError
 from plait.planner.calibrate import Calibration
 from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.offers import RECOMPUTE_NAMES
 from plait.planner.search import Choice, Plan, Request, Shortage, plan
 from plait.planner.step import TERMS
 from plait.units import GIB
@@ -39,7 +40,7 @@ def describe(layout: Mapping[str, object]) -> str:
         else f"dp {at['dp_replicate'] * at['dp_shard']}"
     ]
     parts += [f"ZeRO {at['stage']}", f"micro-batch {at['micro_batch']} x {at['accumulation']}"]
-    parts += [f"recompute {RECOMPUTE[at['recompute']]}"] if at["recompute"] else []
+    parts += [f"recompute {RECOMPUTE_NAMES[RECOMPUTE[at['recompute']]]}"] if at["recompute"] else []
     parts += ["optimizer on the host"] if at["offload"] else []
     return ", ".join(parts)
 
@@ -78,7 +79,9 @@ def neighbours(found: Plan) -> list[str]:
         wishes += [f"{name}={value * 2}"] + ([f"{name}={value // 2}"] if value > 1 and value % 2 == 0 else [])
     wishes += [f"stage={stage}" for stage in range(4) if stage != int(at["stage"])]
     if len(found.request.offers.recompute) > 1:
-        wishes += [f"recompute={kind}" for kind in found.request.offers.recompute if kind != RECOMPUTE[int(at["recompute"])]]
+        wishes += [
+            f"recompute={RECOMPUTE_NAMES[kind]}" for kind in found.request.offers.recompute if kind != RECOMPUTE[int(at["recompute"])]
+        ]
     if not found.request.offers.pipeline:
         wishes = [wish for wish in wishes if not wish.startswith("pp=")]
     return wishes

@@ -69,6 +69,7 @@ class States:
 def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory:
     """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says."""
     at = job.layouts
+    counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
     _, first_layers, last_layers = stage_layers(job)
     per_layer, per_checkpoint = _layer_activations(job)
@@ -82,10 +83,10 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     logits = job.framework.logits * job.tokens * columns * rates["memory:logits"]
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first = _with_states(states.first, rates) | {"activations": first_kept, "working": working * factor, "logits": zero}
-    last = _with_states(states.last, rates) | {"activations": last_kept, "working": zero, "logits": logits}
+    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
-    step = _with_states(states.first, rates) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
     moments = [first, last, step]
     sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in moments]))
@@ -101,8 +102,8 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     return Memory(terms, moment, slack, context)
 
 
-def _with_states(states: dict[str, Numbers], rates: Rates) -> dict[str, Numbers]:
-    return {name: states[name] * rates["memory:states"] for name in ("weights", "gradients", "optimizer", "gathered")}
+def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:
+    return {name: states[name] * factor for name in ("weights", "gradients", "optimizer", "gathered")}
 
 
 def recipe_states(job: Job) -> States:

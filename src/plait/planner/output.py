@@ -15,11 +15,9 @@ from typing import Any
 from plait.errors import InputError
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
 from plait.planner.search import Choice, Plan, Request
 from plait.planner.step import TERMS
-
-_RECOMPUTE_MODES = {"full": "full", "operators": "selective"}
-"""Kinds that are priced, by the names of `parallel.recompute.mode`."""
 
 
 def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -39,8 +37,11 @@ def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None =
     for name in ("pp", "dp_replicate", "dp_shard", "tp"):
         parallel[name] = int(at[name])
     parallel["sequence_parallel"] = bool(at["sp"])
+    parallel.pop("pipeline", None)
+    if at["pp"] > 1:
+        parallel["pipeline"] = {"schedule": SCHEDULE_NAMES[choice.schedule], "stages_per_rank": int(at["vpp"])}
     if at["recompute"]:
-        parallel["recompute"] = {"mode": _RECOMPUTE_MODES[RECOMPUTE[int(at["recompute"])]]}
+        parallel["recompute"] = {"mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]]}
     config["parallel"] = parallel
     if at["offload"]:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
@@ -74,7 +75,7 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
 def choice_as_json(choice: Choice) -> dict[str, Any]:
     """A choice as plain values."""
     layout = {name: value for name, value in choice.layout.items() if name not in ("recompute_share", "offload_activations", "ep")}
-    layout |= {"schedule": SCHEDULES[int(layout["schedule"])], "recompute": RECOMPUTE[int(layout["recompute"])]}
+    layout |= {"schedule": SCHEDULES[int(layout["schedule"])], "recompute": RECOMPUTE_NAMES[RECOMPUTE[int(layout["recompute"])]]}
     return {
         "layout": layout,
         "step": {

@@ -25,6 +25,7 @@ from plait.planner.memory import MOMENTS
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model
 from plait.planner.offers import EVERYTHING, Offers, offered
+from plait.planner.simulate import simulated_terms
 from plait.planner.space import Excluded, Space, build_space
 from plait.planner.splits import Split, split_of
 from plait.planner.states import account_states
@@ -35,6 +36,8 @@ _CHUNK = 1 << 15
 """Candidates priced at a time, so that arrays stay in the cache."""
 _CERTAIN = 0.9
 """A plan fits with at least this probability."""
+_MOST_SIMULATED = 50
+"""So many of the best are walked by their schedule's table."""
 _NINETY = 1.645
 
 
@@ -249,6 +252,7 @@ def _fastest(
     order = np.flatnonzero(needed <= room)
     order = order[np.argsort(seconds[order], kind="stable")]
     found: list[Choice] = []
+    wanted = best if request.everything else min(2 * best + 1, _MOST_SIMULATED)
     seen: set[tuple[Any, ...]] = set()
     for start in range(0, len(order), 256):
         for choice in _choices(request, space.layouts.take(order[start : start + 256]), calibration):
@@ -256,11 +260,36 @@ def _fastest(
             if choice.fit_probability >= _CERTAIN and kind not in seen:
                 seen.add(kind)
                 found.append(choice)
-                if len(found) == best:
-                    return found
+                if len(found) == wanted:
+                    return _refined(request, found, calibration)[:best]
         if start >= 4096 and found:
             break
-    return found
+    return _refined(request, found, calibration)[:best]
+
+
+def _refined(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
+    """Pipelines walked by their own tables, and the order that results."""
+    rates = merged(calibration)
+    names = [f.name for f in fields(Layouts)]
+    refined = []
+    for choice in found:
+        layouts = Layouts(**{name: np.array([choice.layout[name]]) for name in names})
+        terms = simulated_terms(job_of(request, layouts), rates, choice.terms)
+        refined.append(choice if terms is None else _with_terms(choice, terms))
+    return sorted(refined, key=lambda choice: choice.seconds)
+
+
+def _with_terms(choice: Choice, terms: Mapping[str, float]) -> Choice:
+    share = sum(terms.values()) / choice.seconds
+    return replace(
+        choice,
+        terms=dict(terms),
+        seconds=choice.seconds * share,
+        seconds_low=choice.seconds_low * share,
+        seconds_high=choice.seconds_high * share,
+        tokens_per_second=choice.tokens_per_second / share,
+        mfu=choice.mfu / share,
+    )
 
 
 def _choices(request: Request, layouts: Layouts, calibration: Calibration) -> list[Choice]:

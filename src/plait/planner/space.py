@@ -16,7 +16,7 @@ from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
-from plait.planner.offers import Offers
+from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES, Offers
 from plait.planner.splits import Split
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -25,6 +25,13 @@ _MOST_CHUNKS = 8
 FIXABLE = ("tp", "pp", "sp", "vpp", "schedule", "dp_replicate", "dp_shard", "stage", "recompute", "offload", "micro_batch", "accumulation")
 """Fields that a user can fix (`tp=4`, `stage=3`, `recompute=full`)."""
 _OTHER_NAMES = {"zero": "stage", "mbs": "micro_batch", "micro-batch": "micro_batch", "dp-shard": "dp_shard", "dp-replicate": "dp_replicate"}
+
+
+_WORDS = {
+    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | {SCHEDULE_NAMES[n]: SCHEDULES.index(n) for n in SCHEDULE_NAMES},
+    "recompute": {RECOMPUTE_NAMES[name]: index for index, name in enumerate(RECOMPUTE)},
+}
+"""Values with names, as a configuration writes them."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,11 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
             raise ConfigError(
                 Problem(text, None, "not a field of a layout with a value", f"use one of {', '.join(FIXABLE)}, for example tp=4")
             )
-        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE}.get(key)
+        words = _WORDS.get(key)
         if words is not None:
             if value not in words:
                 raise ConfigError(Problem(name, value, "not a value of it", f"use {', '.join(words)}"))
-            found[key] = words.index(value)
+            found[key] = words[value]
         else:
             if value.lower() in ("true", "false", "yes", "no"):
                 value = str(int(value.lower() in ("true", "yes")))
@@ -232,5 +239,19 @@ def _add(
         "micro_batch": grid[5],
         "accumulation": per_rank // grid[5],
     }
+    keep = _runnable(values, pp, offers)
     for name, value in values.items():
-        columns[name].append(value)
+        columns[name].append(np.asarray(value)[keep])
+
+
+def _runnable(values: Mapping[str, Any], pp: int, offers: Offers) -> Any:
+    """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage."""
+    if pp == 1:
+        return slice(None)
+    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], np.asarray(values["stage"]) == 3], axis=1)
+    kinds, inverse = np.unique(fields_of, axis=0, return_inverse=True)
+    works = [
+        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0)
+        for schedule, v, m, third in kinds
+    ]
+    return np.array(works, dtype=bool)[inverse.ravel()]

@@ -56,7 +56,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     at, model = job.layouts, job.model
     layers, _, last_layers = stage_layers(job)
     layer, head = layer_cost(job, rates), head_cost(job, rates)
-    per_layer = _layer_traffic(job, rates)
+    per_layer = layer_traffic(job, rates)
     m = at.accumulation
 
     device_layer = layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
@@ -111,7 +111,7 @@ def rank_parameters(job: Job) -> Numbers:
     return np.where(np.asarray(at.pp) > 1, several, one_stage)
 
 
-def _layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
+def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
     """Exposed seconds of a layer's own collectives, forward and backward, for a micro-batch."""
     model, at = job.model, job.layouts
     hidden_bytes = 2 * job.tokens * model.hidden

@@ -6,6 +6,7 @@ import pytest
 
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError, InputError
+from plait.parallel.schedule import make_schedule
 from plait.planner import explain, output
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
@@ -25,7 +26,8 @@ def test_the_best_is_the_fastest_of_all_that_fit():
     everything = price(asked, [space.layouts.at(i) for i in range(space.size)])
     fitting = [choice for choice in everything if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB]
     best = plan(asked).best[0]
-    assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting))
+    assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting))  # without a pipeline, closed form and walk are one
+    assert best.layout["pp"] == 1
     assert best.seconds_low < best.seconds < best.seconds_high and best.needed < best.needed_high
     assert plan(asked).candidates == space.size
 
@@ -42,10 +44,20 @@ def test_every_candidate_is_a_layout_of_the_cluster():
 
 def test_only_what_this_version_runs_is_offered():
     asked = request()
-    for choice in plan(asked, best=50).best:
+    found = plan(asked, best=60).best
+    assert {choice.layout["pp"] > 1 for choice in found} == {True, False}
+    for choice in found:
         config = load(output.config_of(asked, choice))
         resolved = resolve(config, world_size=16)
         assert resolved.layout.tp == choice.layout["tp"] and resolved.layout.pp == choice.layout["pp"]
+        assert resolved.recompute.mode == {0: "none", 2: "full", 3: "selective"}[choice.layout["recompute"]]
+        if choice.layout["pp"] > 1:  # the schedule's own table exists for these numbers
+            pipeline = resolved.pipeline
+            table = make_schedule(
+                pipeline.schedule, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, stages_per_rank=pipeline.stages_per_rank
+            )
+            assert table.stages == choice.layout["pp"] * choice.layout["vpp"]
+            assert not (table.splits_backward and choice.layout["stage"] == 3)
     assert plan(request(everything=True)).candidates > plan(asked).candidates
     assert set(offered().recompute) <= set(EVERYTHING.recompute)
 
@@ -122,7 +134,7 @@ def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
     found = plan(request("gpt2-xl", batch=64), best=30)
     assert not any(choice.layout["sp"] for choice in found.best)
     assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
-    assert any(choice.layout["tp"] == 2 for choice in found.best)  # 25 heads, whole on every rank
+    assert plan(request("gpt2-xl", batch=64), fixed={"tp": 2}).best  # 25 heads, whole on every rank
     assert all(choice.layout["tp"] == 1 for choice in plan(request("mixtral-8x7b", gpus=64)).best)
 
 
@@ -130,6 +142,9 @@ def test_fixed_values_are_kept():
     for choice in plan(request(), fixed=parse_fixed(["tp=4", "stage=3, mbs=2"]), best=9).best:
         assert (choice.layout["tp"], choice.layout["stage"], choice.layout["micro_batch"]) == (4, 3, 2)
     assert parse_fixed(["recompute=full", "sp=true"]) == {"recompute": 2, "sp": 1}
+    assert parse_fixed(["recompute=selective", "schedule=interleaved-1f1b"]) == {"recompute": 3, "schedule": 3}
+    with pytest.raises(ConfigError, match="use none, attention, full, selective"):
+        parse_fixed(["recompute=some"])
     with pytest.raises(ConfigError, match="not a field of a layout"):
         parse_fixed(["speed=9"])
     with pytest.raises(ConfigError, match="not a whole number"):
@@ -147,7 +162,7 @@ def test_why_names_the_deciding_term():
     assert sum(theirs - ours for _, ours, theirs in said.differences) == pytest.approx(said.other.seconds - best.seconds)
     assert "cannot be" in explain.why(found, {"tp": 3}, "tp=3").reason
     assert "is what the plan chose" in explain.why(found, {"tp": int(best.layout["tp"])}, "tp").reason
-    refused = explain.why(plan(request("llama-3-70b", gpus=64)), {"tp": 1, "stage": 0}, "tp=1, stage=0")
+    refused = explain.why(plan(request("llama-3-70b", gpus=64)), {"tp": 1, "stage": 0, "pp": 1}, "tp=1, stage=0, pp=1")
     assert refused.other is None and "does not fit" in refused.reason and "GiB" in refused.reason
 
 
@@ -178,7 +193,7 @@ def test_the_winner_stands_first():
     found = plan(asked)
     at_best = standing(asked, found.best[0].layout)
     assert at_best.choice.seconds == pytest.approx(found.best[0].seconds) and at_best.fitting == found.fitting
-    assert at_best.place <= 3  # those before it fit with too little certainty
+    assert at_best.place <= 20  # those before it fit with too little certainty
     assert standing(asked, plan(asked, best=3).best[-1].layout).place > at_best.place
 
 
