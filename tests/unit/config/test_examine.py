@@ -217,7 +217,8 @@ def test_a_flag_may_be_written_in_several_ways(value: object) -> None:
 def test_all_problems_of_a_file_are_told_at_once() -> None:
     found = problems(
         {
-            "zero_optimization": {"stage": 7, "offload_param": {"device": "nvme"}, "overlap_com": True},
+            "compile": {"deepcompile": True},
+            "zero_optimization": {"stage": 7, "overlap_com": True},
             "gradient_clipping": -1,
             "fp16": 3,
             "tensor_parallel": {"tp_size": 2},
@@ -225,7 +226,7 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         }
     )
     assert [text.split(":")[0] for text in found] == [
-        "zero_optimization.offload_param.device = 'nvme'",
+        "compile.deepcompile = True",
         "zero_optimization.overlap_com = True",
         "fp16 = 3",
         "tensor_parallel.tp_size = 2 and parallel.tp = 3",
