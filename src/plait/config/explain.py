@@ -109,7 +109,12 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
-        ("parallel.all_reduce",),
+        ("parallel.links",),
+        lambda r: r.data_parallel.all_reduce != "by-machines" or r.data_parallel.compression.gradients,
+        "all_reduce or compress_gradients says how gradients are summed",
+    ),
+    (
+        ("parallel.all_reduce", "parallel.links"),
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
         "gradients are summed so only at stage 0, in the model's own dtype, over several processes",
     ),
@@ -188,6 +193,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "activation_checkpointing.partition_activations": resolved.recompute.partition_inputs,
         "parallel.transport": data.transport,
         "parallel.all_reduce": data.all_reduce,
+        "parallel.links": data.links or "not measured",
         "parallel.compress_gradients": "powersgd" if wire.powersgd_rank else _BITS[wire.gradient_bits],
         "parallel.compress_weights": _BITS[wire.weight_bits],
         "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),

@@ -231,6 +231,8 @@ class ParallelSection(Policy):
     all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
     """How gradients are summed at stage 0 in the model's own dtype. "auto": in two levels (inside machines, across, inside) where the
     processes span machines with several of them each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    links: str | None = None
+    """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
     compress_gradients: Literal["none", "int8", "int4", "powersgd"] = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
     factors of every matrix. It changes the training a little; for links that are slower than the computation."""

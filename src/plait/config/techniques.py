@@ -60,6 +60,7 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
+        links=found.config.parallel.links,
         compression=_compression(found, dtypes),
         second_copy=_second_copy(found, shard),
     )
@@ -67,6 +68,7 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
 
 def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
     wanted, path = found.config.parallel.all_reduce, "parallel.all_reduce"
+    found.sources["parallel.links"] = found.config.origin("parallel.links")
     origin = found.config.origin(path)
     if wanted == "auto":
         found.sources[path] = f"{origin}: auto, decided by each group when it is made"

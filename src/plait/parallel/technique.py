@@ -64,6 +64,8 @@ class Parts:
     """ZeRO stage that was applied."""
     compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
     """Compressed collectives of sharded units that may keep errors, by name."""
+    communication: str = ""
+    """How data-parallel ranks exchange gradients and parameters, and why so; for people."""
     applied: tuple[str, ...] = field(default=())
     """Names of the techniques applied so far, in order."""
 

@@ -96,6 +96,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.bucket_mib": ({}, 25, 10),
     "parallel.unused_parameters": ({}, True, False),
     "parallel.transport": ({}, "auto", "torch"),
+    "parallel.links": ({}, "a.json", "b.json"),
     "parallel.all_reduce": ({}, "auto", "ring"),
     "parallel.compress_gradients": ({}, "int8", "int4"),
     "parallel.compress_weights": ({"zero_optimization.stage": 1}, "none", "int8"),
