@@ -66,7 +66,8 @@ def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timed
     """Groups for `layout` over the processes that exist.
 
     `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
-    are wanted too (offloaded parameters are gathered there for checkpoints). Raises ConfigError when the layout's world is not the real one.
+    are wanted too (offloaded parameters are gathered there for checkpoints). Raises ConfigError when the layout's world is not the real
+    one.
     """
     here = place()
     device = local_device(device_type, here)
