@@ -40,6 +40,7 @@ def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None =
     parallel.pop("pipeline", None)
     if at["pp"] > 1:
         parallel["pipeline"] = {"schedule": SCHEDULE_NAMES[choice.schedule], "stages_per_rank": int(at["vpp"])}
+    parallel.pop("recompute", None)
     if at["recompute"]:
         parallel["recompute"] = {"mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]]}
     config["parallel"] = parallel
