@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 import torch
@@ -92,8 +91,7 @@ def test_a_wrong_argument_exits_with_2(capsys):
 
 
 @pytest.mark.proof
-def test_both_layouts_run_and_agree(monkeypatch):
+def test_both_layouts_run_and_agree():
     """Real teams, a model of two small blocks."""
     pytest.importorskip("transformers")
-    monkeypatch.setitem(os.environ, "PYTHONPATH", os.pathsep.join(["src", "."]))
     assert main(["--quick", "--rounds", "1"]) == 0
