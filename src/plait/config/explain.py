@@ -97,6 +97,16 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "parallel.activation_offload.fraction is 0",
     ),
     (("parallel.activation_offload.path",), lambda r: r.activation_offload.device != "disk", "the device is not disk"),
+    (
+        tuple(f"zero_optimization.offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
+        lambda r: r.optimizer_offload.device != "nvme",
+        "zero_optimization.offload_optimizer.device is not nvme",
+    ),
+    (
+        ("zero_optimization.offload_optimizer.pin_memory",),
+        lambda r: r.optimizer_offload.device != "cpu",
+        "zero_optimization.offload_optimizer.device is not cpu",
+    ),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
         ("parallel.links",),
@@ -190,6 +200,14 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.powersgd_rank": wire.powersgd_rank,
         "parallel.second_copy": data.second_copy,
         "zero_optimization.stage": data.stage,
+        "zero_optimization.offload_optimizer.device": resolved.optimizer_offload.device,
+        "zero_optimization.offload_param.device": "cpu"
+        if resolved.optimizer_offload.device == "cpu" and resolved.data_parallel.stage == 3
+        else "none",
+        "zero_optimization.offload_optimizer.pin_memory": resolved.optimizer_offload.pin_memory,
+        "zero_optimization.offload_optimizer.nvme_path": resolved.optimizer_offload.path or "none",
+        "zero_optimization.offload_optimizer.buffer_count": resolved.optimizer_offload.buffer_count,
+        "zero_optimization.offload_optimizer.buffer_size": resolved.optimizer_offload.buffer_bytes // 4 or "not needed",
         "precision.compute": precision.compute or "the parameters' own",
         "precision.reduce": precision.reduce or "the gradients' own",
         "precision.check_overflow": precision.check_overflow,

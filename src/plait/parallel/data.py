@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
@@ -65,7 +65,8 @@ class DataParallel(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
         parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
-        if mesh.layout.dp_shard == 1 and parts.compute_dtype is None:  # nothing to shard, nothing to cast
+        whole = mesh.layout.dp_shard == 1 and parts.compute_dtype is None
+        if whole and not parts.masters_on_host:  # nothing to shard, nothing to cast
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
@@ -92,11 +93,13 @@ class DataParallel(Technique):
 def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     _refuse_unshardable(parts)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
+    offload = CPUOffloadPolicy(pin_memory=parts.pin_masters) if parts.masters_on_host else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
     for name in parts.blocks:
-        fully_shard(parts.model.get_submodule(name), mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=free_after_forward)
+        block = parts.model.get_submodule(name)
+        fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload, reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
-    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=False)
+    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
 
 
 def _refuse_unshardable(parts: Parts) -> None:

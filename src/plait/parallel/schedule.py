@@ -270,7 +270,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, stages_per_rank: int
         remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(SCHEDULES)}"
         raise ConfigError(Problem("parallel.pipeline.schedule", name, f"it is not one of {', '.join(SCHEDULES)}", remedy))
     each = spec.default_stages_per_rank if stages_per_rank is None else stages_per_rank
-    problems = tuple(_problems(name, spec, pp, microbatches, each))
+    problems = problems_of(name, pp=pp, microbatches=microbatches, stages_per_rank=each)
     if problems:
         raise ConfigError(*problems)
     stage_ranks = _placed(spec, pp, each)
@@ -284,6 +284,11 @@ def make_schedule(name: str, *, pp: int, microbatches: int, stages_per_rank: int
     schedule = Schedule(name, pp, microbatches, stage_ranks, rows)
     schedule.check()
     return schedule
+
+
+def problems_of(name: str, *, pp: int, microbatches: int, stages_per_rank: int) -> tuple[Problem, ...]:
+    """Why a schedule of SCHEDULES does not exist for these numbers; empty where it does. Makes no table."""
+    return tuple(_problems(name, SCHEDULES[name], pp, microbatches, stages_per_rank))
 
 
 def _problems(name: str, spec: ScheduleSpec, pp: int, microbatches: int, each: int) -> Iterator[Problem]:

@@ -98,6 +98,16 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
             "parallel.activation_offload.path",
             "supported",
         ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"buffer_size": 9}}},
+            "zero_optimization.offload_optimizer.buffer_size",
+            "meaningless",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_size": 9}}},
+            "zero_optimization.offload_optimizer.buffer_size",
+            "supported",
+        ),
         ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
         ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "meaningless"),
@@ -154,6 +164,6 @@ def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
     assert not explanation.values
     assert [problem.field for problem in explanation.problems] == ["train_micro_batch_size_per_gpu"]
     explanation = explain({"zero_optimization": {"stag": 2, "cpu_offload": True}})
-    assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "refused")]
-    assert len(explanation.problems) == 2
+    assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "renamed")]
+    assert len(explanation.problems) == 1
     assert explanation.world_size is None

@@ -1,0 +1,53 @@
+"""Measures the planner against published runs and writes the table of the docs.
+
+    python -m benchmarks.planner_accuracy            errors with whole sources left out, and with 12 rows given back: minutes
+    python -m benchmarks.planner_accuracy --learn    learn the constants that ship, from all sources, first
+
+Nothing runs but arithmetic; the result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_accuracy import published
+from benchmarks.planner_accuracy.held_out import left_out
+from benchmarks.planner_accuracy.learn import learn, rows_of, write
+from benchmarks.planner_accuracy.report import markdown
+from plait.planner.evaluate import fit_of, summary
+
+ROOT = Path(__file__).parents[2]
+CONSTANTS = ROOT / "src/plait/planner/data/constants.json"
+RESULT = ROOT / "benchmarks/results/planner_accuracy.json"
+PAGE = ROOT / "docs/planner_accuracy.md"
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--learn", action="store_true", help="learn the shipped constants from all sources")
+    given = arguments.parse_args()
+    if given.learn:
+        write(learn(rows_of("runs", "sweeps")), CONSTANTS)
+    runs, sweep, memory = rows_of("runs"), rows_of("sweeps"), rows_of("oom")
+    tables = {"runs": [r for r in runs if r["tier"] == "A"], "sweep": sweep, "out of memory": [r for r in memory if r["status"] == "OOM"]}
+    result: dict[str, Any] = {}
+    for name, calibrated in (("left out", False), ("12 rows", True)):
+        found = {table: left_out(rows, calibrated=calibrated) for table, rows in tables.items()}
+        result[name] = {table: summary(evaluation) for table, evaluation in found.items()}
+        fit = fit_of([p for evaluation in found.values() for p in evaluation.predictions])
+        result[name]["fit"] = asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms}
+        if not calibrated:
+            experts = left_out([r for r in runs if r["moe"]], calibrated=False)
+            result["experts"] = summary(experts)
+    result["published"] = published.rows()
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(markdown(result), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

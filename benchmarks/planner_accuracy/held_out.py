@@ -1,0 +1,85 @@
+"""Errors on rows that nothing was fitted to: whole sources left out, and then at most 12 of their rows per GPU and framework given back.
+
+Which rows are measured first is chosen without looking at any measurement: each next one is that whose prediction is least certain given
+those before, as someone with twelve runs to spend would.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from benchmarks.planner_accuracy.learn import learn, rows_of
+from plait.planner import calibrate as fitting
+from plait.planner.constants import Knowledge
+from plait.planner.evaluate import Evaluation, Prediction, evaluate, source_of
+from plait.planner.runs import Row, measured_seconds, read_runs
+
+MOST = 12
+
+
+@cache
+def learned_without(sources: tuple[str, ...]) -> Knowledge:
+    """Constants from all published runs but those of `sources`."""
+    return learn(rows_of("runs", "sweeps"), without=sources)
+
+
+def left_out(rows: Sequence[Row], *, calibrated: bool) -> Evaluation:
+    """Predictions of `rows`, each by constants learned without that row's source and what else was measured by the same people."""
+    predictions: list[Prediction] = []
+    reasons: dict[int, str] = {}
+    used = 0
+    where: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        where[source_of(row)].append(index)
+    for source, indices in where.items():
+        known = learned_without(family(source))
+        part = [rows[i] for i in indices]
+        given = first_rows(part, known) if calibrated else []
+        found = evaluate(part, calibrate=given, known=known)
+        used += len(given)
+        position = {id(row): indices[k] for k, row in enumerate(part)}
+        predictions += [replace(p, row=position[id(found.rows[p.row])]) for p in found.predictions]
+        reasons |= {position[id(found.rows[row])]: reason for row, reason in found.reasons.items()}
+    return Evaluation(tuple(rows), tuple(sorted(predictions, key=lambda p: p.row)), reasons, used)
+
+
+def family(source: str) -> tuple[str, ...]:
+    """Sources that are parts of one."""
+    families = (("NANO", "NANOBEST"), ("NEMO2405", "NEMO2407", "NEMOLC"), ("TITANOLD", "TITANLOG", "TITANFP4", "TORCHAO", "TAONC"))
+    return next((names for names in families if source in names), (source,))
+
+
+def first_rows(rows: Sequence[Row], known: Knowledge, *, most: int = MOST) -> list[Row]:
+    """At most `most` rows of every GPU and framework to measure first, where at least as many again remain."""
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if measured_seconds(row) and row["status"] == "ok":
+            one = read_runs([row])
+            if one.variants:
+                groups[(str(one.variants[0].device.name), str(one.variants[0].framework.name))].append(row)
+    return [row for group in groups.values() for row in _informative(group, known, min(most, len(group) // 2))]
+
+
+def _informative(rows: Sequence[Row], known: Knowledge, count: int) -> list[Row]:
+    runs = read_runs(rows)
+    if runs.job is None or count < 1:
+        return []
+    base = fitting.uncalibrated(known)
+    chosen = fitting.choose(runs, fitting.costs(runs, base))
+    job = runs.job.take(np.array(list(chosen.values())))
+    slopes = fitting.sensitivity(fitting.time_of(job), base.time, fitting.relevant(base.time.names, job))
+    covariance = base.time.covariance.copy()
+    owners, picked = list(chosen), []
+    for _ in range(count):
+        variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
+        variance[picked] = -1
+        index = int(np.argmax(variance))
+        picked.append(index)
+        direction = covariance @ slopes[index]
+        covariance -= np.outer(direction, direction) / (slopes[index] @ direction + 0.05**2)
+    return [rows[owners[index]] for index in picked]

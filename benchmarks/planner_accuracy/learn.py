@@ -1,0 +1,135 @@
+"""Learns the planner's constants from published runs: medians for new machines, and how much to trust them.
+
+Every source counts about alike, however many rows it has; what one source is slower or faster than the constants say is an offset of its
+own and moves no constant. `learn` can leave whole sources out, which is how the errors in the docs are measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plait.planner import calibrate as fitting
+from plait.planner.constants import Constant, Knowledge, unlearned
+from plait.planner.evaluate import source_of
+from plait.planner.job import Job
+from plait.planner.runs import Row, measured_bytes, measured_seconds, read_runs
+
+DATA = Path(__file__).parent / "data"
+_OWN_OFFSET = 0.04
+_TIME_NOISE, _MEMORY_NOISE = 0.06, 0.08
+_NOISY = {"NANO": 0.15, "NANOBEST": 0.15}
+"""Weight of sources whose repeated runs differ by more than an order of magnitude."""
+_UNTRUSTED_MEMORY = {"DSSDMA", "THUNDER", "LAMBDA", "COLOSSAL", "JZV100"}
+"""Sources whose memory is contradicted by their own model's size, or whose tool is not said."""
+
+
+def rows_of(*names: str) -> list[Row]:
+    """The rows of `runs`, `sweeps` or `oom`."""
+    found: list[Row] = []
+    for name in names:
+        with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+            found += list(csv.DictReader(file))
+    return found
+
+
+@dataclass(frozen=True)
+class _Measured:
+    job: Job
+    values: np.ndarray
+    sources: np.ndarray
+    groups: np.ndarray
+    kinds: list[str]
+
+
+def learn(rows: Iterable[Row], *, without: Sequence[str] = ()) -> Knowledge:
+    """Constants from rows of tiers A and B without experts, of all sources but `without`."""
+    kept = [r for r in rows if r["tier"] in "AB" and r["status"] == "ok" and not r["moe"] and source_of(r) not in without]
+    base = unlearned()
+    time, memory = _measured(kept, base)
+    names = tuple(name for name in fitting.TIME_NAMES if name != "overall")
+    weights = _weights(time.sources)
+    first = fitting.fit(
+        fitting.time_of(time.job),
+        np.log(time.values),
+        names,
+        known=base.constants,
+        spread=_TIME_NOISE,
+        weights=weights,
+        groups=time.groups,
+        group_width=_OWN_OFFSET,
+        rounds=25,
+    )
+    second = fitting.fit(
+        fitting.memory_of(memory.job, memory.kinds),
+        np.log(memory.values),
+        fitting.MEMORY_NAMES,
+        known=base.constants,
+        spread=_MEMORY_NOISE,
+        weights=_weights(memory.sources),
+        groups=memory.groups,
+        group_width=0.08,
+        rounds=25,
+    )
+    constants = {}
+    for name, constant in base.constants.items():
+        found = second if name.startswith("memory:") else first
+        width = constant.width
+        if name in found.names:
+            index = found.names.index(name)
+            # Half of what separated machines before stays: new machines are not those of the fit. What was not measured stays as wide.
+            width = float(np.hypot(0.5 * constant.width, np.sqrt(found.covariance[index, index])))
+        constants[name] = Constant(float(found.rates[name]), min(width, constant.width), constant.meaning)
+    return Knowledge(constants, 0.10, 0.12)
+
+
+def _measured(rows: Sequence[Row], base: Knowledge) -> tuple[_Measured, _Measured]:
+    runs = read_runs(rows)
+    assert runs.job is not None
+    chosen = fitting.choose(runs, fitting.costs(runs, fitting.uncalibrated(base)))
+    timed = [(row, variant) for row, variant in chosen.items() if measured_seconds(rows[row])]
+    sized = [
+        (row, variant) for row, variant in chosen.items() if measured_bytes(rows[row]) and source_of(rows[row]) not in _UNTRUSTED_MEMORY
+    ]
+
+    def of(pairs: list[tuple[int, int]], values: list[float], kinds: list[str]) -> _Measured:
+        assert runs.job is not None
+        names = np.array([f"{source_of(rows[row])} {rows[row]['gpu']}" for row, _ in pairs])
+        return _Measured(
+            job=runs.job.take(np.array([variant for _, variant in pairs])),
+            values=np.array(values),
+            sources=np.array([source_of(rows[row]) for row, _ in pairs]),
+            groups=np.unique(names, return_inverse=True)[1],
+            kinds=kinds,
+        )
+
+    sizes = [measured_bytes(rows[row]) or (0.0, "") for row, _ in sized]
+    return (
+        of(timed, [measured_seconds(rows[row]) or 0.0 for row, _ in timed], []),
+        of(sized, [size for size, _ in sizes], [kind for _, kind in sizes]),
+    )
+
+
+def _weights(sources: np.ndarray) -> np.ndarray:
+    weights = np.ones(len(sources))
+    for source in np.unique(sources):
+        rows = sources == source
+        weights[rows] = min(1.0, 40 / rows.sum()) ** 0.7 * _NOISY.get(str(source), 1.0)
+    return weights
+
+
+def write(learned: Knowledge, path: Path) -> None:
+    """As the planner reads it."""
+    content = {
+        "source": "python -m benchmarks.planner_accuracy --learn, from benchmarks/planner_accuracy/data; [median, width of the logarithm]",
+        "time_spread": learned.time_spread,
+        "memory_spread": learned.memory_spread,
+        "constants": {name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()},
+    }
+    lines = json.dumps(content, indent=1)
+    path.write_text(lines + "\n", encoding="utf-8")

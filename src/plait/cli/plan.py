@@ -1,0 +1,161 @@
+"""`plait plan`: which layout, how fast, what it takes, and why: before a GPU is booked. Prints what `plait.planner` says.
+
+The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic. `--evaluate` predicts a table of measured
+runs instead and says how far off it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from plait.cli.planning.request import read_calibration, read_request
+from plait.cli.planning.show import print_evaluation, print_names, print_nothing_fits, print_plan, write_json
+from plait.errors import InputError
+
+if TYPE_CHECKING:
+    from plait.planner.calibrate import Calibration
+    from plait.planner.search import Request
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_EPILOG = """Examples:
+
+plait plan --model llama-3-8b --gpus 64 --gpu h100 --seq 8192 --batch 512 --out run.json
+
+plait plan --model ./my-model/config.json --gpus 16 --gpu a100 --why tp=4 --why stage=3
+
+plait plan run.json --gpu h200 --gpus 8 --sensitivity
+
+plait plan --evaluate runs.csv --calibrate measured.csv --json report.json"""
+
+
+@app.command(epilog=_EPILOG)
+def plan(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A training configuration: its model, batch and sequence length are planned for."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="A public model, a config.json, or a folder that holds one.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of all GPUs; by default those of this machine.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What they are: h100, a100, mi300x and others; by default this machine's.")
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine; by default usual for that GPU.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --gpus and --per-node.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of an optimizer step; by default about 4 Mi tokens.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sample; by default 4096, or the file's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16 where the GPU has it.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Plan for compiled blocks.")] = False,
+    fix: Annotated[list[str] | None, typer.Option(metavar="A=B", help="A value that the layout must have: tp=4, stage=3, pp=8.")] = None,
+    why: Annotated[
+        list[str] | None, typer.Option(metavar="A=B", help='Why not this one? May be repeated; "neighbours" compares all one step away.')
+    ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Plan again with half and twice the network, links, memory, batch.")
+    ] = False,
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
+    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU; by default the catalogue's.")] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB/s of a GPU to other machines: 25 is 200 Gb/s; by default the catalogue's.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also price what this version does not run; nothing is then written.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs, and FILE's .plan.json.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="Measured runs of this GPU and framework that move the constants.")
+    ] = None,
+    evaluate: Annotated[Path | None, typer.Option(metavar="CSV", help="Predict these measured runs and print the errors.")] = None,
+    json_: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Print the models and GPUs that have names.")] = False,
+) -> None:
+    """Search every layout of a model on a cluster: what fits, how fast, and why.
+
+    Needs no GPU, no weights and no network. Times and memory carry an interval that holds nine times in ten. Exit code 1 if nothing fits.
+    """
+    if list_:
+        print_names()
+        return
+    if evaluate is not None:
+        print_evaluation(evaluate, calibrate, json_)
+        return
+    from plait.planner.space import parse_fixed
+
+    wishes = [(text, parse_fixed([text])) for text in why or () if text != "neighbours"]
+    request, base, notes = read_request(
+        file=file,
+        model=model,
+        gpus=gpus,
+        gpu=gpu,
+        per_node=per_node,
+        cluster=cluster,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        compiled=compiled,
+        memory_gib=memory_gib,
+        network=network,
+        everything=everything,
+    )
+    if everything and out is not None:
+        raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
+    calibration = read_calibration(calibrate, request)
+    _plan(
+        request,
+        base,
+        notes,
+        fixed=parse_fixed(fix or []),
+        wishes=wishes,
+        neighbours="neighbours" in (why or ()),
+        calibration=calibration,
+        sensitive=sensitivity,
+        top=top,
+        out=out,
+        json_=json_,
+    )
+
+
+def _plan(
+    request: Request,
+    base: dict[str, Any],
+    notes: list[str],
+    *,
+    fixed: dict[str, int],
+    wishes: list[tuple[str, dict[str, int]]],
+    neighbours: bool,
+    calibration: Calibration | None,
+    sensitive: bool,
+    top: int,
+    out: Path | None,
+    json_: str | None,
+) -> None:
+    from plait.planner import explain, output
+    from plait.planner import search as searching
+    from plait.planner.space import parse_fixed
+
+    found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
+    quiet = json_ == "-"
+    if not found.best:
+        print_nothing_fits(found)
+        raise typer.Exit(1)
+    if neighbours:
+        wishes = wishes + [(text, parse_fixed([text])) for text in explain.neighbours(found)]
+    reasons = [explain.why(found, wish, text, calibration=calibration) for text, wish in wishes]
+    changes = explain.sensitivity(found, calibration=calibration) if sensitive else []
+    written = output.write(found, out, base) if out is not None else None
+    if json_ is not None:
+        whole = output.plan_as_json(found) | {
+            "config": None if request.everything else output.config_of(request, found.best[0], base),
+            "sidecar": output.sidecar_of(found, found.best[0]),
+            "why": [{"wish": r.wish, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
+            "sensitivity": [change.__dict__ for change in changes],
+            "notes": notes,
+        }
+        write_json(json_, whole)
+    if not quiet:
+        print_plan(found, notes, reasons, changes)
+        if written is not None:
+            print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")

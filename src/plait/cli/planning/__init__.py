@@ -1,0 +1,1 @@
+"""What `plait plan` reads and prints."""

@@ -1,0 +1,144 @@
+"""From the command line and files to what is planned. Looks at this machine where no GPU is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.errors import InputError
+
+if TYPE_CHECKING:
+    from plait.planner.calibrate import Calibration
+    from plait.planner.hardware import Cluster
+    from plait.planner.search import Request
+
+_TOKENS = 4 * 2**20
+"""Tokens of a step where no batch is given: usual for models of more than a few billion parameters."""
+
+
+def read_request(
+    *,
+    file: Path | None,
+    model: str | None,
+    gpus: int | None,
+    gpu: str | None,
+    per_node: int | None,
+    cluster: Path | None,
+    batch: int | None,
+    seq: int | None,
+    precision: str | None,
+    compiled: bool,
+    memory_gib: float | None,
+    network: float | None,
+    everything: bool,
+) -> tuple[Request, dict[str, Any], list[str]]:
+    """(what is planned, the configuration that it changes, what was assumed). Raises InputError for what is missing or cannot be."""
+    from plait.planner.models import Model, find_model, from_config
+    from plait.planner.search import Request
+
+    base: dict[str, Any] = {}
+    notes: list[str] = []
+    planned = None
+    per_device = None
+    if file is not None:
+        from plait.config.resolve import load
+        from plait.config.source import read
+
+        config = load(file)
+        base = dict(read(file).tree)
+        if isinstance(config.train_batch_size, int):
+            batch = batch or config.train_batch_size
+        elif isinstance(config.train_micro_batch_size_per_gpu, int):
+            accumulation = config.gradient_accumulation_steps
+            per_device = config.train_micro_batch_size_per_gpu * (accumulation if isinstance(accumulation, int) else 1)
+        if config.data is not None:
+            seq = seq or config.data.sequence_length
+        if config.model is not None and config.model.config is not None:
+            vocab = config.data.vocab_size if config.data is not None else None
+            planned = Model(from_config(config.model.config, source=str(file), vocab=vocab), {"config": dict(config.model.config)})
+        elif config.model is not None and config.model.path is not None and model is None:
+            planned = find_model(config.model.path)
+        compiled = compiled or config.compile.enabled is True
+    sequence = seq or 4096
+    if model is not None:
+        planned = find_model(model, sequence=sequence)
+        base.pop("model", None)
+    if planned is None:
+        raise InputError(
+            "--model: nothing to plan for; name a public model (`plait plan --list`), a config.json, or a training configuration"
+        )
+    machines = _cluster(gpus, gpu, per_node, cluster, memory_gib, network)
+    if precision is None:
+        precision = next(p for p in ("bf16", "fp16", "fp32") if p in machines.device.flops)
+        precision = "fp32" if machines.device.name == "cpu" else precision
+    elif precision not in ("bf16", "fp16", "fp32"):
+        raise InputError(f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32")
+    if batch is None and per_device is not None:
+        batch = per_device * machines.devices
+        notes.append(f"batch {batch}: {per_device} samples a device, as {file} has it; set another with --batch")
+    if batch is None:
+        batch = max(1, round(_TOKENS / sequence / machines.devices)) * machines.devices
+        notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
+    if machines.device.name == "cpu" and gpu is None:
+        notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --gpus")
+    return Request(planned, machines, batch, sequence, precision, compiled, everything), base, notes
+
+
+def _cluster(
+    gpus: int | None, gpu: str | None, per_node: int | None, file: Path | None, memory_gib: float | None, network: float | None
+) -> Cluster:
+    from plait.planner.hardware import cluster, cluster_of
+    from plait.units import GIB
+
+    changes: dict[str, float | None] = {
+        "memory_bytes": memory_gib * GIB if memory_gib else None,
+        "nic_bandwidth": network * 1e9 if network else None,
+    }
+    if file is not None:
+        from plait.cluster.machines import load
+
+        topology = load(file)
+        if gpu is None and topology.device_type == "cuda":
+            raise InputError(f"{file}: a cluster file does not say which GPUs they are; add --gpu, for example --gpu h100")
+        return cluster_of(topology, gpu or "cpu", **changes)
+    if gpu is not None:
+        if gpus is None:
+            raise InputError(f"--gpu {gpu}: how many? add --gpus, for example --gpus 8")
+        return cluster(gpu, gpus, devices_per_node=per_node, **changes)
+    from plait.cluster.topology import discover
+
+    topology = discover()
+    name = "cpu"
+    if topology.device_type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(0)
+    if gpus is not None:
+        changes["memory_bytes"] = changes["memory_bytes"] or topology.memory_bytes
+        return cluster(
+            name, gpus, devices_per_node=per_node or min(gpus, topology.nodes[0].devices) if name != "cpu" else per_node or gpus, **changes
+        )
+    return cluster_of(topology, name, **changes)
+
+
+def read_calibration(path: Path | None, request: Request) -> Calibration | None:
+    """Constants of this device from measured rows; None without a file. Raises InputError for a file without such rows."""
+    if path is None:
+        return None
+    from plait.planner.calibrate import calibrate
+    from plait.planner.runs import read_rows, read_runs
+
+    name = request.cluster.device.name
+    rows = [row for row in read_rows(path) if _same_device(row, str(name))]
+    if not rows:
+        raise InputError(f"{path}: no row was measured on {name}; give rows whose `gpu` is one")
+    return calibrate(read_runs(rows))
+
+
+def _same_device(row: Any, name: str) -> bool:
+    from plait.planner.hardware import device
+
+    try:
+        return str(device(row.get("gpu") or "").name) == name
+    except InputError:
+        return False

@@ -1,0 +1,265 @@
+"""Fits constants to measured runs: the most probable logarithms under normal priors and heavy-tailed noise, with their covariance.
+
+Gauss-Newton with reweighted residuals (Student's t, 4 degrees of freedom), so that a few wild rows do not decide. With few rows the priors
+decide; with none the result is the priors. The covariance is what intervals are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import InputError
+from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
+from plait.planner.estimate import estimate
+from plait.planner.frameworks import stacks
+from plait.planner.hardware import FAMILIES, PRECISIONS
+from plait.planner.job import Job
+from plait.planner.runs import Runs, measured_bytes, measured_seconds
+
+Array = NDArray[np.float64]
+_FREEDOM = 4.0
+_STEP = 1e-3
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants with the covariance of their logarithms; `spread` is the noise that remains."""
+
+    names: tuple[str, ...]
+    rates: Rates
+    covariance: Array
+    spread: float
+    rows: int = 0
+    offsets: Array | None = None
+    """Logarithm of what each group of rows was slower than predicted."""
+
+
+def unfitted(names: Sequence[str], known: Knowledge, *, spread: float) -> Fit:
+    """The priors as a fit of no rows."""
+    return Fit(tuple(names), known.rates, np.diag([known.constants[n].width ** 2 for n in names]), spread)
+
+
+def fit(
+    predict: Callable[[Rates], Array],
+    measured: Array,
+    names: Sequence[str],
+    *,
+    known: Mapping[str, Constant],
+    spread: float,
+    weights: Array | None = None,
+    groups: Array | None = None,
+    group_width: float = 0.1,
+    rounds: int = 12,
+) -> Fit:
+    """`predict(rates)` gives the logarithms of what was measured. `groups` numbers rows whose common offset, of width `group_width`, is not
+    the constants' to explain. Weights scale a row's evidence."""
+    names = tuple(names)
+    weights = np.ones_like(measured) if weights is None else weights
+    count = 0 if groups is None else int(groups.max()) + 1
+    indicator = np.zeros((len(measured), count))
+    if groups is not None:
+        indicator[np.arange(len(measured)), groups] = 1
+    widths = np.concatenate([[known[name].width for name in names], np.full(count, group_width)])
+    start = {name: constant.median for name, constant in known.items()}
+    theta = np.zeros(len(names) + count)
+
+    def rates_at(theta: Array) -> Rates:
+        return Rates({**start, **{name: start[name] * float(np.exp(theta[i])) for i, name in enumerate(names)}})
+
+    def objective(theta: Array, predicted: Array) -> float:
+        residual = (measured - predicted - indicator @ theta[len(names) :]) / spread
+        return float(np.sum(weights * (_FREEDOM + 1) / 2 * np.log1p(residual**2 / _FREEDOM)) + 0.5 * np.sum((theta / widths) ** 2))
+
+    predicted = predict(rates_at(theta))
+    best = objective(theta, predicted)
+    damping = 1e-3
+    for _ in range(rounds):
+        jacobian = np.concatenate([_jacobian(predict, rates_at, theta, len(names), predicted), indicator], axis=1)
+        residual = measured - predicted - indicator @ theta[len(names) :]
+        scale = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
+        hessian = jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)
+        gradient = jacobian.T @ (residual * scale) - theta / widths**2
+        for _ in range(6):
+            step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
+            step *= min(1.0, 0.7 / max(np.abs(step).max(), 1e-12))
+            trial = theta + step
+            trial_predicted = predict(rates_at(trial))
+            value = objective(trial, trial_predicted)
+            if value < best:
+                damping = max(damping / 4, 1e-6)
+                break
+            damping *= 6
+        else:
+            break
+        gain, best, theta, predicted = best - value, value, trial, trial_predicted
+        if gain < 1e-4:
+            break
+    jacobian = np.concatenate([_jacobian(predict, rates_at, theta, len(names), predicted), indicator], axis=1)
+    residual = measured - predicted - indicator @ theta[len(names) :]
+    scale = weights * (_FREEDOM + 1) / (_FREEDOM + (residual / spread) ** 2) / spread**2
+    covariance = np.asarray(np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)), dtype=np.float64)
+    kept = len(names)
+    return Fit(names, rates_at(theta), covariance[:kept, :kept], spread, len(measured), theta[kept:] if count else None)
+
+
+def _jacobian(predict: Callable[[Rates], Array], rates_at: Callable[[Array], Rates], theta: Array, count: int, at: Array) -> Array:
+    columns = []
+    for index in range(count):
+        moved = theta.copy()
+        moved[index] += _STEP
+        columns.append((predict(rates_at(moved)) - at) / _STEP)
+    return np.stack(columns, axis=1) if columns else np.zeros((len(at), 0))
+
+
+def sensitivity(predict: Callable[[Rates], Array], found: Fit, names: Sequence[str]) -> Array:
+    """Derivative of the predicted logarithms by the logarithms of the constants `names` [rows, constants]; of others it is 0."""
+    at = predict(found.rates)
+    values = found.rates.values
+    columns = []
+    for name in found.names:
+        moved = Rates({**values, name: values[name] * np.exp(_STEP)})
+        columns.append((predict(moved) - at) / _STEP if name in names else np.zeros_like(at))
+    return np.stack(columns, axis=1)
+
+
+def deviation(predict: Callable[[Rates], Array], found: Fit, job: Job) -> Array:
+    """Standard deviation of measured about predicted, in logarithms: of the constants and of the noise."""
+    derivative = sensitivity(predict, found, relevant(found.names, job))
+    return np.sqrt(np.einsum("ij,jk,ik->i", derivative, found.covariance, derivative) + found.spread**2)
+
+
+# ---- of rows ---------------------------------------------------------------------------------------------------------------------------
+
+TIME_NAMES = tuple(CONSTANTS)
+MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
+
+
+def time_of(job: Job) -> Callable[[Rates], Array]:
+    """Logarithms of predicted seconds."""
+    return lambda rates: np.log(np.asarray(estimate(job, rates).seconds, dtype=float))
+
+
+def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
+    """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row measured."""
+    chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
+
+    def predict(rates: Rates) -> Array:
+        memory = estimate(job, rates).memory
+        return np.log(np.choose(chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)).astype(float))
+
+    return predict
+
+
+def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
+    """Of `names` those that this job's devices, precisions and frameworks have anything to do with."""
+    families = {FAMILIES[index] for index in np.unique(job.device.family)}
+    kinds = {stacks()[index] for index in np.unique(job.framework.stack)}
+    precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
+
+    def concerns(name: str) -> bool:
+        head, _, tail = name.partition(".")
+        if head == "stack":
+            return tail in kinds
+        if tail in FAMILIES:
+            return tail in families
+        return tail in precisions if head == "gemm" else True
+
+    return tuple(name for name in names if concerns(name))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants for one device and framework."""
+
+    time: Fit
+    memory: Fit
+
+
+def uncalibrated(known: Knowledge | None = None) -> Calibration:
+    """The shipped constants, as uncertain as between machines and frameworks that were never measured."""
+    known = known or knowledge()
+    return Calibration(unfitted(TIME_NAMES, known, spread=known.time_spread), unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
+
+
+def calibrate(runs: Runs, *, known: Knowledge | None = None, within: float = 0.04) -> Calibration:
+    """Fit to measured rows of one device and framework, starting from `known`. `within` is the noise believed of repeated runs, as a
+    logarithm.
+
+    Raises InputError where no row has both a prediction and a measurement.
+    """
+    known = known or knowledge()
+    base = uncalibrated(known)
+    chosen, seconds, memory = _measured(runs, base)
+    if runs.job is None or not chosen:
+        reasons = "; ".join(f"row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
+        raise InputError(f"nothing to calibrate on: no row can be priced and has step_time_s, derived_step_time_s or tokens/s ({reasons})")
+    index = np.array(chosen)
+    timed = np.isfinite(seconds)
+    time = base.time
+    if timed.any():
+        job = runs.job.take(index[timed])
+        time = fit(time_of(job), np.log(seconds[timed]), relevant(TIME_NAMES, job), known=known.constants, spread=within)
+        time = replace(time, spread=_remaining(time, time_of(job), np.log(seconds[timed]), within, base.time.spread))
+    held = [position for position, found in enumerate(memory) if found is not None]
+    space = base.memory
+    if held:
+        job = runs.job.take(index[held])
+        values = np.log([found[0] for found in memory if found is not None])
+        predict = memory_of(job, [found[1] for found in memory if found is not None])
+        space = fit(predict, values, MEMORY_NAMES, known=known.constants, spread=within)
+        space = replace(space, spread=_remaining(space, predict, values, within, base.memory.spread))
+    return Calibration(time, space)
+
+
+def _remaining(found: Fit, predict: Callable[[Rates], Array], measured: Array, within: float, between: float) -> float:
+    """Noise for rows not fitted: between what fitted rows still differ by and what is usual, by how many there are."""
+    residual = measured - predict(found.rates)
+    robust = float(np.sqrt(np.mean(np.clip(residual, -3 * between, 3 * between) ** 2)))
+    n = len(measured)
+    return max(within, float(np.sqrt((n * robust**2 * 1.5 + 4 * (0.7 * between) ** 2) / (n + 4))))
+
+
+def _measured(runs: Runs, base: Calibration) -> tuple[list[int], Array, list[Any]]:
+    """(variant of every row that was measured, its seconds or NaN, its bytes or None)."""
+    chosen, seconds, memory = [], [], []
+    if runs.job is not None:
+        for row, variant in choose(runs, costs(runs, base)).items():
+            time, space = measured_seconds(runs.rows[row]), measured_bytes(runs.rows[row])
+            if time is not None or space is not None:
+                chosen.append(variant)
+                seconds.append(time if time is not None else np.nan)
+                memory.append(space)
+    return chosen, np.array(seconds, dtype=float), memory
+
+
+def costs(runs: Runs, calibration: Calibration) -> tuple[Array, Array]:
+    """(seconds, bytes) of every variant."""
+    assert runs.job is not None
+    found = estimate(runs.job, merged(calibration))
+    shape = (len(runs.variants),)
+    return np.broadcast_to(np.asarray(found.seconds, float), shape), np.broadcast_to(np.asarray(found.memory.total, float), shape)
+
+
+def merged(calibration: Calibration) -> Rates:
+    """Constants of time from one fit and of memory from the other."""
+    time, memory = calibration.time.rates.values, calibration.memory.rates.values
+    return Rates({name: (memory if name.startswith("memory:") else time)[name] for name in time})
+
+
+def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
+    """Row to the variant that stands for it: the fastest that fits, or the smallest."""
+    assert runs.job is not None
+    seconds, needed = cost
+    room = np.broadcast_to(np.asarray(runs.job.device.memory_bytes, float), seconds.shape)
+    best: dict[int, tuple[tuple[bool, float], int]] = {}
+    for index, variant in enumerate(runs.variants):
+        over = bool(needed[index] > room[index])
+        key = (over, float(needed[index]) if over else float(seconds[index]))
+        if variant.row not in best or key < best[variant.row][0]:
+            best[variant.row] = (key, index)
+    return {row: index for row, (_, index) in best.items()}

@@ -1,0 +1,165 @@
+"""Seconds of a layer and of the head on one device: matrix products, attention, element-wise kernels, the host that launches them.
+
+Closed forms over arrays of candidates. A product takes its FLOPs over the reached share of the peak, more where its tiles do not fill the
+last wave of multiprocessors, and a ramp; never less than its bytes over the memory's bandwidth. Forward unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.planner.constants import Rates
+from plait.planner.hardware import PRECISIONS, Numbers
+from plait.planner.job import RECOMPUTE, Job
+
+_TILE = (128, 256)
+"""Rows and columns of a product that one multiprocessor computes at a time: the usual tile of cuBLAS from Ampere on."""
+_FP8, _FP4, _FP32 = (PRECISIONS.index(name) for name in ("fp8", "fp4", "fp32"))
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds of one layer for one micro-batch on one rank."""
+
+    products: Numbers
+    attention: Numbers
+    elementwise: Numbers
+    host: Numbers
+    """To launch the forward."""
+    products_backward: Numbers
+    attention_backward: Numbers
+    elementwise_backward: Numbers
+    again: Numbers
+    """Recomputed in the backward."""
+
+    @property
+    def forward(self) -> Numbers:
+        """Seconds on the device."""
+        return self.products + self.attention + self.elementwise
+
+    @property
+    def backward(self) -> Numbers:
+        """Seconds on the device, recomputation included."""
+        return self.products_backward + self.attention_backward + self.elementwise_backward + self.again
+
+
+def layer_cost(job: Job, rates: Rates) -> LayerCost:
+    """A layer, experts and dense layers averaged."""
+    model, at = job.model, job.layouts
+    tokens, tp = job.tokens, at.tp
+    width = model.heads * model.head_dim
+    kv_width = model.kv_heads * model.head_dim
+    compressed = np.asarray(model.compressed) > 0
+    query = np.where(compressed, model.compressed / np.maximum(model.hidden, 1) - width * 2 / 3, width + 2 * kv_width)
+    products = _product(job, rates, tokens, model.hidden, query / tp)
+    products = products + _product(job, rates, tokens, np.where(compressed, width * 2 / 3, width) / tp, model.hidden)
+    share = model.expert_layers / model.layers
+    dense = _product(job, rates, tokens, model.hidden, (1 + model.gated) * model.ffn / tp) + _product(
+        job, rates, tokens, model.ffn / tp, model.hidden
+    )
+    products = products + (1 - share) * dense + _experts(job, rates, share)
+    attention, attention_backward = _attention(job, rates)
+    elementwise = _elementwise(job, rates)
+    forward = products + attention + elementwise
+    kind = np.asarray(at.recompute)
+    again = np.select(
+        [kind == RECOMPUTE.index("selective"), kind == RECOMPUTE.index("full"), kind == RECOMPUTE.index("operators")],
+        [attention, forward, 0.5 * products + elementwise],
+        0.0,
+    )
+    launches = 1 + 0.15 * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
+    host = job.framework.host_seconds * rates["host"] * launches
+    return LayerCost(
+        products=products,
+        attention=attention,
+        elementwise=elementwise,
+        host=host,
+        products_backward=2 * products,
+        attention_backward=attention_backward,
+        elementwise_backward=2 * elementwise,
+        again=again * at.recompute_share,
+    )
+
+
+def head_cost(job: Job, rates: Rates) -> Numbers:
+    """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the logits that pass through memory."""
+    tokens, columns = job.tokens, job.model.vocab / job.layouts.tp
+    flops = 6 * tokens * job.model.hidden * columns
+    products = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
+    moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
+    return products + moved / (job.device.memory_bandwidth * rates["memory"])
+
+
+def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
+    """The step over `parameters` on a rank: bytes over the bandwidth of the memory that holds the states."""
+    device = parameters * job.framework.step_bytes / (job.device.memory_bandwidth * rates["memory"])
+    # On the host: 30 bytes a parameter over its memory, of which devices of a node have their share; gradients down, weights up.
+    host = parameters * (30 / 20e9 + 6 / job.device.host_bandwidth)
+    return rates["optimizer"] * ((1 - job.layouts.offload) * device + job.layouts.offload * host)
+
+
+def _gemm_share(job: Job, rates: Rates) -> Numbers:
+    precision = np.asarray(job.precision)
+    low = np.where(precision == _FP8, rates["gemm.fp8"], np.where(precision == _FP4, rates["gemm.fp4"], 1.0))
+    return rates.by_family("gemm", job.device) * low * _speed(job, rates)
+
+
+def _speed(job: Job, rates: Rates) -> Numbers:
+    return rates["overall"] * rates.by_stack(job.framework)
+
+
+def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
+    """Seconds of [rows, inner] x [inner, columns]."""
+    peak = job.linear_flops
+    tiles = np.ceil(rows / _TILE[0]) * np.ceil(columns / _TILE[1])
+    waves = tiles / job.device.units
+    # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half of the loss remains.
+    filled = np.sqrt(waves / np.ceil(waves))
+    flops = 2 * rows * inner * columns
+    ramp = rates["ramp"] * np.minimum(peak / 100e12, 1)  # of devices that are fast enough to have one
+    seconds = (flops / filled + ramp) / (peak * _gemm_share(job, rates))
+    size = np.where(np.asarray(job.precision) == _FP32, 4, 2)
+    moved = size * (rows * inner + inner * columns + rows * columns) / (job.device.memory_bandwidth * rates["memory"])
+    casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * 3 * rows * inner / (job.device.memory_bandwidth * rates["memory"])
+    return np.maximum(seconds, moved) + casts
+
+
+def _experts(job: Job, rates: Rates, share: Numbers) -> Numbers:
+    """Routed and shared experts; the small products of each expert reach half of what large ones do (SimuMax's table for B200)."""
+    if not np.any(share):
+        return 0.0
+    model, tp = job.model, job.layouts.tp
+    routed = 2 * job.tokens * model.active * (2 + model.gated) * model.hidden * model.expert_ffn / tp
+    shared = 2 * job.tokens * model.shared_parameters / tp
+    seconds = (routed / 0.55 + shared) / (job.linear_flops * _gemm_share(job, rates))
+    moved = 2 * job.tokens * model.active * model.hidden * 8 / tp  # permuted, and back
+    return share * (seconds + moved / (job.device.memory_bandwidth * rates["memory"]))
+
+
+def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
+    """(forward, backward). One kernel computes half of the square and two and a half times that again backward; with scores in memory all
+    of the square is computed, and written and read several times."""
+    model, at = job.model, job.layouts
+    tp = 1 if job.whole_attention else at.tp
+    flops = 4 * job.tokens * job.sequence * model.heads * model.head_dim / tp
+    reached = job.other_flops * rates.by_family("attention", job.device) * job.framework.flash * _speed(job, rates)
+    flash = 0.5 * flops / reached
+    passes = np.choose(np.asarray(job.framework.attention), [0, 11, 18])
+    scores = job.tokens * job.sequence * model.heads / tp * passes / (job.device.memory_bandwidth * rates["memory"])
+    gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
+    unfused = flops / gemm + scores
+    one_kernel = np.asarray(job.framework.attention) == 0
+    return np.where(one_kernel, flash, unfused), np.where(one_kernel, 2.5 * flash, 2 * unfused)
+
+
+def _elementwise(job: Job, rates: Rates) -> Numbers:
+    """Norms, residuals, rotary positions, activation function: bytes through memory."""
+    model, at = job.model, job.layouts
+    whole = 20 * model.hidden / np.where(np.asarray(at.sp) > 0, at.tp, 1)
+    share = model.expert_layers / model.layers
+    ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
+    split = ((4 + 2 * model.gated) * ffn + 4 * (model.heads + model.kv_heads) * model.head_dim) / at.tp
+    moved = job.tokens * (whole + split) * job.framework.eager
+    return moved / (job.device.memory_bandwidth * rates["memory"])

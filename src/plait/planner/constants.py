@@ -1,0 +1,124 @@
+"""The rates that datasheets do not print: fitted constants with the width of what is believed of them.
+
+Every constant is positive and used as a factor; what is fitted is its logarithm, with a normal prior. `data/constants.json` holds the
+values fitted to published runs by `tools/fit_planner.py`; `calibrate` moves them for one machine and framework.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+
+from plait.planner.frameworks import Framework, stacks
+from plait.planner.hardware import FAMILIES, Device, Numbers
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A prior: median, standard deviation of the logarithm between machines and frameworks, and what it means."""
+
+    median: float
+    width: float
+    meaning: str
+
+
+CONSTANTS: dict[str, Constant] = {
+    "gemm.volta": Constant(0.60, 0.2, "share of the peak that large matrix products reach"),
+    "gemm.ampere": Constant(0.78, 0.1, "share of the peak that large matrix products reach"),
+    "gemm.hopper": Constant(0.70, 0.1, "share of the peak that large matrix products reach"),
+    "gemm.blackwell": Constant(0.70, 0.12, "share of the peak that large matrix products reach"),
+    "gemm.cdna3": Constant(0.50, 0.2, "share of the peak that large matrix products reach"),
+    "gemm.cpu": Constant(0.60, 0.5, "share of the peak that large matrix products reach"),
+    "gemm.fp8": Constant(0.80, 0.15, "the same in float8, of the share in 16 bits"),
+    "gemm.fp4": Constant(0.60, 0.2, "the same in float4"),
+    "ramp": Constant(4e9, 0.8, "FLOPs that a product loses to start and end"),
+    "attention.volta": Constant(0.40, 0.3, "share of the peak that attention reaches, causal FLOPs"),
+    "attention.ampere": Constant(0.50, 0.2, "share of the peak that attention reaches, causal FLOPs"),
+    "attention.hopper": Constant(0.42, 0.25, "share of the peak that attention reaches, causal FLOPs"),
+    "attention.blackwell": Constant(0.45, 0.25, "share of the peak that attention reaches, causal FLOPs"),
+    "attention.cdna3": Constant(0.30, 0.3, "share of the peak that attention reaches, causal FLOPs"),
+    "attention.cpu": Constant(0.40, 0.5, "share of the peak that attention reaches, causal FLOPs"),
+    "memory": Constant(0.75, 0.2, "share of the memory's bandwidth that element-wise kernels reach"),
+    "link": Constant(0.75, 0.1, "share of the link inside a node"),
+    "nic": Constant(0.70, 0.15, "share of the network between nodes"),
+    "congestion": Constant(0.1, 0.5, "the share of the network falls with the number of domains to this power"),
+    "latency": Constant(1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"),
+    "p2p": Constant(1.0, 0.5, "exposed time of sends between stages"),
+    "bubble": Constant(1.0, 0.1, "idle time of the pipeline, of the schedule's own"),
+    "contention": Constant(0.15, 0.3, "share of overlapped traffic that slows computation down"),
+    "dp": Constant(1.0, 0.4, "exposed reductions and gathers of data parallelism"),
+    "host": Constant(1.0, 0.4, "time of the host to launch, of the framework's usual"),
+    "optimizer": Constant(1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"),
+    "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
+    "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),
+    "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
+    **{f"stack.{name}": Constant(1.0, 0.15, f"speed of the kernels of {name}") for name in stacks()},
+}
+"""Name to prior, the values that come from datasheets and the literature; fitted medians replace them where there are some."""
+
+MEMORY_CONSTANTS: dict[str, Constant] = {
+    "states": Constant(1.0, 0.02, "bytes of model states, of those counted"),
+    "activations": Constant(1.0, 0.25, "bytes of activations, of those counted"),
+    "logits": Constant(1.0, 0.2, "bytes of logits and loss, of those counted"),
+    "slack": Constant(1.0, 0.4, "what the allocator keeps and does not use, of the framework's usual"),
+    "context": Constant(1.0, 0.4, "bytes of the context and the communicators"),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants for the candidates of one job: scalars, or arrays with one entry a candidate."""
+
+    values: Mapping[str, Numbers]
+
+    def __getitem__(self, name: str) -> Numbers:
+        return self.values[name]
+
+    def by_family(self, name: str, device: Device) -> Numbers:
+        """The constant `name` of every candidate's family of devices."""
+        return np.choose(np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES])
+
+    def by_stack(self, framework: Framework) -> Numbers:
+        """The speed of every candidate's framework."""
+        return np.array([self.values[f"stack.{name}"] for name in stacks()])[np.asarray(framework.stack)]
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What is believed before a machine's own runs are seen."""
+
+    constants: Mapping[str, Constant]
+    time_spread: float
+    """Standard deviation of the logarithm of measured over predicted seconds that constants do not explain."""
+    memory_spread: float
+
+    @property
+    def rates(self) -> Rates:
+        """The medians."""
+        return Rates({name: constant.median for name, constant in self.constants.items()})
+
+
+def unlearned() -> Knowledge:
+    """Datasheets and the literature alone."""
+    return Knowledge({**CONSTANTS, **{f"memory:{name}": constant for name, constant in MEMORY_CONSTANTS.items()}}, 0.10, 0.12)
+
+
+@cache
+def knowledge() -> Knowledge:
+    """What was learned from published runs (`data/constants.json`), over what is otherwise believed."""
+    base = unlearned()
+    file = files("plait.planner") / "data" / "constants.json"
+    if not file.is_file():
+        return base
+    learned = json.loads(file.read_text(encoding="utf-8"))
+    constants = {
+        name: Constant(median, width, base.constants[name].meaning)
+        for name, (median, width) in ({n: (c.median, c.width) for n, c in base.constants.items()} | learned["constants"]).items()
+        if name in base.constants
+    }
+    return Knowledge(constants, learned["time_spread"], learned["memory_spread"])

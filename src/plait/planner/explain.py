@@ -1,0 +1,140 @@
+"""Why this layout and not that one: the best of the other kind beside the winner, term by term; and what changes when the cluster does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.errors import ConfigError
+from plait.planner.calibrate import Calibration
+from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.offers import RECOMPUTE_NAMES
+from plait.planner.search import Choice, Plan, Request, Shortage, plan
+from plait.planner.step import TERMS
+from plait.units import GIB
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The winner and the best layout that meets a wish."""
+
+    wish: str
+    winner: Choice
+    other: Choice | None
+    reason: str
+    """One sentence: the term that decides, or why there is no such layout."""
+    differences: tuple[tuple[str, float, float], ...] = ()
+    """(term, seconds of the winner, seconds of the other), the largest difference first."""
+
+
+def describe(layout: Mapping[str, object]) -> str:
+    """`tp 4 + sp, dp_shard 16, ZeRO 2, micro-batch 2 x 8`."""
+    at = {name: int(value) for name, value in layout.items() if isinstance(value, int | float)}
+    chunks = f" x {at['vpp']}" if at["vpp"] > 1 else ""
+    parts = [f"pp {at['pp']} ({SCHEDULES[at['schedule']]}{chunks})"] if at["pp"] > 1 else []
+    parts += [f"tp {at['tp']}" + (" + sp" if at["sp"] else "")] if at["tp"] > 1 else []
+    parts += [
+        f"dp {at['dp_replicate']} x {at['dp_shard']}"
+        if at["dp_replicate"] > 1 and at["dp_shard"] > 1
+        else f"dp {at['dp_replicate'] * at['dp_shard']}"
+    ]
+    parts += [f"ZeRO {at['stage']}", f"micro-batch {at['micro_batch']} x {at['accumulation']}"]
+    parts += [f"recompute {RECOMPUTE_NAMES[RECOMPUTE[at['recompute']]]}"] if at["recompute"] else []
+    parts += ["optimizer on the host"] if at["offload"] else []
+    return ", ".join(parts)
+
+
+def why(found: Plan, wish: Mapping[str, int], text: str, *, calibration: Calibration | None = None) -> Comparison:
+    """Compare the winner with the best layout that has the values of `wish` (`text` is how the user wrote them)."""
+    winner = found.best[0]
+    if all(int(winner.layout[name]) == value for name, value in wish.items()):
+        return Comparison(text, winner, winner, f"{text} is what the plan chose")
+    try:
+        other = plan(found.request, fixed=wish, calibration=calibration, best=1)
+    except ConfigError as error:
+        return Comparison(text, winner, None, f"{text} cannot be: {error.problems[0].rule}")
+    if not other.best:
+        least: Shortage | None = min(other.shortages, key=lambda s: s.needed) if other.shortages else None
+        reason = f"{least.region} {least}" if least else "no candidate fits with enough certainty"
+        return Comparison(text, winner, None, f"{text} does not fit: {reason}")
+    one = other.best[0]
+    differences = sorted(((name, winner.terms[name], one.terms[name]) for name in TERMS), key=lambda entry: -abs(entry[2] - entry[1]))
+    name, ours, theirs = max(differences, key=lambda entry: entry[2] - entry[1])
+    slower = one.seconds / winner.seconds - 1
+    reason = f"{text} is {slower:.1%} slower ({one.seconds:.3g} s, not {winner.seconds:.3g} s): "
+    reason += f"{TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
+    unsure = winner.seconds_high > one.seconds
+    return Comparison(
+        text, winner, one, reason + ("; the difference is within the uncertainty" if unsure and slower < 0.1 else ""), tuple(differences)
+    )
+
+
+def neighbours(found: Plan) -> list[str]:
+    """Wishes one step from the winner, as a user would write them."""
+    at = found.best[0].layout
+    wishes = []
+    for name in ("tp", "pp", "micro_batch"):
+        value = int(at[name])
+        wishes += [f"{name}={value * 2}"] + ([f"{name}={value // 2}"] if value > 1 and value % 2 == 0 else [])
+    wishes += [f"stage={stage}" for stage in range(4) if stage != int(at["stage"])]
+    if len(found.request.offers.recompute) > 1:
+        wishes += [
+            f"recompute={RECOMPUTE_NAMES[kind]}" for kind in found.request.offers.recompute if kind != RECOMPUTE[int(at["recompute"])]
+        ]
+    if not found.request.offers.pipeline:
+        wishes = [wish for wish in wishes if not wish.startswith("pp=")]
+    return wishes
+
+
+@dataclass(frozen=True)
+class Change:
+    """The best plan under other circumstances."""
+
+    what: str
+    seconds: float | None
+    tokens_per_second: float | None
+    layout: str
+    note: str = ""
+
+
+def sensitivity(found: Plan, *, calibration: Calibration | None = None) -> list[Change]:
+    """The search again with half and twice the network, the links, the memory and the batch."""
+    request = found.request
+    device = request.cluster.device
+
+    def on(**changes: Any) -> Request:
+        return replace(request, cluster=replace(request.cluster, device=replace(device, **changes)))
+
+    cases: list[tuple[str, Request]] = []
+    for label, factor in (("half", 0.5), ("twice", 2.0)):
+        if request.cluster.devices > device.domain:
+            cases.append(
+                (
+                    f"{label} the network ({device.nic_bandwidth * factor / 1e9:.3g} GB/s a device)",
+                    on(nic_bandwidth=device.nic_bandwidth * factor),
+                )
+            )
+        cases.append(
+            (f"{label} the links ({device.link_bandwidth * factor / 1e9:.3g} GB/s)", on(link_bandwidth=device.link_bandwidth * factor))
+        )
+        cases.append((f"{label} the memory ({device.memory_bytes * factor / GIB:.3g} GiB)", on(memory_bytes=device.memory_bytes * factor)))
+        cases.append(
+            (
+                f"{label} the batch ({int(request.global_batch * factor)})",
+                replace(request, global_batch=max(int(request.global_batch * factor), 1)),
+            )
+        )
+    changes = []
+    for what, changed in cases:
+        try:
+            outcome = plan(changed, calibration=calibration, best=1)
+        except ConfigError as error:
+            changes.append(Change(what, None, None, "", f"no layout: {error.problems[0].rule}"))
+            continue
+        if not outcome.best:
+            changes.append(Change(what, None, None, "", "nothing fits"))
+            continue
+        one = outcome.best[0]
+        changes.append(Change(what, one.seconds, one.tokens_per_second, describe(one.layout)))
+    return changes

@@ -1,0 +1,140 @@
+"""What is priced: a model, a device, how a framework computes, and candidate layouts as arrays with one entry each.
+
+Everything broadcasts: one model with half a million layouts (a search), or a thousand rows of different models and machines (an
+evaluation).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from plait.planner.architecture import Architecture
+from plait.planner.frameworks import Framework
+from plait.planner.hardware import PRECISIONS, Device, Numbers
+
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
+"""`none` is a single stage."""
+RECOMPUTE = ("none", "selective", "full", "operators")
+"""`selective` computes the attention's core again, `full` a whole block, `operators` all but attention and every second product."""
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Candidates. Arrays of one length, or scalars."""
+
+    pp: Numbers = 1
+    schedule: Numbers = 0
+    """Index into SCHEDULES."""
+    vpp: Numbers = 1
+    """Chunks of layers a stage."""
+    tp: Numbers = 1
+    sp: Numbers = 0
+    cp: Numbers = 1
+    ep: Numbers = 1
+    dp_replicate: Numbers = 1
+    dp_shard: Numbers = 1
+    stage: Numbers = 0
+    """ZeRO stage."""
+    recompute: Numbers = 0
+    """Index into RECOMPUTE."""
+    recompute_share: Numbers = 1.0
+    """Share of the layers that recompute."""
+    offload: Numbers = 0
+    """1: optimizer states and their step on the host; a share between is possible."""
+    offload_activations: Numbers = 0.0
+    """Share of the activations that are kept on the host."""
+    micro_batch: Numbers = 1
+    accumulation: Numbers = 1
+    """Micro-batches of a step on one data-parallel rank."""
+
+    @property
+    def dp(self) -> Numbers:
+        """Data-parallel ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> Numbers:
+        """Devices."""
+        return self.pp * self.tp * self.cp * self.dp
+
+    def take(self, index: Any) -> Layouts:
+        """Some of the candidates."""
+        length = max(np.size(getattr(self, f.name)) for f in fields(self))
+        return Layouts(**{f.name: np.broadcast_to(np.asarray(getattr(self, f.name)), (length,))[index] for f in fields(self)})
+
+    def at(self, index: int) -> dict[str, Any]:
+        """One candidate as plain numbers."""
+        one = self.take(np.array([index]))
+        return {f.name: getattr(one, f.name)[0].item() for f in fields(self)}
+
+    def with_(self, **changes: Any) -> Layouts:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on a device by a framework, in candidate layouts."""
+
+    model: Architecture
+    device: Device
+    framework: Framework
+    layouts: Layouts
+    sequence: Numbers
+    precision: Numbers
+    """Index into PRECISIONS: of the layers' matrix products."""
+    whole_attention: bool = False
+    """Tensor parallelism splits the projections and leaves attention itself whole on every rank, as with fused queries, keys and values."""
+
+    @property
+    def tokens(self) -> Numbers:
+        """Tokens of a micro-batch on one rank."""
+        return self.layouts.micro_batch * self.sequence / self.layouts.cp
+
+    @property
+    def linear_flops(self) -> Numbers:
+        """Peak FLOP/s of the layers' products."""
+        return np.choose(self.precision, [self.device.flops.get(p, np.nan) for p in PRECISIONS]) * self.device.power
+
+    @property
+    def other_flops(self) -> Numbers:
+        """Peak FLOP/s of attention and the head, which stay in 16 bits."""
+        index = {name: position for position, name in enumerate(PRECISIONS)}
+        sixteen = self.device.flops.get("bf16", np.nan)
+        half = np.where(np.isnan(sixteen), self.device.flops.get("fp16", np.nan), sixteen)
+        return np.where(np.asarray(self.precision) == index["fp32"], self.device.flops.get("fp32", np.nan), half) * self.device.power
+
+    def take(self, index: Any) -> Job:
+        """Some of the candidates, where everything has one entry a candidate."""
+        return Job(
+            model=_take(self.model, index),
+            device=replace(_take(self.device, index, skip="flops"), flops={k: np.asarray(v)[index] for k, v in self.device.flops.items()}),
+            framework=_take(self.framework, index),
+            layouts=self.layouts.take(index),
+            sequence=np.asarray(self.sequence)[index],
+            precision=np.asarray(self.precision)[index],
+            whole_attention=self.whole_attention,
+        )
+
+
+def _take(whole: Any, index: Any, *, skip: str = "") -> Any:
+    return replace(whole, **{f.name: np.asarray(getattr(whole, f.name))[index] for f in fields(whole) if f.name != skip})
+
+
+def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+    """(most layers of a stage, layers of the first stage, layers of the last stage).
+
+    Layers are spread evenly, the first stages taking what remains. Where only layers + 2 divide into the chunks, embedding and head stand
+    for a layer each, as Megatron-LM's `account_for_embedding_in_pipeline_split` does: the ends then have one layer less.
+    """
+    layers, chunks = job.model.layers, job.layouts.pp * job.layouts.vpp
+    ends = (layers % chunks != 0) & ((layers + 2) % chunks == 0) & (job.layouts.pp > 1)
+    per_chunk = np.where(ends, (layers + 2) // chunks, -(-layers // chunks))
+    most = per_chunk * job.layouts.vpp
+    end = np.where(ends, most - 1, most)
+    even = layers % chunks == 0
+    last = np.where(ends | even, end, np.maximum(layers - most * (job.layouts.pp - 1), layers // job.layouts.pp))
+    return np.minimum(most, layers), np.minimum(end, layers), np.maximum(np.minimum(last, layers), 0)

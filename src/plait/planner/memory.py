@@ -1,0 +1,181 @@
+"""Bytes on a rank as a sum of named terms at the moment that needs most, allocated and reserved.
+
+Two stages are priced, the first (most micro-batches in flight, the embedding) and the last (head and logits), at three moments: the deepest
+backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table 2, and for gated models without dropout the
+saved tensors counted one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.planner.constants import Rates
+from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
+from plait.planner.job import RECOMPUTE, Job, stage_layers
+from plait.planner.pipeline import in_flight, in_flight_last
+from plait.units import GIB, MIB
+
+TERMS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "gathered": "gathered weights and their buffers",
+    "activations": "activations kept for the backward",
+    "working": "the block that is computed",
+    "logits": "logits and loss",
+}
+MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank; arrays with one entry a candidate."""
+
+    terms: dict[str, Numbers]
+    """Allocated bytes by term, at the peak."""
+    moment: Numbers
+    """Index into MOMENTS."""
+    slack: Numbers
+    """Reserved by the allocator beyond what is allocated."""
+    context: Numbers
+    """Outside the allocator: the device's context and communicators."""
+
+    @property
+    def allocated(self) -> Numbers:
+        """What torch calls the peak of allocated memory."""
+        return sum(self.terms.values())
+
+    @property
+    def reserved(self) -> Numbers:
+        """What torch calls the peak of reserved memory."""
+        return self.allocated + self.slack
+
+    @property
+    def total(self) -> Numbers:
+        """What the device must have."""
+        return self.reserved + self.context
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of model states on the first and on the last stage: weights, gradients, optimizer, gathered copies."""
+
+    first: dict[str, Numbers]
+    last: dict[str, Numbers]
+
+
+def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory:
+    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says."""
+    at = job.layouts
+    counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
+    states = states or recipe_states(job)
+    _, first_layers, last_layers = stage_layers(job)
+    per_layer, per_checkpoint = _layer_activations(job)
+    single = np.asarray(at.pp) == 1
+    factor = rates["memory:activations"] * (1 - at.offload_activations)
+    working = np.where(_keeps_all(job), 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
+    kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
+    first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
+    last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
+    columns = job.model.vocab / np.where(np.asarray(job.framework.whole_logits) > 0, 1, at.tp)
+    logits = job.framework.logits * job.tokens * columns * rates["memory:logits"]
+    zero = np.zeros_like(np.asarray(first_kept, dtype=float))
+
+    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
+    # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
+    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
+    moments = [first, last, step]
+    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in moments]))
+    moment = np.argmax(sums, axis=0)
+    shape = moment.shape
+    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in moments]) for name in TERMS}
+    allocated = sum(terms.values())
+    groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
+    on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
+    context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
+    moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
+    slack = job.framework.slack * rates["memory:slack"] * moving + 0.01 * allocated
+    return Memory(terms, moment, slack, context)
+
+
+def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:
+    return {name: states[name] * factor for name in ("weights", "gradients", "optimizer", "gathered")}
+
+
+def recipe_states(job: Job) -> States:
+    """Model states by the framework's bytes a parameter."""
+    first_layers, last_layers = stage_layers(job)[1:]
+    model, at = job.model, job.layouts
+    single = np.asarray(at.pp) == 1
+    tail = np.where((np.asarray(model.tied) > 0) & ~single, model.vocab * model.hidden, model.head_parameters)
+    ends = np.where(single, model.embedding_parameters + model.head_parameters, model.embedding_parameters)
+    first_count = np.where(single, model.layers, first_layers)
+    last_count = np.where(single, model.layers, last_layers)
+    return States(_recipe(job, first_count, ends), _recipe(job, last_count, np.where(single, ends, tail)))
+
+
+def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
+    model, at, framework = job.model, job.layouts, job.framework
+    expert_share = model.expert_layers / model.layers
+    routed = np.where(np.asarray(model.experts) > 0, expert_share * model.routed_parameters, 0)
+    block = model.block_parameters / model.layers
+    dense = (layers * (block - routed) + ends) / at.tp
+    experts = layers * routed / at.tp / at.ep
+    shard = at.dp_shard * at.cp
+    expert_shard = np.maximum(shard / at.ep, 1)
+    stage = np.asarray(at.stage)
+
+    def held(width: Numbers, sharded: Numbers) -> Numbers:
+        return width * (dense / np.where(sharded, shard, 1) + experts / np.where(sharded, expert_shard, 1))
+
+    weights = held(framework.weights, stage >= 3)
+    gradients = held(framework.gradients, stage >= 2)
+    optimizer = held(framework.optimizer, stage >= 1) * (1 - at.offload)
+    # Weights in another dtype are kept as a copy while they are used: all of them, or with stage 3 the ends (gathered from the forward to
+    # the end of the backward) and two blocks, with the gradient of one and its reduction.
+    width = np.where(stage >= 3, 2, framework.gathered)
+    unit = (block - routed + routed / at.ep) / at.tp
+    whole = width * (dense + experts)
+    few = width * (ends / at.tp + 2 * unit) + (2 + framework.wire_reduce) * unit
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": np.where(stage >= 3, np.minimum(few, whole + 6 * unit), whole),
+    }
+
+
+def _keeps_all(job: Job) -> Numbers:
+    return np.asarray(job.layouts.recompute) == RECOMPUTE.index("none")
+
+
+def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
+    """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one micro-batch."""
+    model, at, framework = job.model, job.layouts, job.framework
+    hidden, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    sequence = np.where(np.asarray(at.sp) > 0, at.tp, 1)
+    old = (1 - model.gated) * (framework.attention > 0)  # GPT of the old frameworks trains with dropout: a mask a place
+    share = model.expert_layers / model.layers
+    ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
+    gathered = framework.whole_inputs
+    whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (gathered + (1 - gathered) / sequence)
+    unfused = 8 - 2 * (framework.eager <= 1.1)
+    inner = np.where(np.asarray(model.gated) > 0, unfused, 4) * ffn
+    attention_tp = 1 if job.whole_attention else at.tp
+    split = inner / at.tp + (4 * width + 4 * kv + 4 * model.heads) / attention_tp
+    split = split + share * 4 * model.active * hidden / at.tp
+    scores = np.choose(np.asarray(framework.attention), [0.0, 4 + 1 * old, 8 + 1 * old]) * model.heads * job.sequence / attention_tp
+    # Products in 8 and 4 bits keep their inputs so.
+    low = np.where(np.asarray(job.precision) >= PRECISIONS.index("fp8"), 0.7, 1.0)
+    whole, split = whole * low, split * low
+    every = job.tokens * (whole + split + scores)
+    checkpoint = job.tokens * 2 * hidden / sequence
+    operators = job.tokens * (8 * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp
+    kept = np.choose(
+        np.asarray(at.recompute), np.broadcast_arrays(every, job.tokens * (whole + split), checkpoint, np.minimum(operators, every))
+    )
+    return every, kept

@@ -1,0 +1,298 @@
+"""Where an Architecture comes from: the table of public models, a Hugging Face configuration, a folder that holds one. Weights are never
+read.
+
+The way back, `to_config`, is what a plan writes for `plait train` to build.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.errors import ConfigError, InputError, Problem
+from plait.planner.architecture import Architecture
+
+# ---- the table of public models ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _table() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((files("plait.planner") / "data" / "architectures.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def names() -> tuple[str, ...]:
+    """Names of the public models that are known."""
+    return tuple(_table()["models"])
+
+
+def named(name: str) -> Architecture | None:
+    """The public model of that name; letters' case, `-`, `_` and the organisation before `/` do not matter. None for an unknown one."""
+    wanted = _plain(name)
+    found = next((key for key in _table()["models"] if _plain(key) == wanted), None)
+    if found is None:
+        return None
+    entry = _table()["models"][found]
+    family = _table()["families"][entry["family"]]
+    layers, hidden, heads, kv_heads, ffn, vocab = entry["shape"]
+    experts = entry.get("experts", {})
+    gpt = entry["family"] == "gpt"
+    return Architecture(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=entry.get("head_dim", hidden // heads),
+        ffn=ffn,
+        vocab=vocab,
+        gated=int(family["gated"]),
+        tied=int(entry.get("tied", family["tied"])),
+        positions=entry.get("positions", 0),
+        bias=int(gpt),
+        qkv_bias=int(entry["family"] == "qwen2"),
+        qk_norm=int(entry["family"] in ("qwen3", "qwen3_moe")),
+        experts=experts.get("count", 0),
+        active=experts.get("active", 0),
+        expert_ffn=experts.get("ffn", 0),
+        shared_ffn=experts.get("shared", 0),
+        dense_layers=experts.get("dense_layers", 0),
+        compressed=_compressed(hidden, heads, entry.get("mla")),
+        name=found,
+        model_type=family["model_type"],
+    )
+
+
+def _plain(name: str) -> str:
+    plain = name.rsplit("/", 1)[-1].lower().replace("_", "-").replace(" ", "-")
+    for old, new in (
+        ("meta-llama-", "llama-"),
+        ("llama-3.1-", "llama-3-"),
+        ("llama2-", "llama-2-"),
+        ("llama3-", "llama-3-"),
+        ("llama3.1-", "llama-3-"),
+    ):
+        plain = plain.replace(old, new) if plain.startswith(old) else plain
+    return plain.replace("llama-3.1-", "llama-3-").replace("-", "")
+
+
+def _compressed(hidden: int, heads: int, mla: Mapping[str, int] | None) -> int:
+    """Matrix parameters of compressed attention: arXiv 2405.04434, section 2.1."""
+    if not mla:
+        return 0
+    query_width = mla["nope"] + mla["rope"]
+    q_rank = mla.get("q_rank") or 0
+    query = hidden * q_rank + q_rank * heads * query_width if q_rank else hidden * heads * query_width
+    keys = hidden * (mla["kv_rank"] + mla["rope"]) + mla["kv_rank"] * heads * (mla["nope"] + mla["value"])
+    return query + keys + heads * mla["value"] * hidden + q_rank + mla["kv_rank"]  # the last two: norms of the compressed
+
+
+# ---- Hugging Face configurations -----------------------------------------------------------------------------------------------------
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+}
+_TWO_MATRICES = {
+    "gpt2",
+    "gpt_neox",
+    "gpt_neo",
+    "gptj",
+    "gpt_bigcode",
+    "opt",
+    "bloom",
+    "falcon",
+    "phi",
+    "mpt",
+    "starcoder2",
+    "codegen",
+    "biogpt",
+}
+_TIED = {"gpt2", "gpt_neo", "opt", "bloom", "falcon", "gpt_bigcode", "mpt", "gemma", "gemma2", "gemma3_text"}
+_LEARNED_POSITIONS = {"gpt2": "n_positions", "gpt_neo": "max_position_embeddings", "opt": "max_position_embeddings"}
+_LAYER_NORM = _TWO_MATRICES - {"falcon"}
+_STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
+
+
+def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
+    """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
+    or does not fit, InputError for an architecture that is no decoder-only language model."""
+    kind = str(config.get("model_type", ""))
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
+        return from_config({"model_type": kind, **inner}, source=source, vocab=vocab)
+    if kind in _STRUCTURE:
+        raise InputError(f"{source}: {kind!r} is no decoder-only transformer, which is what can be planned")
+    found: dict[str, int] = {}
+    problems = []
+    defaults: Mapping[str, int] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if kind == "gpt2" else {}
+    if vocab is not None:
+        defaults = {**defaults, "vocab": vocab}
+    for field, keys in _NAMES.items():
+        value = next((config[key] for key in keys if config.get(key) is not None), defaults.get(field))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(Problem(f"{source}: {keys[0]}", value, "not a whole number of at least 1", f"set {' or '.join(keys)}"))
+        else:
+            found[field] = value
+    if problems:
+        raise ConfigError(*problems)
+    optional = {field: next((config[key] for key in keys if config.get(key) is not None), None) for field, keys in _OPTIONAL.items()}
+    hidden, heads = found["hidden"], found["heads"]
+    if optional["head_dim"] is None and hidden % heads:
+        rule = f"num_attention_heads is {heads} and {hidden} % {heads} = {hidden % heads}"
+        raise ConfigError(Problem(f"{source}: hidden_size", hidden, rule, "give head_dim, or sizes that divide"))
+    gated = int(kind not in _TWO_MATRICES)
+    bias = int(kind in _LAYER_NORM)
+    mla = None
+    if config.get("kv_lora_rank"):
+        mla = {
+            "kv_rank": config["kv_lora_rank"],
+            "rope": config["qk_rope_head_dim"],
+            "nope": config["qk_nope_head_dim"],
+            "value": config["v_head_dim"],
+            "q_rank": config.get("q_lora_rank"),
+        }
+    kv_heads = optional["kv_heads"] or heads
+    if kind == "falcon":
+        kv_heads = config.get("num_kv_heads", 1) if config.get("new_decoder_architecture") or not config.get("multi_query", True) else 1
+    experts = optional["experts"] or 0
+    ffn = optional["ffn"] or 4 * hidden
+    return Architecture(
+        **found,
+        kv_heads=kv_heads,
+        head_dim=(mla["nope"] + mla["rope"]) if mla else optional["head_dim"] or hidden // heads,
+        ffn=ffn,
+        gated=gated,
+        tied=int(config.get("tie_word_embeddings", kind in _TIED)),
+        positions=int(config.get(_LEARNED_POSITIONS[kind], 1024)) if kind in _LEARNED_POSITIONS else 0,
+        bias=bias,
+        qkv_bias=int(kind in ("qwen2", "qwen2_moe")),
+        qk_norm=int(kind in ("qwen3", "qwen3_moe")),
+        experts=experts,
+        active=(optional["active"] or 2) if experts else 0,
+        expert_ffn=(optional["expert_ffn"] or ffn) if experts else 0,
+        shared_ffn=int(config.get("shared_expert_intermediate_size") or 0)
+        or (config.get("n_shared_experts") or 0) * (optional["expert_ffn"] or ffn) * bool(experts),
+        dense_layers=(optional["dense_layers"] or 0) if experts else 0,
+        compressed=_compressed(hidden, heads, mla),
+        name=str(config.get("_name_or_path") or kind or source),
+        model_type=kind or "llama",
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """An architecture, and how a training configuration names it."""
+
+    architecture: Architecture
+    section: Mapping[str, Any]
+    """The `model` section of a training configuration."""
+
+
+_NOT_FOR_TRAINING = (
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "_name_or_path",
+    "auto_map",
+    "quantization_config",
+    "use_cache",
+)
+
+
+def find_model(source: str, *, sequence: int | None = None) -> Model:
+    """A name in the table, a config.json, or a folder that holds one. Raises InputError for what is neither."""
+    path = Path(source).expanduser()
+    if path.is_dir() or path.suffix == ".json":
+        file = path / "config.json" if path.is_dir() else path
+        config = _read(file)
+        if "model" in config and isinstance(config["model"], Mapping) and isinstance(config["model"].get("config"), Mapping):
+            config = dict(config["model"]["config"])  # a training configuration
+        architecture = from_config(config, source=str(file))
+        if path.is_dir() and any(path.glob("*.safetensors")):
+            return Model(architecture, {"path": str(path)})
+        return Model(architecture, {"config": {k: v for k, v in config.items() if k not in _NOT_FOR_TRAINING and v is not None}})
+    found = named(source)
+    if found is None:
+        near = difflib.get_close_matches(source.lower(), names(), n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise InputError(f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait plan --list` prints them")
+    return Model(found, {"config": to_config(found, positions=sequence or 2048)})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"model {file}: {error.strerror}; name a config.json, a folder that holds one, or a public model") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"model {file}: no JSON ({error}); name a Hugging Face config.json") from None
+    if not isinstance(content, dict):
+        raise InputError(f"model {file}: holds {type(content).__name__}, not the keys of a Hugging Face configuration")
+    return content
+
+
+def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
+    """The Hugging Face configuration of a model in the table, for sequences of `positions` tokens."""
+    a = architecture
+    if a.model_type == "gpt2":
+        return {
+            "model_type": "gpt2",
+            "n_layer": a.layers,
+            "n_embd": a.hidden,
+            "n_head": a.heads,
+            "n_inner": a.ffn,
+            "vocab_size": a.vocab,
+            "n_positions": max(a.positions, positions),
+        }
+    config = {
+        "model_type": a.model_type,
+        "num_hidden_layers": a.layers,
+        "hidden_size": a.hidden,
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.kv_heads,
+        "intermediate_size": a.ffn,
+        "vocab_size": a.vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": bool(a.tied),
+    }
+    if a.head_dim != a.hidden // a.heads and not a.compressed:
+        config["head_dim"] = a.head_dim
+    if a.model_type == "mixtral":
+        config |= {"num_local_experts": a.experts, "num_experts_per_tok": a.active}
+    if a.model_type == "qwen3_moe":
+        config |= {"num_experts": a.experts, "num_experts_per_tok": a.active, "moe_intermediate_size": a.expert_ffn}
+    if a.model_type == "deepseek_v3":
+        mla = _table()["models"][a.name]["mla"]
+        config |= {
+            "n_routed_experts": a.experts,
+            "num_experts_per_tok": a.active,
+            "moe_intermediate_size": a.expert_ffn,
+            "n_shared_experts": a.shared_ffn // a.expert_ffn,
+            "first_k_dense_replace": a.dense_layers,
+            "q_lora_rank": mla["q_rank"],
+            "kv_lora_rank": mla["kv_rank"],
+            "qk_nope_head_dim": mla["nope"],
+            "qk_rope_head_dim": mla["rope"],
+            "v_head_dim": mla["value"],
+        }
+    return config

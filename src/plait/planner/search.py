@@ -1,0 +1,374 @@
+"""The search: every candidate layout priced in closed form, those that do not fit told apart by what they lack, the fastest kept.
+
+`plan` is the one function to call, from a command or from whatever meets "auto" in a configuration. Nothing here prints or writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import erf, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import ConfigError, InputError, Problem
+from plait.planner.architecture import Architecture
+from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
+from plait.planner.constants import Rates
+from plait.planner.estimate import Estimate, estimate
+from plait.planner.frameworks import framework
+from plait.planner.hardware import PRECISIONS, Cluster
+from plait.planner.job import SCHEDULES, Job, Layouts
+from plait.planner.memory import MOMENTS
+from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.models import Model
+from plait.planner.offers import EVERYTHING, Offers, offered
+from plait.planner.simulate import simulated_terms
+from plait.planner.space import Excluded, Space, build_space
+from plait.planner.splits import Split, split_of
+from plait.planner.states import account_states
+from plait.planner.step import TERMS
+from plait.units import GIB
+
+_CHUNK = 1 << 15
+"""Candidates priced at a time, so that arrays stay in the cache."""
+_CERTAIN = 0.9
+"""A plan fits with at least this probability."""
+_MOST_SIMULATED = 50
+"""So many of the best are walked by their schedule's table."""
+_NINETY = 1.645
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    """Samples of an optimizer step."""
+    sequence: int
+    """Tokens of a sample."""
+    precision: str = "bf16"
+    compile: bool = False
+    everything: bool = False
+    """Also what this version does not run."""
+
+    @property
+    def offers(self) -> Offers:
+        """What the search may propose."""
+        return EVERYTHING if self.everything else offered(compiled=self.compile)
+
+    @property
+    def split(self) -> Split:
+        """What tensor parallelism may do to the model."""
+        return split_of(self.model.architecture, self.model.section.get("config") or {})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout with what it is predicted to cost. Seconds and bytes; intervals are of 90 %."""
+
+    layout: Mapping[str, Any]
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    tokens_per_second: float
+    mfu: float
+    """Share of the devices' peak in the computation's precision; model FLOPs, causal attention counted by half, no recomputation."""
+    terms: Mapping[str, float]
+    allocated: float
+    reserved: float
+    needed: float
+    """With the device's context."""
+    needed_high: float
+    fit_probability: float
+    memory_terms: Mapping[str, float]
+    moment: str
+
+    @property
+    def schedule(self) -> str:
+        """Its name."""
+        return SCHEDULES[int(self.layout["schedule"])]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A region of the space in which nothing fits: what its smallest candidate needs."""
+
+    region: str
+    candidates: int
+    needed: float
+    room: float
+    parts: tuple[tuple[str, float], ...]
+    """The largest terms of it."""
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{MEMORY_TERMS[name]} {size / GIB:.1f}" for name, size in self.parts)
+        return f"needs {self.needed / GIB:.1f} of {self.room / GIB:.1f} GiB: {parts}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The outcome of a search."""
+
+    request: Request
+    best: tuple[Choice, ...]
+    """Fastest first; of layouts that agree in tp, pp, schedule and ZeRO stage the fastest."""
+    candidates: int
+    fitting: int
+    excluded: tuple[Excluded, ...]
+    shortages: tuple[Shortage, ...]
+
+
+def plan(
+    request: Request,
+    *,
+    fixed: Mapping[str, int] | None = None,
+    calibration: Calibration | None = None,
+    best: int = 5,
+) -> Plan:
+    """Search. `fixed` are fields of a layout that must have a value (`space.parse_fixed`), `calibration` constants of this machine.
+
+    Raises ConfigError where the rules leave no candidate, InputError where the device cannot compute so.
+    """
+    _check(request)
+    calibration = calibration or uncalibrated()
+    rates = merged(calibration)
+    space = _space(request, fixed)
+    seconds, needed = _price(request, space, rates)
+    room = float(request.cluster.device.memory_bytes)
+    fits = needed <= room
+    shortages = _shortages(request, space, needed, room, rates)
+    chosen = _fastest(request, space, seconds, needed, room, calibration, best)
+    return Plan(request, tuple(chosen), space.size, int(fits.sum()), space.excluded, shortages)
+
+
+def price(request: Request, layouts: Sequence[Mapping[str, Any]], *, calibration: Calibration | None = None) -> list[Choice]:
+    """What given layouts cost, fitting or not."""
+    _check(request)
+    names = [f.name for f in fields(Layouts)]
+    whole = Layouts(**{name: np.array([layout.get(name, getattr(Layouts(), name)) for layout in layouts]) for name in names})
+    return _choices(request, whole, calibration or uncalibrated())
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one layout stands in a plan's order."""
+
+    choice: Choice
+    place: int
+    """1 is the fastest of those that fit."""
+    fitting: int
+
+
+def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibration | None = None) -> Standing:
+    """Where `layout` stands among all candidates that fit, priced as they are; it need not be one of them."""
+    calibration = calibration or uncalibrated()
+    space = _space(request, None)
+    seconds, needed = _price(request, space, merged(calibration))
+    fitting = seconds[needed <= float(request.cluster.device.memory_bytes)]
+    choice = price(request, [layout], calibration=calibration)[0]
+    return Standing(choice, int((fitting < choice.seconds * (1 - 1e-9)).sum()) + 1, len(fitting))
+
+
+def job_of(request: Request, layouts: Layouts) -> Job:
+    """Candidates of a request as something to price."""
+    model = request.model.architecture
+    name = "plait"
+    found = framework(name)
+    if request.compile:
+        found = replace(found, eager=1.1, host_seconds=150e-6, norms=8)  # blocks are fused, as torchtitan's are
+    if request.precision == "fp32":
+        found = replace(found, wire_gather=4, gathered=0)
+    return Job(
+        model=model,
+        device=request.cluster.device,
+        framework=found,
+        layouts=layouts,
+        sequence=request.sequence,
+        precision=PRECISIONS.index(request.precision),
+        whole_attention=request.split.whole_attention,
+    )
+
+
+def _space(request: Request, fixed: Mapping[str, int] | None) -> Space:
+    return build_space(
+        request.model.architecture,
+        request.cluster,
+        global_batch=request.global_batch,
+        offers=request.offers,
+        split=Split() if request.everything else request.split,
+        fixed=fixed,
+    )
+
+
+def _check(request: Request) -> None:
+    device = request.cluster.device
+    problems = []
+    if request.global_batch < 1:
+        problems.append(Problem("--batch", request.global_batch, "a step has at least one sample", "give the samples of an optimizer step"))
+    if request.sequence < 1:
+        problems.append(Problem("--seq", request.sequence, "a sample has at least one token", "give the tokens of a sample"))
+    if problems:
+        raise ConfigError(*problems)
+    if np.isnan(device.flops.get(request.precision, np.nan)):
+        has = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
+        raise InputError(f"--precision {request.precision}: {device.title} does not compute so; it has {has}")
+
+
+def _compute_dtype(request: Request) -> str | None:
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(request.precision)
+
+
+def _estimate(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
+    job = job_of(request, layouts)
+    return estimate(job, rates, account_states(job, compute=_compute_dtype(request)))
+
+
+def _price(request: Request, space: Space, rates: Rates) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seconds, bytes needed) of every candidate."""
+    seconds, needed = np.empty(space.size), np.empty(space.size)
+    for start in range(0, space.size, _CHUNK):
+        part = slice(start, min(start + _CHUNK, space.size))
+        found = _estimate(request, space.layouts.take(part), rates)
+        seconds[part] = found.seconds
+        needed[part] = found.memory.total
+    return seconds, needed
+
+
+def _fastest(
+    request: Request,
+    space: Space,
+    seconds: NDArray[np.float64],
+    needed: NDArray[np.float64],
+    room: float,
+    calibration: Calibration,
+    best: int,
+) -> list[Choice]:
+    """The fastest of every kind of layout that fit with enough certainty."""
+    order = np.flatnonzero(needed <= room)
+    order = order[np.argsort(seconds[order], kind="stable")]
+    found: list[Choice] = []
+    wanted = best if request.everything else min(2 * best + 1, _MOST_SIMULATED)
+    seen: set[tuple[Any, ...]] = set()
+    for start in range(0, len(order), 256):
+        for choice in _choices(request, space.layouts.take(order[start : start + 256]), calibration):
+            kind = tuple(choice.layout[name] for name in ("tp", "pp", "schedule", "vpp", "stage"))
+            if choice.fit_probability >= _CERTAIN and kind not in seen:
+                seen.add(kind)
+                found.append(choice)
+                if len(found) == wanted:
+                    return _refined(request, found, calibration)[:best]
+        if start >= 4096 and found:
+            break
+    return _refined(request, found, calibration)[:best]
+
+
+def _refined(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
+    """Pipelines walked by their own tables, and the order that results."""
+    rates = merged(calibration)
+    names = [f.name for f in fields(Layouts)]
+    refined = []
+    for choice in found:
+        layouts = Layouts(**{name: np.array([choice.layout[name]]) for name in names})
+        terms = simulated_terms(job_of(request, layouts), rates, choice.terms)
+        refined.append(choice if terms is None else _with_terms(choice, terms))
+    return sorted(refined, key=lambda choice: choice.seconds)
+
+
+def _with_terms(choice: Choice, terms: Mapping[str, float]) -> Choice:
+    share = sum(terms.values()) / choice.seconds
+    return replace(
+        choice,
+        terms=dict(terms),
+        seconds=choice.seconds * share,
+        seconds_low=choice.seconds_low * share,
+        seconds_high=choice.seconds_high * share,
+        tokens_per_second=choice.tokens_per_second / share,
+        mfu=choice.mfu / share,
+    )
+
+
+def _choices(request: Request, layouts: Layouts, calibration: Calibration) -> list[Choice]:
+    rates = merged(calibration)
+    job = job_of(request, layouts)
+    states = account_states(job, compute=_compute_dtype(request))
+    found = estimate(job, rates, states)
+    count = np.size(layouts.tp)
+    everywhere = _spread_out(job, count)
+    time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
+    memory_spread = deviation(memory_of(everywhere, ["total"] * count), calibration.memory, everywhere)
+    model = request.model.architecture
+    tokens = request.global_batch * request.sequence
+    flops = float(model.model_flops(request.sequence)) * tokens
+    peak = float(request.cluster.device.flops[request.precision]) * request.cluster.devices
+    room = float(request.cluster.device.memory_bytes)
+    terms = {name: np.broadcast_to(np.asarray(value, float), (count,)) for name, value in found.step.terms.items()}
+    memory_terms = {name: np.broadcast_to(np.asarray(value, float), (count,)) for name, value in found.memory.terms.items()}
+    seconds, total = (np.broadcast_to(np.asarray(x, float), (count,)) for x in (found.seconds, found.memory.total))
+    allocated, reserved = (np.broadcast_to(np.asarray(x, float), (count,)) for x in (found.memory.allocated, found.memory.reserved))
+    moment = np.broadcast_to(found.memory.moment, (count,))
+    return [
+        Choice(
+            layout=layouts.at(i),
+            seconds=float(seconds[i]),
+            seconds_low=float(seconds[i] * np.exp(-_NINETY * time_spread[i])),
+            seconds_high=float(seconds[i] * np.exp(_NINETY * time_spread[i])),
+            tokens_per_second=tokens / float(seconds[i]),
+            mfu=flops / peak / float(seconds[i]),
+            terms={name: float(terms[name][i]) for name in TERMS},
+            allocated=float(allocated[i]),
+            reserved=float(reserved[i]),
+            needed=float(total[i]),
+            needed_high=float(total[i] * np.exp(_NINETY * memory_spread[i])),
+            fit_probability=0.5 * (1 + erf(float((np.log(room) - np.log(total[i])) / memory_spread[i]) / sqrt(2))),
+            memory_terms={name: float(memory_terms[name][i]) for name in MEMORY_TERMS},
+            moment=MOMENTS[int(moment[i])],
+        )
+        for i in range(count)
+    ]
+
+
+def _spread_out(job: Job, count: int) -> Job:
+    """The same job with one entry a candidate everywhere."""
+
+    def full(value: Any) -> Any:
+        return np.broadcast_to(np.asarray(value), (count,))
+
+    device = replace(
+        job.device,
+        **{f.name: full(getattr(job.device, f.name)) for f in fields(job.device) if f.name != "flops"},
+        flops={p: full(job.device.flops.get(p, np.nan)) for p in PRECISIONS},
+    )
+    model = Architecture(**{f.name: full(getattr(job.model, f.name)) for f in fields(Architecture)})
+    one = type(job.framework)(**{f.name: full(getattr(job.framework, f.name)) for f in fields(job.framework)})
+    return replace(job, model=model, device=device, framework=one, sequence=full(job.sequence), precision=full(job.precision))
+
+
+def _shortages(request: Request, space: Space, needed: NDArray[np.float64], room: float, rates: Rates) -> tuple[Shortage, ...]:
+    """For every (tp, pp, stage) of which nothing fits: what the smallest of it needs."""
+    at = space.layouts
+    key = (np.asarray(at.tp) * 4096 + np.asarray(at.pp)) * 4 + np.asarray(at.stage)
+    order = np.lexsort((needed, key))
+    firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
+    smallest = firsts[needed[firsts] > room]
+    if not len(smallest):
+        return ()
+    counts = dict(zip(*np.unique(key, return_counts=True), strict=True))
+    found = _estimate(request, at.take(smallest), rates).memory
+    shortages = []
+    for position, index in enumerate(smallest):
+        parts = sorted(
+            ((name, float(np.broadcast_to(value, len(smallest))[position])) for name, value in found.terms.items()), key=lambda p: -p[1]
+        )
+        one = at.at(int(index))
+        pipeline = f" pp={one['pp']}" if request.offers.pipeline else ""
+        shortages.append(
+            Shortage(
+                f"tp={one['tp']}{pipeline} stage={one['stage']}", int(counts[key[index]]), float(needed[index]), room, tuple(parts[:3])
+            )
+        )
+    return tuple(shortages)

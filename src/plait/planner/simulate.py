@@ -1,0 +1,69 @@
+"""The pipeline of one layout, walked by its schedule's own table: what stays idle with uneven stages, a heavy head, messages on their way.
+
+Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedule`), the walk `parallel.timeline`, the cut the
+engine's (`parallel.stages`); durations are the closed form's. Nothing is simulated without a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from plait.errors import ConfigError
+from plait.parallel.schedule import make_schedule
+from plait.parallel.stages import cut
+from plait.parallel.timeline import Durations, simulate
+from plait.planner.compute import head_cost, layer_cost
+from plait.planner.constants import Rates
+from plait.planner.job import SCHEDULES, Job
+from plait.planner.offers import SCHEDULE_NAMES
+from plait.planner.step import layer_traffic
+from plait.planner.traffic import send_seconds
+
+MOST_ACTIONS = 60_000
+"""Longer tables are left to the closed form: a walk takes about 5 us an action."""
+_RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
+
+
+def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
+    """`terms` of one candidate with the idle time that its table leaves; None where there is no pipeline or no table to walk."""
+    at = job.layouts
+    pp, chunks, micro_batches = (int(np.ravel(value)[0]) for value in (at.pp, at.vpp, at.accumulation))
+    name = SCHEDULE_NAMES.get(SCHEDULES[int(np.ravel(at.schedule)[0])])
+    stages = pp * chunks
+    if pp == 1 or name is None or 2 * stages * micro_batches > MOST_ACTIONS or stages > int(job.model.layers):
+        return None
+    try:
+        table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
+    except ConfigError:  # priced for comparison, and no table exists for these numbers
+        return None
+    durations = _durations(job, rates, stages)
+    total = simulate(table, durations).total
+    busy = sum(terms[term] for term in _RANK_TERMS)
+    return {**terms, "idle": max(total - busy, 0.0)}
+
+
+def _durations(job: Job, rates: Rates, stages: int) -> Durations:
+    layer, traffic = layer_cost(job, rates), layer_traffic(job, rates)
+    between = sum(_one(value) for value in traffic.values())
+    forward = _one(layer.forward) + between / 2
+    weight = _one(layer.products_backward) / 2
+    backward = _one(layer.backward) + between / 2
+    wait = max(2 * _one(layer.host) - forward - backward, 0.0) / 2
+    head = _one(head_cost(job, rates))
+    per_layer = forward + backward + 2 * wait
+    counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
+    heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
+    send = _one(send_seconds(job, rates)) * float(rates["p2p"])
+    return Durations(
+        forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
+        input=tuple(n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
+        weight=tuple(n * weight + h / 3 for n, h in zip(counts, heads, strict=True)),
+        send=(send,) * (stages - 1),
+    )
+
+
+def _one(value: Any) -> float:
+    return float(np.ravel(value)[0])

@@ -1,0 +1,70 @@
+"""What tensor parallelism does to a model family, as data: is it planned, can sequences be sharded, does attention stay whole.
+
+The engine decides from the model itself (`model.plans`); tests build every family named here and compare. A family that is not named is
+planned without tensor parallelism, and the reason is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.planner.architecture import Architecture
+
+WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
+"""Queries, keys and values are fused or normalised together: their layer is split, its output gathered, every rank computes all heads."""
+SPLIT = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "olmo",
+    "granite",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "gptj",
+    "stablelm",
+    "gpt_neox",
+    "smollm3",
+    "persimmon",
+    "nemotron",
+    "exaone4",
+    "helium",
+    "opt",
+    *WHOLE_ATTENTION,
+)
+"""Families whose layers are known to split."""
+_NO_SEQUENCE = {"opt": "OPT's blocks flatten batch and sequence into one dimension before the MLP"}
+_DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout", "residual_dropout", "dropout")
+_DROPS_UNLESS_TOLD = {"gpt2": 0.1, "gpt_bigcode": 0.1}
+
+
+@dataclass(frozen=True)
+class Split:
+    """None where it is planned, else why not."""
+
+    tensor: str | None = None
+    sequence: str | None = None
+    whole_attention: bool = False
+
+
+def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
+    """How the planner may split a model with this Transformers configuration (empty where it is not at hand)."""
+    kind = str(model.model_type)
+    if model.experts:
+        return Split(tensor=f"{kind} has experts, whose layers tensor parallelism does not split", sequence="no tensor parallelism")
+    if kind not in SPLIT:
+        return Split(
+            tensor=f"how {kind} splits is not known to the planner; `plait layout` asks the model itself", sequence="no tensor parallelism"
+        )
+    default = _DROPS_UNLESS_TOLD.get(kind, 0.0)
+    drops = any(float(config.get(name) or 0) > 0 for name in _DROPOUTS)
+    drops = drops or (default > 0 and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop")))
+    sequence = _NO_SEQUENCE.get(kind) or ("dropout is on, and ranks would drop the same places of different tokens" if drops else None)
+    return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION)

@@ -1,0 +1,150 @@
+"""Model states of Plait itself, to the byte, from the techniques' own accounts: the ledger is asked for the embedding, one block and the
+head, and a stage is the sum of what it holds.
+
+The facts are written from an Architecture, so no model is built; tests compare them with those of the Transformers model.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plait.model.facts import ModelFacts, ParameterFacts
+from plait.parallel.data import DataParallel
+from plait.parallel.ledger import Ledger
+from plait.parallel.precision import Precision
+from plait.planner.architecture import Architecture
+from plait.planner.job import Job, stage_layers
+from plait.planner.memory import States
+
+_MASTER_BYTES = 4
+"""Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
+
+Split = dict[str, int | None]
+
+
+def block_parameters(model: Architecture, *, experts: bool = False) -> list[tuple[str, tuple[int, ...], int | None]]:
+    """(name, shape, dimension split over tp) of every parameter of one block, as Transformers shapes them."""
+    h, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found: list[tuple[str, tuple[int, ...], int | None]] = []
+    if model.model_type == "gpt2":
+        found += [("attn.c_attn.weight", (h, 3 * h), 1), ("attn.c_attn.bias", (3 * h,), 0)]
+        found += [("attn.c_proj.weight", (h, h), 0), ("attn.c_proj.bias", (h,), None)]
+        found += [("mlp.c_fc.weight", (h, model.ffn), 1), ("mlp.c_fc.bias", (model.ffn,), 0)]
+        found += [("mlp.c_proj.weight", (model.ffn, h), 0), ("mlp.c_proj.bias", (h,), None)]
+        return found + [(f"ln_{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in ("weight", "bias")]
+    if model.compressed:
+        found.append(("attention", (int(model.compressed) // h, h), None))
+    else:
+        for name, rows in (("q", width), ("k", kv), ("v", kv)):
+            found.append((f"{name}.weight", (rows, h), 0))
+            if model.qkv_bias or model.bias:
+                found.append((f"{name}.bias", (rows,), 0))
+        found.append(("o.weight", (h, width), 1))
+        if model.bias:
+            found.append(("o.bias", (h,), None))
+    if model.qk_norm:
+        found += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
+    if experts:
+        found += [
+            ("experts.gate_up", (model.experts, 2 * model.expert_ffn, h), None),
+            ("experts.down", (model.experts, h, model.expert_ffn), None),
+        ]
+        found.append(("router", (model.experts, h), None))
+        if model.shared_ffn:
+            found += [("shared.up", (2 * model.shared_ffn, h), None), ("shared.down", (h, model.shared_ffn), None)]
+    else:
+        for name in ("gate", "up") if model.gated else ("up",):
+            found.append((f"{name}.weight", (model.ffn, h), 0))
+            if model.bias:
+                found.append((f"{name}.bias", (model.ffn,), 0))
+        found.append(("down.weight", (h, model.ffn), 1))
+        if model.bias:
+            found.append(("down.bias", (h,), None))
+    leaves = ("weight", "bias") if model.bias else ("weight",)
+    return found + [(f"norm{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in leaves]
+
+
+def end_parameters(
+    model: Architecture,
+) -> tuple[list[tuple[str, tuple[int, ...], int | None]], list[tuple[str, tuple[int, ...], int | None]]]:
+    """The same of the embedding, and of the final norm and the head. A tied head is with the embedding."""
+    first: list[tuple[str, tuple[int, ...], int | None]] = [("embedding", (model.vocab, model.hidden), 0)]
+    if model.positions:
+        first.append(("positions", (model.positions, model.hidden), None))
+    last: list[tuple[str, tuple[int, ...], int | None]] = [("norm.weight", (model.hidden,), None)]
+    if model.bias:
+        last.append(("norm.bias", (model.hidden,), None))
+    if not model.tied:
+        last.append(("head", (model.vocab, model.hidden), 0))
+    return first, last
+
+
+def _facts(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> tuple[ModelFacts, Split]:
+    parameters = tuple(ParameterFacts(name, shape, _MASTER_BYTES, True, unit) for name, shape, _ in entries)
+    return ModelFacts(parameters, ("block",) if unit >= 0 else ()), {name: dim for name, _, dim in entries}
+
+
+def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
+    """Bytes of weights, gradients, optimizer states and gathered copies on the first and last stage, for every candidate of one model.
+
+    `compute` is the dtype of forward and backward; None computes in float32.
+    """
+    at, model = job.layouts, job.model
+    size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp))
+    fields = [np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage)]
+    several = np.broadcast_to(np.asarray(at.accumulation) > 1, (size,)).astype(np.int64)
+    key = several
+    for values in fields:
+        key = key * (int(values.max()) + 1) + values
+    unique, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    tp, replicate, shard, stage = (values[first] for values in fields)
+    accumulation = several[first] + 1
+
+    def account(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> dict[str, np.ndarray]:
+        if not entries:
+            return {name: np.zeros(len(unique)) for name in ("weights", "gradients", "optimizer", "gathered", "whole")}
+        facts, dims = _facts(entries, unit)
+        ledger = Ledger.start(tp=tp, dp_replicate=replicate, dp_shard=shard, accumulation=accumulation).with_(tensor_dims=dims)
+        if compute:
+            ledger = Precision.sweep(compute=compute, reduce="float32").account(ledger, facts)
+        memory = DataParallel.sweep(stage=stage).account(ledger, facts).memory
+        width = 2 if compute else 4
+        whole = np.zeros(len(unique))
+        for _, shape, dim in entries:
+            whole = whole + width * np.ceil(np.prod(shape, dtype=float) / (tp if dim is not None else 1))
+        return {
+            "weights": memory["parameters"],
+            # Whole until the last micro-batch, then block by block the shards in their place.
+            "gradients": np.maximum(memory["gradients"], memory["unsharded_gradients"]),
+            "optimizer": memory["optimizer"],
+            "gathered": memory["gathered_parameters"],
+            "whole": whole,
+        }
+
+    share = float(model.expert_layers / model.layers)
+    dense, routed = account(block_parameters(model), 0), account(block_parameters(model, experts=True), 0) if share else {}
+    block = {name: (1 - share) * value + share * routed.get(name, 0) for name, value in dense.items()}
+    front, back = (account(entries, -1) for entries in end_parameters(model))
+    _, first_layers, last_layers = (np.broadcast_to(np.asarray(x, dtype=float), (size,)) for x in stage_layers(job))
+    single = np.broadcast_to(np.asarray(at.pp) == 1, (size,))
+    third = fields[3] == 3
+    casts = compute is not None or bool((fields[2] > 1).any())
+
+    def held(layers: np.ndarray, *ends: tuple[dict[str, np.ndarray], np.ndarray]) -> dict[str, np.ndarray]:
+        taken = {name: value[inverse] * layers + sum(end[name][inverse] * on for end, on in ends) for name, value in block.items()}
+        # While a block is computed it is gathered, the next one with it, and at stage 3 the ends from the forward to the end of the
+        # backward; its gradient and the reduction's buffer are whole. Without accumulation stages 1 and 2 gather for the step alone.
+        unit, ends_whole = block["whole"][inverse], sum(end["whole"][inverse] * on for end, on in ends)
+        grads = unit * (3 if compute else 2)
+        sharded = (fields[2] > 1) | (compute is not None)
+        once = unit * layers + ends_whole
+        moving = np.where(third, 2 * unit + ends_whole, np.where(taken["gathered"] > 0, 0, once)) + grads
+        taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
+        taken["optimizer"] = taken["optimizer"] * (1 - np.broadcast_to(np.asarray(at.offload, dtype=float), (size,)))
+        return taken
+
+    one, none = np.ones(size), np.zeros(size)
+    tied_tail = np.where(single, none, one) if model.tied else none
+    first_stage = held(np.where(single, float(model.layers), first_layers), (front, one), (back, np.where(single, one, none)))
+    last_stage = held(np.where(single, float(model.layers), last_layers), (back, one), (front, np.where(single, one, tied_tail)))
+    return States(first_stage, last_stage)

@@ -1,0 +1,174 @@
+"""Seconds of an optimizer step as a sum of named terms: computation, exposed communication, idle pipeline, optimizer, and the rest.
+
+The slowest stage sets the pace: m micro-batches of it, and the idle time of the schedule. Traffic that can be computed over costs what does
+not fit under the computation, and slows it by a share of what does. Invariant: the terms sum to the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.planner.compute import head_cost, layer_cost, optimizer_seconds
+from plait.planner.constants import Rates
+from plait.planner.hardware import Numbers
+from plait.planner.job import Job, stage_layers
+from plait.planner.pipeline import idle_share
+from plait.planner.traffic import collective_seconds, group, send_seconds
+
+TERMS = {
+    "products": "matrix products of the layers",
+    "attention": "attention",
+    "elementwise": "norms, residuals and activation functions",
+    "recompute": "forward computed again",
+    "head": "head and loss",
+    "host": "waiting for the host to launch",
+    "tp": "exposed traffic of tensor parallelism",
+    "cp": "exposed traffic of context parallelism",
+    "ep": "exposed traffic of experts",
+    "p2p": "sends between stages",
+    "idle": "idle pipeline",
+    "dp": "exposed traffic of data parallelism",
+    "contention": "computation slowed by traffic under it",
+    "offload": "activations to the host and back",
+    "optimizer": "optimizer step",
+    "stragglers": "waiting for the slowest node",
+    "fixed": "what every step costs",
+}
+"""Term to meaning, in the order of a report."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step by term; arrays with one entry a candidate."""
+
+    terms: dict[str, Numbers]
+
+    @property
+    def seconds(self) -> Numbers:
+        """Their sum."""
+        return sum(self.terms.values())
+
+
+def step_seconds(job: Job, rates: Rates) -> Step:
+    """Price every candidate."""
+    at, model = job.layouts, job.model
+    layers, _, last_layers = stage_layers(job)
+    layer, head = layer_cost(job, rates), head_cost(job, rates)
+    per_layer = layer_traffic(job, rates)
+    m = at.accumulation
+
+    device_layer = layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
+    host_layer = layer.host * (2.0 + at.recompute_share * (np.asarray(at.recompute) > 0))
+    wait = np.maximum(host_layer - device_layer, 0)
+    sends = 2 * at.vpp * send_seconds(job, rates) * rates["p2p"]
+    inner = layers * (device_layer + wait) + sends
+    last = last_layers * (device_layer + wait) + head + sends
+    last_is_slowest = last > inner
+    slowest = np.where(last_is_slowest, last, inner)
+    all_stages = model.layers * (device_layer + wait) + head + at.pp * sends
+    idle = np.maximum(all_stages - slowest, 0) * idle_share(at) * rates["bubble"]
+
+    count = m * np.where(last_is_slowest, last_layers, layers)
+    terms = {
+        "products": count * (layer.products + layer.products_backward),
+        "attention": count * (layer.attention + layer.attention_backward),
+        "elementwise": count * (layer.elementwise + layer.elementwise_backward),
+        "recompute": count * layer.again,
+        "head": m * head * last_is_slowest,
+        "host": count * wait,
+        "tp": count * per_layer["tp"],
+        "cp": count * per_layer["cp"],
+        "ep": count * per_layer["ep"],
+        "p2p": m * sends,
+        "idle": idle,
+    }
+    compute = sum(terms[name] for name in ("products", "attention", "elementwise", "recompute", "head", "host"))
+    parameters = rank_parameters(job)
+    exposed, slowed = _data_traffic(
+        job, rates, parameters, compute, layers * (layer.backward + wait * 0.5), layers * (layer.forward + wait * 0.5)
+    )
+    terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, rates, compute)}
+    sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
+    terms["optimizer"] = optimizer_seconds(job, rates, sharded)
+    nodes = np.maximum(at.world / job.device.devices_per_node, 1)
+    terms["stragglers"] = sum(terms.values()) * (rates["straggler"] + job.framework.stragglers) * np.log2(nodes)
+    terms["fixed"] = rates["fixed"] + np.zeros_like(np.asarray(slowest, dtype=float))
+    return Step(terms)
+
+
+def rank_parameters(job: Job) -> Numbers:
+    """Parameters of the fullest stage on a rank, before data parallelism takes its part."""
+    model, at = job.model, job.layouts
+    layers, first, last = stage_layers(job)
+    per_layer = model.block_parameters / model.layers
+    routed = np.where(np.asarray(model.experts) > 0, model.expert_layers / model.layers * model.routed_parameters, 0)
+    local = ((per_layer - routed) + routed / at.ep) / at.tp
+    one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
+    tail = np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters) / at.tp
+    several = np.maximum(first * local + model.embedding_parameters / at.tp, np.maximum(layers * local, last * local + tail))
+    return np.where(np.asarray(at.pp) > 1, several, one_stage)
+
+
+def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
+    """Exposed seconds of a layer's own collectives, forward and backward, for a micro-batch."""
+    model, at = job.model, job.layouts
+    hidden_bytes = 2 * job.tokens * model.hidden
+    tp = group(job, "tp")
+    again = at.recompute_share * (np.asarray(at.recompute) == 2)
+    reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
+    one_way = collective_seconds(job, rates, tp, hidden_bytes, "one_way")
+    sequence = np.asarray(at.sp) > 0
+    shown = 1 - job.framework.hidden_tp
+    # Two all-reduces a pass; sequence parallelism splits each in two and gathers twice more in the backward, half of it under products.
+    tensor = (4 + 2 * again) * np.where(sequence, 2 * one_way, reduce) + np.where(sequence, one_way, 0)
+    if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
+        tensor = tensor + 4 * one_way
+    kv_bytes = 4 * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
+    ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
+    routed = 2 * job.tokens * model.active * model.hidden / np.where(sequence, at.tp, 1)
+    exchange = collective_seconds(job, rates, group(job, "ep"), routed, "all_to_all") * (4 + 2 * again)
+    return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
+
+
+def _data_traffic(
+    job: Job, rates: Rates, parameters: Numbers, compute: Numbers, backward: Numbers, forward: Numbers
+) -> tuple[Numbers, Numbers]:
+    """(exposed seconds, seconds that computation is slowed by) of gradients and weights over the data-parallel ranks."""
+    at, framework = job.layouts, job.framework
+    whole, shards = group(job, "dp"), group(job, "shard")
+    gradient_bytes, weight_bytes = framework.wire_reduce * parameters, framework.wire_gather * parameters
+    stage = np.asarray(at.stage)
+    replicated = np.asarray(at.dp_replicate) > 1
+    reduce_all = collective_seconds(job, rates, whole, gradient_bytes, "all_reduce")
+    scatter_all = collective_seconds(job, rates, whole, gradient_bytes, "one_way")
+    scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
+    gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
+    between = np.where(replicated, np.maximum(reduce_all - 2 * scatter, 0.5 * reduce_all / at.dp_shard), 0)
+    grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
+    grads = np.where(stage == 2, scatter * (at.accumulation - 1) + grads, grads)
+    weights = np.where(stage == 0, 0.0, gather)
+    hide = framework.hidden_dp
+    window_back = np.where(stage == 2, at.accumulation, 1) * backward
+    shown_grads = grads - np.minimum(grads * hide, window_back * hide)
+    shown_weights = weights - np.minimum(weights * hide, forward * hide)
+    hidden = (grads - shown_grads) + (weights - shown_weights)
+
+    traffic = at.accumulation * (2 * gather + scatter) + between
+    shown_sharded = np.maximum(traffic - hide * compute, (1 - hide) * 0.5 * traffic)
+    hidden_sharded = traffic - shown_sharded
+    third = stage == 3
+    exposed = np.where(third, shown_sharded, shown_grads + shown_weights)
+    return exposed * rates["dp"], np.where(third, hidden_sharded, hidden) * rates["contention"]
+
+
+def _activation_offload(job: Job, rates: Rates, compute: Numbers) -> Numbers:
+    """What of the activations' way to the host and back does not fit under the computation."""
+    at, model = job.layouts, job.model
+    if not np.any(at.offload_activations):
+        return np.zeros_like(np.asarray(compute, dtype=float))
+    layers = stage_layers(job)[0]
+    per_token = (12 * model.hidden + 4 * model.kv_heads * model.head_dim + 6 * model.ffn) / at.tp
+    moved = 2 * at.accumulation * layers * job.tokens * per_token * at.offload_activations / job.device.host_bandwidth
+    return np.maximum(moved - compute, 0.05 * moved)

@@ -1,0 +1,149 @@
+"""`plait plan`: what it prints, writes and refuses. What is predicted is tested with the planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+from plait.config.resolve import load, resolve
+from tests.unit.planner.test_runs import ROW
+
+ASKED = ("--model", "llama-3-8b", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--seq", "2048")
+
+
+def run(*arguments: object) -> int:
+    """The command's exit code."""
+    try:
+        return int(main(["plan", *map(str, arguments)]) or 0)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def runs_file(folder: Path, count: int = 6) -> Path:
+    """A CSV of measured runs."""
+    file = folder / "runs.csv"
+    rows = [{**ROW, "id": f"X-{index}", "micro_batch": str(1 + index % 2), "step_time_s": str(2 + index / 10)} for index in range(count)]
+    rows.append({**ROW, "id": "X-99", "gpu": "TPU"})
+    lines = [",".join(ROW), *(",".join(row[name] for name in ROW) for row in rows)]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "run.json"
+    assert run(*ASKED, "--why", "tp=8", "--why", "tp=3", "--sensitivity", "--out", out) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100",
+        "layouts priced",
+        "matrix products of the layers",
+        "memory at its peak",
+        "why not tp=8 is",
+        "why not tp=3 cannot be: 16 devices and 16 % 3 = 1",
+        "twice the memory",
+        "of 79.1 GiB",
+        f"plait train {out}",
+    ):
+        assert text in shown, text
+    assert resolve(load(out), world_size=16).batch.train_batch_size == 64
+    assert json.loads(out.with_suffix(".plan.json").read_text())["cluster"]["devices"] == 16
+
+
+def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*ASKED, "--json", "-", "--why", "tp=8", "--top", "2") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["best"]) == 2 and told["why"][0]["wish"] == "tp=8"
+    assert load(told["config"]).train_batch_size == 64
+    assert told["sidecar"]["step"]["seconds"] == told["best"][0]["step"]["seconds"]
+
+
+def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.json"
+    assert run("examples/quickstart.json", "--gpu", "a100", "--gpus", "4", "--out", out) == 0
+    assert "8: 2 samples a device" in capsys.readouterr().out
+    before, after = json.loads(Path("examples/quickstart.json").read_text()), json.loads(out.read_text())
+    assert after["optimizer"] == before["optimizer"] and after["run"] == before["run"] and after["model"] == before["model"]
+    assert after["train_batch_size"] == 8 and after["data"]["sequence_length"] == 128
+
+
+def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", "llama-3-405b", "--gpus", "8", "--gpu", "h100", "--batch", "8") == 1
+    said = capsys.readouterr().err
+    assert "nothing fits" in said and "of 79.1 GiB: " in said and "more GPUs" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--gpus", "8", "--gpu", "h100"), "nothing to plan for"),
+        (("--model", "lama-3-8b", "--gpus", "8", "--gpu", "h100"), "did you mean llama-3-8b"),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h10"), "did you mean h100"),
+        (("--model", "llama-3-8b", "--gpu", "h100"), "how many? add --gpus"),
+        (("--model", "llama-3-8b", "--gpus", "12", "--gpu", "h100"), "12 % 8 = 4"),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "0"), "at least one sample"),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "v100", "--precision", "bf16"), "does not compute so"),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--precision", "int8"), "not one that Plait trains in"),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--fix", "speed=2"), "not a field of a layout"),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "7", "--fix", "tp=1"), "7 % 8 = 7"),
+        (
+            ("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--all", "--out", "x.json"),
+            "may be one that this version does not run",
+        ),
+        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "8", "--out", "x.yaml"), "ends in .json"),
+        (("--evaluate", "no-such.csv"), "No such file"),
+    ],
+)
+def test_wrong_input(arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert expected in said and "Traceback" not in said
+
+
+def test_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: 2\ndevices_per_node: 4\n")
+    assert run("--model", "gpt2-xl", "--cluster", file, "--batch", "64", "--seq", "1024") == 2
+    assert "add --gpu" in capsys.readouterr().err
+    assert run("--model", "gpt2-xl", "--cluster", file, "--gpu", "a100", "--batch", "64", "--seq", "1024") == 0
+    assert "8 x NVIDIA A100 SXM 80 GB, 4 a node" in capsys.readouterr().out
+
+
+def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--list") == 0
+    shown = capsys.readouterr().out
+    assert "turing-nlg-530b" in shown and "mi300x" in shown
+
+
+def test_runs_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = runs_file(tmp_path), tmp_path / "report.json"
+    assert run("--evaluate", file, "--json", out) == 0
+    shown = capsys.readouterr().out
+    assert "7 rows, 6 predicted" in shown and "not in the catalogue" in shown
+    told = json.loads(out.read_text())
+    assert told["summary"]["time"]["all"]["all"]["rows"] == 6 and len(told["predictions"]) == 6
+    assert told["not_priced"] == [{"row": 6, "id": "X-99", "reason": told["not_priced"][0]["reason"]}]
+    assert set(told["predictions"][0]) >= {
+        "id",
+        "seconds",
+        "seconds_low",
+        "seconds_high",
+        "reserved_bytes",
+        "fits",
+        "terms",
+        "memory_terms",
+    }
+
+
+def test_calibration_moves_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs_file(tmp_path)
+    assert run("--evaluate", file, "--calibrate", file) == 0
+    assert "0 predicted, 7 used to calibrate" in capsys.readouterr().out
+    assert run(*ASKED, "--json", "-") == 0
+    before = json.loads(capsys.readouterr().out)["best"][0]["step"]["seconds"]
+    assert run(*ASKED, "--calibrate", file, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["best"][0]["step"]["seconds"] != before
+    assert run("--model", "gpt2", "--gpus", "8", "--gpu", "a100", "--calibrate", file) == 2
+    assert "no row was measured on a100" in capsys.readouterr().err

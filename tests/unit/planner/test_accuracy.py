@@ -1,0 +1,74 @@
+"""The shipped constants on the published runs: fails when a change makes predictions worse.
+
+These rows were learned from, so this guards and does not prove; errors on rows that were held out are in docs/planner_accuracy.md.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_accuracy.learn import rows_of
+from plait.planner.constants import knowledge
+from plait.planner.evaluate import evaluate, summary
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return summary(evaluate([row for row in rows_of("runs") if row["tier"] == "A" and not row["moe"]]))
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return evaluate([row for row in rows_of("runs", "sweeps", "oom") if row["tier"] in "AB" and not row["moe"]])
+
+
+def test_step_time(runs):
+    found = runs["time"]["all"]["all"]
+    assert found["rows"] >= 900
+    assert found["median"] < 0.06 and found["mean"] < 0.08 and found["p90"] < 0.16
+    assert abs(found["bias"]) < 0.04
+    assert found["coverage"] > 0.85
+
+
+def test_no_large_source_is_far_off(runs):
+    for source, found in runs["time"]["source"].items():
+        if found["rows"] >= 25:
+            assert found["median"] < 0.08, source
+
+
+def test_memory(runs):
+    found = runs["memory"]["all"]["all"]
+    assert found["median"] < 0.12 and found["coverage"] > 0.85
+
+
+def test_ranking(runs):
+    assert runs["ranking"]["groups"] >= 30
+    assert runs["ranking"]["top3_within_5_percent"] >= 0.95 and runs["ranking"]["mean_regret_3"] < 0.01
+
+
+def test_fit(everything):
+    fit = summary(everything)["fit"]
+    assert fit["out_of_memory"] >= 298
+    assert fit["false_fits"] <= 0.06 and fit["false_alarms"] <= 0.06
+
+
+def test_what_cannot_be_priced_is_small_and_has_a_reason(everything):
+    assert len(everything.reasons) < 0.03 * len(everything.rows)
+    assert all(everything.reasons.values())
+
+
+def test_learned_constants_are_near_what_is_believed():
+    for name, constant in knowledge().constants.items():
+        assert 0 < constant.width < 1.1 and constant.median > 0, name
+        if name.startswith("gemm."):
+            assert 0.2 < constant.median < 1.1, name
+
+
+def test_the_page_is_that_of_the_result():
+    from benchmarks.planner_accuracy.report import markdown
+
+    result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
+    assert (ROOT / "docs/planner_accuracy.md").read_text() == markdown(result)

@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+
+from plait.errors import InputError
+from plait.planner.calibrate import calibrate, deviation, fit, merged, relevant, time_of, uncalibrated
+from plait.planner.constants import CONSTANTS, Rates, knowledge
+from plait.planner.evaluate import evaluate, summary
+from plait.planner.runs import read_runs
+from tests.unit.planner.test_runs import ROW
+
+
+def rows(count=24):
+    found = []
+    for index in range(count):
+        tp, pp = (1, 2, 4, 8)[index % 4], (1, 2)[index // 4 % 2]
+        found.append(
+            {
+                **ROW,
+                "id": f"X-{index}",
+                "tp": str(tp),
+                "pp": str(pp),
+                "gpus_total": "32",
+                "micro_batch": str((1, 2)[index // 8 % 2]),
+                "hidden": str((2048, 4096, 5120)[index % 3]),
+                "ffn_hidden": str(4 * (2048, 4096, 5120)[index % 3]),
+            }
+        )
+    return found
+
+
+def truth(changes, given):
+    """`given` with the step times of a machine whose constants differ by `changes`."""
+    runs = read_runs(given)
+    base = knowledge().rates.values
+    seconds = np.exp(time_of(runs.job)(Rates({**base, **{name: base[name] * factor for name, factor in changes.items()}})))
+    return [{**row, "step_time_s": f"{value:.6f}"} for row, value in zip(given, seconds, strict=True)]
+
+
+def test_a_machine_that_differs_is_found_from_a_few_rows():
+    measured = truth({"gemm.hopper": 0.8, "link": 0.6, "p2p": 1.5}, rows())
+    before, after = (summary(evaluate(measured, calibrate=given))["time"]["all"]["all"] for given in ((), measured[:10]))
+    assert before["median"] > 0.1
+    assert after["median"] < 0.03 and after["rows"] == 14
+    assert after["coverage"] > 0.85
+
+
+def test_other_machines_are_left_alone():
+    measured = truth({"gemm.hopper": 0.7}, rows())
+    other = [{**row, "gpu": "A100-80GB"} for row in measured[10:]]
+    found = evaluate(other, calibrate=measured[:10])
+    assert not any(p.calibrated for p in found.predictions)
+    assert found.predictions[0].seconds == evaluate(other).predictions[0].seconds
+
+
+def test_few_rows_move_little_and_one_wild_row_decides_nothing():
+    measured = truth({}, rows())
+    wild = [{**measured[0], "step_time_s": str(50 * float(measured[0]["step_time_s"]))}, *measured[1:8]]
+    errors = summary(evaluate(measured[8:], calibrate=wild))["time"]["all"]["all"]
+    assert errors["median"] < 0.05
+
+
+def test_intervals_narrow_with_rows():
+    measured = truth({"gemm.hopper": 0.9}, rows())
+    wide, narrow = (evaluate(measured[12:], calibrate=given).predictions[0] for given in ((), measured[:12]))
+    assert narrow.seconds_high / narrow.seconds_low < wide.seconds_high / wide.seconds_low
+
+
+def test_without_rows_the_fit_is_the_priors():
+    base = uncalibrated()
+    assert merged(base).values == knowledge().rates.values
+    assert base.time.covariance[0, 0] == pytest.approx(knowledge().constants[base.time.names[0]].width ** 2)
+
+
+def test_an_offset_of_a_group_moves_no_constant():
+    runs = read_runs(rows())
+    names = relevant(tuple(CONSTANTS), runs.job)
+    predict = time_of(runs.job)
+    measured = predict(knowledge().rates) + 0.05
+    groups = np.zeros(len(measured), dtype=int)
+    free = fit(predict, measured, names, known=knowledge().constants, spread=0.02)
+    held = fit(predict, measured, names, known=knowledge().constants, spread=0.02, groups=groups, group_width=1.0)
+    assert held.offsets is not None and held.offsets[0] == pytest.approx(0.05, abs=0.01)
+    assert abs(np.log(held.rates["overall"])) < abs(np.log(free.rates["overall"]))
+
+
+def test_noise_is_part_of_the_deviation():
+    runs = read_runs(rows())
+    base = uncalibrated()
+    assert np.all(deviation(time_of(runs.job), base.time, runs.job) > base.time.spread)
+
+
+def test_rows_without_measurements_are_refused():
+    with pytest.raises(InputError, match="nothing to calibrate on"):
+        calibrate(read_runs([{**ROW, "step_time_s": ""}]))
+    with pytest.raises(InputError, match="not in the catalogue"):
+        calibrate(read_runs([{**ROW, "gpu": "TPU"}]))

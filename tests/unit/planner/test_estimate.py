@@ -1,0 +1,181 @@
+"""Time and memory in closed form: identities, directions and published figures."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.planner.constants import Rates, knowledge, unlearned
+from plait.planner.estimate import estimate
+from plait.planner.frameworks import framework
+from plait.planner.hardware import PRECISIONS, cluster, device
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
+from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.models import Model, named
+from plait.planner.search import Request, job_of
+from plait.planner.step import TERMS
+from plait.planner.traffic import collective_seconds, group
+from plait.units import GIB
+
+
+def one(value):
+    return float(np.ravel(value)[0])
+
+
+def layouts(**fields):
+    return Layouts(**{name: np.array([value]) for name, value in fields.items()})
+
+
+def job(model="llama-3-8b", gpu="h100", gpus=64, sequence=4096, precision="bf16", **fields):
+    found = Request(Model(named(model), {}), cluster(gpu, gpus), 64, sequence, precision)
+    return job_of(found, layouts(**fields))
+
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "tp": st.sampled_from([1, 2, 4, 8]),
+        "pp": st.sampled_from([1, 2, 4]),
+        "dp_shard": st.sampled_from([1, 2, 8]),
+        "dp_replicate": st.sampled_from([1, 4]),
+        "stage": st.sampled_from([0, 1, 2, 3]),
+        "recompute": st.sampled_from([0, 1, 2, 3]),
+        "micro_batch": st.sampled_from([1, 3]),
+        "accumulation": st.sampled_from([4, 16]),
+        "sp": st.sampled_from([0, 1]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LAYOUTS)
+def test_terms_are_named_nonnegative_and_sum(fields):
+    found = estimate(job(schedule=SCHEDULES.index("1f1b") if fields["pp"] > 1 else 0, **fields))
+    assert set(found.step.terms) == set(TERMS) and set(found.memory.terms) == set(MEMORY_TERMS)
+    for value in (*found.step.terms.values(), *found.memory.terms.values()):
+        assert one(value) >= 0
+    assert one(found.seconds) == pytest.approx(sum(one(value) for value in found.step.terms.values()))
+    assert one(found.memory.allocated) <= one(found.memory.reserved) <= one(found.memory.total)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LAYOUTS, st.sampled_from(["link_bandwidth", "nic_bandwidth", "memory_bandwidth"]))
+def test_a_faster_machine_is_not_slower(fields, figure):
+    before = job(schedule=SCHEDULES.index("1f1b") if fields["pp"] > 1 else 0, **fields)
+    after = replace(before, device=replace(before.device, **{figure: getattr(before.device, figure) * 2}))
+    assert one(estimate(after).seconds) <= one(estimate(before).seconds) * (1 + 1e-12)
+
+
+def test_never_faster_than_the_peak():
+    found = job(gpus=8, dp_shard=8, stage=3, micro_batch=2, accumulation=4)
+    tokens = 2 * 4 * 4096
+    least = tokens * float(found.model.model_flops(4096)) / float(found.device.flops["bf16"])
+    assert one(estimate(found).seconds) > least
+    assert one(estimate(found).seconds) < 4 * least  # and not absurdly slow
+
+
+def test_recomputing_costs_time_and_saves_memory():
+    found = {kind: estimate(job(recompute=RECOMPUTE.index(kind), accumulation=4)) for kind in ("none", "operators", "full")}
+    seconds = [one(found[kind].seconds) for kind in ("none", "operators", "full")]
+    kept = [one(found[kind].memory.terms["activations"]) for kind in ("none", "operators", "full")]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[2] < 1.4 * seconds[0]
+    assert kept == sorted(kept, reverse=True) and kept[2] < 0.1 * kept[0]
+
+
+def test_one_rank_sends_nothing():
+    found = estimate(job(gpus=1)).step.terms
+    assert all(one(found[name]) == 0 for name in ("tp", "dp", "p2p", "idle", "cp", "ep", "contention"))
+
+
+def test_tensor_parallelism_across_nodes_is_dearer_than_inside():
+    inside, across = job(tp=8), job(tp=8)
+    across = replace(across, device=replace(across.device, domain=1, devices_per_node=1))
+    assert one(estimate(across).step.terms["tp"]) > 3 * one(estimate(inside).step.terms["tp"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "microseconds", "gb_s"),
+    # all-gather of 8 H100 a node: NCCL's own tuning, `src/graph/tuning.cc`
+    [(2, 70, 410), (4, 146, 396), (8, 297, 390)],
+)
+def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb_s):
+    found = job(gpus=8 * nodes, dp_shard=8 * nodes)
+    size = 2e9
+    ideal = Rates({**unlearned().rates.values, "link": 1.0, "nic": 1.0, "latency": 1.0, "congestion": 0.0})
+    seconds = one(collective_seconds(found, ideal, group(found, "shard"), size, "one_way"))
+    assert seconds == pytest.approx(microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9, rel=0.1)
+    latency = one(collective_seconds(found, ideal, group(found, "shard"), 0.0, "one_way"))
+    assert latency == pytest.approx(microseconds * 1e-6, rel=0.35)
+
+
+def test_an_all_reduce_is_two_ways():
+    found = job(tp=8)
+    where = group(found, "tp")
+    rates = knowledge().rates
+    once, both = (one(collective_seconds(found, rates, where, 1e9, kind)) for kind in ("one_way", "all_reduce"))
+    assert both == pytest.approx(2 * once, rel=0.01)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------------------------
+
+
+def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
+    """Activations of the first stage, fp16 and dropout and unfused attention, as arXiv 2205.05198 counts them."""
+    at = layouts(
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        schedule=SCHEDULES.index("interleaved" if vpp > 1 else "1f1b") if pp > 1 else 0,
+        micro_batch=micro_batch,
+        accumulation=64,
+        **fields,
+    )
+    found = Job(named(model), device("a100"), framework("Megatron-LM"), at, 2048, PRECISIONS.index("fp16"))
+    plain = Rates({**unlearned().rates.values})
+    return one(estimate(found, plain).memory.terms["activations"]) / GIB
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "pp", "vpp", "micro_batch", "plain", "selective"),
+    # none, and selective recomputation with sequence parallelism: figures 1 and 7 of arXiv 2205.05198, in GiB
+    [
+        ("megatron-22b", 8, 1, 1, 4, 59.25, 9.56),
+        ("gpt3-175b", 8, 8, 3, 1, 66.84, 12.35),
+        ("megatron-530b", 8, 35, 3, 1, 114.0, 23.08),
+        ("megatron-1t", 8, 64, 1, 1, 131.25, 26.56),
+    ],
+)
+def test_activations_of_the_megatron_paper(model, tp, pp, vpp, micro_batch, plain, selective):
+    assert korthikanti(model, tp, pp, vpp, micro_batch) == pytest.approx(plain, rel=0.1)
+    assert korthikanti(model, tp, pp, vpp, micro_batch, sp=1, recompute=RECOMPUTE.index("selective")) == pytest.approx(selective, rel=0.1)
+
+
+def test_zero_stages_save_what_they_say():
+    states = [estimate(job(gpus=8, dp_shard=8, stage=stage, accumulation=4)).memory.terms for stage in (1, 2, 3)]
+    assert one(states[1]["gradients"]) < 0.2 * one(states[0]["gradients"])
+    assert one(states[2]["gathered"]) < 0.5 * one(states[1]["gathered"])
+    assert len({round(one(s["optimizer"])) for s in states}) == 1
+
+
+def test_stages_are_cut_evenly_or_with_the_ends_counted():
+    model = named("llama-3-405b")  # 126 layers
+
+    def cut(pp, vpp):
+        found = job("llama-3-405b", pp=pp, vpp=vpp)
+        return tuple(int(one(x)) for x in stage_layers(found))
+
+    assert model.layers == 126
+    assert cut(8, 8) == (16, 15, 15)  # 126 + 2 divide into 64 chunks
+    assert cut(9, 1) == (14, 14, 14)
+    assert cut(4, 1) == (32, 31, 31)
+    assert cut(5, 1) == (26, 26, 25)
+
+
+def test_attention_that_stays_whole_is_dearer():
+    split = replace(job("gpt3-13b", tp=8), whole_attention=False)
+    whole = replace(split, whole_attention=True)
+    one_split, one_whole = estimate(split), estimate(whole)
+    assert one(one_whole.step.terms["attention"]) == pytest.approx(8 * one(one_split.step.terms["attention"]))
+    assert one(one_whole.step.terms["tp"]) > one(one_split.step.terms["tp"])
+    assert one(one_whole.memory.allocated) > one(one_split.memory.allocated)

@@ -1,0 +1,120 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait.errors import ConfigError, InputError
+from plait.planner import architecture, models
+from plait.planner.models import find_model, from_config, named, to_config
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # what the papers and model cards print
+    [
+        ("gpt3-175b", 174.6),
+        ("llama-3-8b", 8.0303),
+        ("llama-3-70b", 70.554),
+        ("llama-3-405b", 405.85),
+        ("llama-2-7b", 6.738),
+        ("mixtral-8x7b", 46.70),
+        ("qwen2.5-72b", 72.7),
+        ("megatron-1t", 1008),
+        ("deepseek-v3", 671),
+    ],
+)
+def test_published_parameter_counts(name, billions):
+    found = named(name)
+    assert float(found.parameters) / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_active_parameters_of_experts():
+    found = named("mixtral-8x7b")
+    active = float(found.active_matrix_parameters) + 32000 * 4096  # published figures count the embedding
+    assert active / 1e9 == pytest.approx(12.88, rel=0.003)
+
+
+def test_flops_of_a_token_use_half_the_attention():
+    found = named("llama-3-8b")  # 45.0 + 6.4 GFLOP at 8k tokens
+    assert float(found.model_flops(8192)) == pytest.approx(51.5e9, rel=0.01)
+
+
+FAMILIES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral"]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_counts_are_those_of_transformers(kind):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    name = {
+        "gpt2": "gpt2",
+        "llama": "tinyllama-1.1b",
+        "mistral": "mistral-7b",
+        "qwen2": "qwen2.5-0.5b",
+        "qwen3": "qwen3-0.6b",
+        "mixtral": "mixtral-8x7b",
+    }[kind]
+    found = replace(named(name), layers=2)
+    config = transformers.AutoConfig.for_model(**to_config(found, positions=128))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    positions = getattr(config, "n_positions", 0) if kind == "gpt2" else 0
+    assert sum(p.numel() for p in model.parameters()) == replace(found, positions=positions).parameters
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_a_table_entry_and_its_configuration_are_the_same_model(name):
+    found = named(name)
+    if name in ("gpt-oss-120b", "bloom-176b"):
+        pytest.skip("written for another family than its own")
+    again = from_config(to_config(found, positions=found.positions or 2048))
+    for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "gated", "tied", "experts", "active", "compressed"):
+        assert getattr(again, field) == getattr(found, field), field
+    if not found.positions:
+        assert again.parameters == found.parameters
+
+
+def test_names_are_read_as_people_write_them():
+    for text in ("meta-llama/Llama-3.1-8B", "Llama-3-8B", "meta-llama/Meta-Llama-3-8B", "llama3-8b"):
+        assert named(text).name == "llama-3-8b"
+    assert named("no-such-model") is None
+
+
+def test_an_unknown_model_names_the_nearest():
+    with pytest.raises(InputError, match="did you mean llama-3-8b"):
+        find_model("llama-3-8bb")
+
+
+def test_a_folder_and_a_file(tmp_path):
+    fields = to_config(named("tinyllama-1.1b"), positions=512) | {
+        "architectures": ["X"],
+        "torch_dtype": "bfloat16",
+        "transformers_version": "5",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = find_model(str(tmp_path))
+    assert model.architecture.parameters == named("tinyllama-1.1b").parameters
+    assert model.section["config"]["model_type"] == "llama"
+    assert not {"architectures", "torch_dtype", "transformers_version"} & set(model.section["config"])
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert find_model(str(tmp_path)).section == {"path": str(tmp_path)}
+
+
+def test_wrong_configurations_say_what_is_wrong(tmp_path):
+    with pytest.raises(ConfigError, match="num_attention_heads is 7 and 100 % 7 = 2"):
+        from_config({"model_type": "llama", "hidden_size": 100, "num_hidden_layers": 2, "num_attention_heads": 7, "vocab_size": 10})
+    with pytest.raises(ConfigError, match="vocab_size"):
+        from_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
+    with pytest.raises(InputError, match="no decoder-only transformer"):
+        from_config({"model_type": "t5", "hidden_size": 64})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="no JSON"):
+        find_model(str(tmp_path / "config.json"))
+    with pytest.raises(InputError, match="No such file"):
+        find_model(str(tmp_path / "other.json"))
+
+
+def test_stacked_architectures_count_each_their_own():
+    both = architecture.stack([named("llama-3-8b"), named("mixtral-8x7b")])
+    assert np.allclose(both.parameters, [float(named("llama-3-8b").parameters), float(named("mixtral-8x7b").parameters)])

@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from plait.planner.job import SCHEDULES, Layouts
+from plait.planner.pipeline import idle_share, in_flight, in_flight_last
+
+
+def at(schedule, *, pp=8, m=16, vpp=1):
+    return Layouts(pp=np.array([pp]), schedule=np.array([SCHEDULES.index(schedule)]), vpp=np.array([vpp]), accumulation=np.array([m]))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "bubble"),
+    # arXiv 2104.04473: (p - 1) / (v m + p - 1)
+    [("gpipe", 1, 7 / 23), ("1f1b", 1, 7 / 23), ("interleaved", 2, 7 / 39), ("interleaved", 4, 7 / 71)],
+)
+def test_share_of_a_step_that_a_stage_waits(schedule, vpp, bubble):
+    layouts = at(schedule, vpp=vpp)
+    idle = 7 * idle_share(layouts)[0]  # of a micro-batch's forward and backward in a stage
+    assert idle / (16 + idle) == pytest.approx(bubble)
+
+
+def test_zero_bubble_waits_less_than_1f1b():
+    waits = [float(idle_share(at(name))[0]) for name in ("1f1b", "dualpipev", "zb-h1", "zbv")]
+    assert waits == sorted(waits, reverse=True) and waits[2] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "first"),
+    [("gpipe", 1, 16), ("1f1b", 1, 8), ("interleaved", 2, 11.5), ("interleaved", 4, 9.75), ("zbv", 2, 8), ("dualpipev", 2, 8.5)],
+)
+def test_micro_batches_in_flight_of_the_first_stage(schedule, vpp, first):
+    assert in_flight(at(schedule, vpp=vpp))[0] == pytest.approx(first)
+
+
+def test_the_last_stage_of_1f1b_holds_one():
+    assert in_flight_last(at("1f1b"))[0] == 1
+    assert in_flight_last(at("gpipe"))[0] == 16
+
+
+def test_never_more_in_flight_than_there_are():
+    assert in_flight(at("1f1b", m=3))[0] == 3

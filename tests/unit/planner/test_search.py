@@ -1,0 +1,201 @@
+import json
+import time
+
+import numpy as np
+import pytest
+
+from plait.config.resolve import load, resolve
+from plait.errors import ConfigError, InputError
+from plait.parallel.schedule import make_schedule
+from plait.planner import explain, output
+from plait.planner.hardware import cluster
+from plait.planner.models import find_model
+from plait.planner.offers import EVERYTHING, offered
+from plait.planner.search import Request, plan, price, standing
+from plait.planner.space import build_space, divisors, parse_fixed
+from plait.units import GIB
+
+
+def request(model="llama-3-8b", gpu="h100", gpus=16, batch=128, sequence=4096, **changes):
+    return Request(find_model(model, sequence=sequence), cluster(gpu, gpus), batch, sequence, **changes)
+
+
+def test_the_best_is_the_fastest_of_all_that_fit():
+    asked = request(gpus=8, batch=16)
+    space = build_space(asked.model.architecture, asked.cluster, global_batch=16, offers=asked.offers, split=asked.split)
+    everything = price(asked, [space.layouts.at(i) for i in range(space.size)])
+    fitting = [choice for choice in everything if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB]
+    best = plan(asked).best[0]
+    assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting))  # without a pipeline, closed form and walk are one
+    assert best.layout["pp"] == 1
+    assert best.seconds_low < best.seconds < best.seconds_high and best.needed < best.needed_high
+    assert plan(asked).candidates == space.size
+
+
+def test_every_candidate_is_a_layout_of_the_cluster():
+    asked = request(everything=True)
+    at = build_space(asked.model.architecture, asked.cluster, global_batch=128, offers=EVERYTHING, split=asked.split).layouts
+    assert np.all(at.world == 16)
+    assert np.all(at.dp * at.micro_batch * at.accumulation == 128)
+    assert np.all((at.pp == 1) | (at.accumulation >= at.pp))
+    assert np.all((at.stage > 0) | (at.dp_shard == 1))
+    assert len({tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.at(0)), strict=True)}) == len(at.tp)
+
+
+def test_only_what_this_version_runs_is_offered():
+    asked = request()
+    found = plan(asked, best=60).best
+    assert {choice.layout["pp"] > 1 for choice in found} == {True, False}
+    for choice in found:
+        config = load(output.config_of(asked, choice))
+        resolved = resolve(config, world_size=16)
+        assert resolved.layout.tp == choice.layout["tp"] and resolved.layout.pp == choice.layout["pp"]
+        assert resolved.recompute.mode == {0: "none", 2: "full", 3: "selective"}[choice.layout["recompute"]]
+        if choice.layout["pp"] > 1:  # the schedule's own table exists for these numbers
+            pipeline = resolved.pipeline
+            table = make_schedule(
+                pipeline.schedule, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, stages_per_rank=pipeline.stages_per_rank
+            )
+            assert table.stages == choice.layout["pp"] * choice.layout["vpp"]
+            assert not (table.splits_backward and choice.layout["stage"] == 3)
+    assert plan(request(everything=True)).candidates > plan(asked).candidates
+    assert set(offered().recompute) <= set(EVERYTHING.recompute)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"), [("llama-3-8b", "h100", 16), ("gpt2-xl", "v100", 8), ("qwen2.5-7b", "mi300x", 8), ("gpt2", "cpu", 2)]
+)
+def test_the_winner_loads_and_resolves_to_what_was_priced(model, gpu, gpus, tmp_path):
+    precision = {"v100": "fp16", "cpu": "fp32"}.get(gpu, "bf16")
+    asked = Request(find_model(model, sequence=512), cluster(gpu, gpus), 64, 512, precision)
+    found = plan(asked)
+    file, beside = output.write(found, tmp_path / "run.json")
+    resolved = resolve(load(file), world_size=gpus)
+    at = found.best[0].layout
+    assert resolved.layout.degrees == {
+        "pp": at["pp"],
+        "dp_replicate": at["dp_replicate"],
+        "dp_shard": at["dp_shard"],
+        "cp": 1,
+        "tp": at["tp"],
+    }
+    assert (resolved.batch.train_batch_size, resolved.batch.micro_batch_size, resolved.batch.accumulation) == (
+        64,
+        at["micro_batch"],
+        at["accumulation"],
+    )
+    assert resolved.data_parallel.stage == at["stage"] and resolved.tensor_parallel.sequence_parallel == bool(at["sp"])
+    assert resolved.precision.compute == {"bf16": "bfloat16", "fp16": "float16"}.get(precision)
+    assert "auto" not in json.dumps(json.loads(file.read_text()))
+    told = json.loads(beside.read_text())
+    assert sum(told["step"]["terms_seconds"].values()) == pytest.approx(told["step"]["seconds"])
+    assert sum(told["memory"]["terms_bytes"].values()) == pytest.approx(told["memory"]["allocated_bytes"])
+
+
+def test_what_the_base_file_says_of_other_things_is_kept():
+    asked = request()
+    base = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "run": {"steps": 7},
+        "bf16": {"enabled": False},
+        "parallel": {"tp": 16, "bucket_mib": 9.0},
+    }
+    config = output.config_of(asked, plan(asked).best[0], base)
+    assert config["optimizer"] == base["optimizer"] and config["run"] == {"steps": 7} and config["parallel"]["bucket_mib"] == 9.0
+    assert config["bf16"] == {"enabled": True} and base["parallel"]["tp"] == 16
+
+
+def test_what_does_not_fit_says_by_how_much():
+    found = plan(request("llama-3-70b", gpus=8, batch=8))
+    assert found.best == ()
+    least = min(found.shortages, key=lambda s: s.needed)
+    assert least.needed > least.room and "of 79.1 GiB: " in str(least)
+    assert sum(size for _, size in least.parts) < least.needed
+
+
+def test_rules_name_their_numbers():
+    found = plan(request("qwen2.5-7b", batch=64))  # 28 heads
+    rules = {e.region: e.rule for e in found.excluded}
+    assert "28 % 8 = 4" in rules["tp = 8"] and "1, 2, 4" in rules["tp = 8"]
+    with pytest.raises(ConfigError, match=r"num_attention_heads is 28 and 28 % 8 = 4"):
+        plan(request("qwen2.5-7b", batch=64), fixed={"tp": 8})
+    with pytest.raises(ConfigError, match=r"7 % 16 = 7"):
+        plan(request(batch=7), fixed={"tp": 1})
+    with pytest.raises(InputError, match="does not compute so"):
+        plan(request(gpu="v100", precision="bf16"))
+
+
+def test_compiled_blocks_are_not_split():
+    found = plan(request(compile=True))
+    assert all(choice.layout["tp"] == 1 for choice in found.best) and any("torch.compile" in e.rule for e in found.excluded)
+
+
+def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
+    found = plan(request("gpt2-xl", batch=64), best=30)
+    assert not any(choice.layout["sp"] for choice in found.best)
+    assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
+    assert plan(request("gpt2-xl", batch=64), fixed={"tp": 2}).best  # 25 heads, whole on every rank
+    assert all(choice.layout["tp"] == 1 for choice in plan(request("mixtral-8x7b", gpus=64)).best)
+
+
+def test_fixed_values_are_kept():
+    for choice in plan(request(), fixed=parse_fixed(["tp=4", "stage=3, mbs=2"]), best=9).best:
+        assert (choice.layout["tp"], choice.layout["stage"], choice.layout["micro_batch"]) == (4, 3, 2)
+    assert parse_fixed(["recompute=full", "sp=true"]) == {"recompute": 2, "sp": 1}
+    assert parse_fixed(["recompute=selective", "schedule=interleaved-1f1b"]) == {"recompute": 3, "schedule": 3}
+    with pytest.raises(ConfigError, match="use none, attention, full, selective"):
+        parse_fixed(["recompute=some"])
+    with pytest.raises(ConfigError, match="not a field of a layout"):
+        parse_fixed(["speed=9"])
+    with pytest.raises(ConfigError, match="not a whole number"):
+        parse_fixed(["tp=many"])
+
+
+def test_why_names_the_deciding_term():
+    asked = request()
+    found = plan(asked)
+    best = found.best[0]
+    other = 8 if best.layout["tp"] != 8 else 4
+    said = explain.why(found, {"tp": other}, f"tp={other}")
+    assert said.other is not None and said.other.layout["tp"] == other
+    assert f"tp={other} is" in said.reason and "slower" in said.reason
+    assert sum(theirs - ours for _, ours, theirs in said.differences) == pytest.approx(said.other.seconds - best.seconds)
+    assert "cannot be" in explain.why(found, {"tp": 3}, "tp=3").reason
+    assert "is what the plan chose" in explain.why(found, {"tp": int(best.layout["tp"])}, "tp").reason
+    refused = explain.why(plan(request("llama-3-70b", gpus=64)), {"tp": 1, "stage": 0, "pp": 1}, "tp=1, stage=0, pp=1")
+    assert refused.other is None and "does not fit" in refused.reason and "GiB" in refused.reason
+
+
+def test_sensitivity_goes_the_right_way():
+    changes = {change.what.split(" (")[0]: change for change in explain.sensitivity(plan(request()))}
+    assert changes["half the network"].seconds >= changes["twice the network"].seconds
+    assert changes["half the links"].seconds >= changes["twice the links"].seconds
+    assert changes["twice the batch"].seconds > changes["half the batch"].seconds
+
+
+def test_neighbours_are_one_step_away():
+    found = plan(request())
+    wishes = explain.neighbours(found)
+    assert wishes and all(explain.why(found, parse_fixed([wish]), wish).reason for wish in wishes)
+
+
+def test_sixteen_thousand_devices_in_a_second():
+    asked = request("llama-3-405b", gpus=16384, batch=16384, sequence=8192, everything=True)
+    plan(asked)
+    start = time.perf_counter()
+    found = plan(asked)
+    assert found.candidates > 50_000 and found.best
+    assert time.perf_counter() - start < 6  # about one on an idle core
+
+
+def test_the_winner_stands_first():
+    asked = request(gpus=8, batch=16)
+    found = plan(asked)
+    at_best = standing(asked, found.best[0].layout)
+    assert at_best.choice.seconds == pytest.approx(found.best[0].seconds) and at_best.fitting == found.fitting
+    assert at_best.place <= 20  # those before it fit with too little certainty
+    assert standing(asked, plan(asked, best=3).best[-1].layout).place > at_best.place
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1]

@@ -1,0 +1,100 @@
+"""What the planner says of model states against the ledger of the real model, split by its real plan."""
+
+import numpy as np
+import pytest
+
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts
+from plait.model.plans import make_plan
+from plait.parallel.data import DataParallel
+from plait.parallel.ledger import Ledger
+from plait.parallel.order import account_all
+from plait.parallel.precision import Precision
+from plait.parallel.tensor import TensorParallel
+from plait.planner.hardware import cluster
+from plait.planner.job import SCHEDULES, Layouts
+from plait.planner.models import from_config
+from plait.planner.search import Request, job_of
+from plait.planner.states import account_states
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "llama": {
+        "hidden_size": 96,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 211,
+    },
+    "qwen2": {
+        "hidden_size": 96,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 211,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "hidden_size": 96,
+        "intermediate_size": 176,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 211,
+        "head_dim": 16,
+    },
+    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 8, "n_inner": 200, "vocab_size": 211, "n_positions": 64},
+}
+
+
+def request_for(kind):
+    fields = {"model_type": kind, **SMALL[kind]}
+    from plait.planner.models import Model
+
+    return Request(Model(from_config(fields), {"config": fields}), cluster("h100", 8), 64, 32)
+
+
+def real_facts(kind, tp):
+    config = transformers.AutoConfig.for_model(kind, **SMALL[kind])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    blocks = find_blocks(model, None)
+    return model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("stage", "replicate", "shard", "accumulation"), [(0, 2, 1, 1), (0, 2, 1, 3), (1, 1, 2, 3), (2, 2, 2, 3), (3, 1, 4, 1)]
+)
+def test_equal_to_the_accounts_of_the_real_model(kind, tp, stage, replicate, shard, accumulation):
+    request = request_for(kind)
+    layouts = Layouts(tp=np.array([tp]), dp_replicate=replicate, dp_shard=shard, stage=stage, accumulation=accumulation)
+    found = account_states(job_of(request, layouts)).first
+    ledger = Ledger.start(tp=tp, dp_replicate=replicate, dp_shard=shard, accumulation=accumulation)
+    techniques = (TensorParallel(), Precision(compute="bfloat16"), DataParallel(stage=stage))
+    memory = account_all(techniques, ledger, real_facts(kind, tp)).memory
+    assert found["weights"][0] == memory["parameters"][0]
+    assert found["gradients"][0] == max(memory["gradients"][0], memory["unsharded_gradients"][0])
+    assert found["optimizer"][0] == memory["optimizer"][0]
+    assert found["gathered"][0] >= memory["gathered_parameters"][0]
+
+
+def test_stages_of_a_pipeline_hold_the_whole_model_between_them():
+    request = request_for("llama")
+    one = account_states(job_of(request, Layouts(tp=np.array([1]))))
+    layouts = Layouts(tp=np.array([1]), pp=3, schedule=SCHEDULES.index("1f1b"), accumulation=1)
+    three = account_states(job_of(request, layouts))
+    model = request.model.architecture
+    middle = 4 * float(model.block_parameters) / 3
+    assert three.first["weights"][0] + three.last["weights"][0] + middle == pytest.approx(one.first["weights"][0])
+
+
+def test_offload_takes_the_optimizer_off_the_device():
+    job = job_of(request_for("llama"), Layouts(tp=np.array([1, 1]), offload=np.array([0, 1])))
+    states = account_states(job).first
+    assert states["optimizer"][0] > 0 and states["optimizer"][1] == 0
