@@ -217,7 +217,7 @@ def test_a_flag_may_be_written_in_several_ways(value: object) -> None:
 def test_all_problems_of_a_file_are_told_at_once() -> None:
     found = problems(
         {
-            "zero_optimization": {"stage": 7, "zero_quantized_weights": True, "overlap_com": True},
+            "zero_optimization": {"stage": 7, "zero_quantized_nontrainable_weights": True, "overlap_com": True},
             "gradient_clipping": -1,
             "fp16": 3,
             "tensor_parallel": {"tp_size": 2},
@@ -225,7 +225,7 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
         }
     )
     assert [text.split(":")[0] for text in found] == [
-        "zero_optimization.zero_quantized_weights = True",
+        "zero_optimization.zero_quantized_nontrainable_weights = True",
         "zero_optimization.overlap_com = True",
         "fp16 = 3",
         "tensor_parallel.tp_size = 2 and parallel.tp = 3",
