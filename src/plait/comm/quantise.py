@@ -19,6 +19,8 @@ BLOCK = 256
 """Numbers that share a scale: 8.125 or 4.125 bits a number on the wire."""
 _LARGEST = {8: 127, 4: 7}
 _SCALE_BYTES = 4
+_SMALLEST_SCALE = 1e-37
+"""A block of smaller numbers is sent as zeros: the inverse of its scale would not be finite."""
 
 
 def blocks_of(numel: Any) -> Any:
@@ -33,15 +35,26 @@ def packed_bytes(numel: Any, bits: Any) -> Any:
 
 def quantise(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     """(uint8 [rows, n x bits / 8], float32 scales [rows, n / BLOCK]) of a floating `x` [rows, n], n a multiple of BLOCK."""
+    rounded, scales = _rounded(x, bits)
+    return _coded(rounded, bits), scales
+
+
+def _rounded(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whole numbers as float32 [rows, n / BLOCK, BLOCK], scales)."""
     blocked = x.reshape(x.shape[0], -1, BLOCK).float()
-    scales = blocked.abs().amax(-1) / _LARGEST[bits]
-    inverse = torch.where(scales > 0, 1 / scales, 0)
+    least, most = torch.aminmax(blocked, dim=-1) if blocked.numel() else (blocked[..., 0], blocked[..., 0])
+    scales = torch.maximum(most, -least) / _LARGEST[bits]
+    inverse = torch.where(scales > _SMALLEST_SCALE, 1 / scales, 0)
+    return (blocked * inverse.unsqueeze(-1)).round_(), scales
+
+
+def _coded(rounded: torch.Tensor, bits: Bits) -> torch.Tensor:
     # Not finite: whatever comes out of the cast is multiplied by a scale that is not finite.
-    codes = (blocked * inverse.unsqueeze(-1)).round_().to(torch.int8).view(x.shape[0], -1)
+    codes = rounded.to(torch.int8).view(rounded.shape[0], -1)
     if bits == 8:
-        return codes.view(torch.uint8), scales
+        return codes.view(torch.uint8)
     shifted = (codes + 8).view(torch.uint8)
-    return shifted[:, 0::2] | (shifted[:, 1::2] << 4), scales
+    return shifted[:, 0::2] | (shifted[:, 1::2] << 4)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: Bits) -> torch.Tensor:
@@ -92,7 +105,9 @@ class Packing:
         return sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix) + self._exact * dtype.itemsize
 
     def matrices(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, padded] of the quantised segments, each padded with zeros to whole blocks."""
+        """float32 [rows, padded] of the quantised segments, each padded with zeros to whole blocks; `rows` itself where that is all."""
+        if len(self.segments) == 1 and self.padded == rows.shape[1] and rows.dtype == torch.float32:
+            return rows
         padded = rows.new_zeros(rows.shape[0], self.padded, dtype=torch.float32)
         at = 0
         for segment, part in zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True):
@@ -105,11 +120,14 @@ class Packing:
         """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first and becomes what this packing loses."""
         padded = self.matrices(rows)
         if error is not None:
-            padded.add_(error)
-        codes, scales = quantise(padded, self.bits)
+            padded = padded + error
+        rounded, scales = _rounded(padded, self.bits)
+        codes = _coded(rounded, self.bits)
         if error is not None:
-            torch.sub(padded, dequantise(codes, scales, self.bits), out=error)
-            error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
+            blocks = (rounded.shape[0], -1, BLOCK)
+            torch.addcmul(padded.view(blocks), rounded, scales.unsqueeze(-1), value=-1, out=error.view(blocks))
+            if not scales.isfinite().all():
+                error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
         exact = [
             part for segment, part in zip(self.segments, rows.split([s.numel for s in self.segments], 1), strict=True) if not segment.matrix
         ]

@@ -88,6 +88,16 @@ def test_error_feedback_makes_the_mean_over_time_right(bits: Bits) -> None:
         assert (plain[0, 1:] == 0).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_whose_scale_has_no_finite_inverse(bits: Bits) -> None:
+    """They are sent as zeros, and stay in the error."""
+    made = packing([(BLOCK, True)], bits)
+    x, error = torch.zeros(1, BLOCK), torch.zeros(1, BLOCK)
+    x[0, 3] = 1e-39
+    assert torch.equal(made.unpack(made.pack(x, error), torch.float32), torch.zeros(1, BLOCK))
+    assert torch.equal(error, x)
+
+
 def test_an_overflow_does_not_stay_in_the_error() -> None:
     made = packing([(2 * BLOCK, True)], 8)
     error = torch.zeros(1, 2 * BLOCK)

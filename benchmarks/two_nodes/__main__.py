@@ -1,0 +1,159 @@
+"""The command: `python -m benchmarks.two_nodes`. For every rate of the link, rounds in which every contestant has a turn of a few steps.
+
+Prints a table a rate (seconds a step, bytes a step that the kernel counted, ratios to DDP) and writes them as JSON. Exit code 0, 1 when a
+contestant failed, 2 where the laboratory cannot be set up. It ends by itself and removes what it made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.machine import facts
+from benchmarks.common.table import aligned
+from benchmarks.common.workers import Team, TeamError
+from benchmarks.training_step import deepspeed_peer
+from benchmarks.training_step.workload import Workload
+from benchmarks.two_nodes.contestants import ALL, BY_NAME, Contestant, start
+from benchmarks.two_nodes.network import Lab, NoLab, lab
+
+RATES: dict[str, str | None] = {"100mbit": "100mbit", "1gbit": "1gbit", "unshaped": None}
+WARM_STEPS = 12
+"""Before the first clock: PowerSGD sends whole gradients for ten."""
+RESULT = Path(__file__).parents[1] / "results" / "two_nodes.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    options = _parse(arguments)
+    workload = Workload(
+        layers=options.layers,
+        hidden=options.hidden,
+        intermediate=options.hidden * 11 // 4,
+        heads=4,
+        vocabulary=2048,
+        sequence=options.sequence,
+        micro_batch=options.micro_batch,
+    )
+    chosen = [BY_NAME[name] for name in options.contestants if not BY_NAME[name].missing]
+    for name in options.contestants:
+        if BY_NAME[name].missing:
+            say(f"{name} is left out: {BY_NAME[name].requires} is not installed")
+    try:
+        with lab() as found, tempfile.TemporaryDirectory(prefix="two_nodes_") as logs:
+            return _measure(found, chosen, workload, options, Path(logs))
+    except NoLab as error:
+        say(f"two_nodes: {error}")
+        return 2
+
+
+def say(line: str) -> None:
+    """Progress, on stderr, so that stdout holds the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = [one.name for one in ALL]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--contestants", nargs="+", choices=names, default=names, metavar="NAME", help="default: all of " + " ".join(names))
+    parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default: 2)")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    return parser.parse_args(arguments)
+
+
+def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, options: argparse.Namespace, logs: Path) -> int:
+    teams: dict[str, Team] = {}
+    failures: dict[str, str] = {}
+    try:
+        for one in chosen:
+            team = teams[one.name] = Team(
+                one.name,
+                ranks=2,
+                start=start,
+                argument=(one, workload, found.nodes),
+                logs=logs,
+                environment={**deepspeed_peer.ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+            )
+            try:
+                team.ready(timeout_seconds=300)
+                team.ask(("turn", {"warm": 0, "steps": WARM_STEPS}), timeout_seconds=300)
+                say(f"{one.name} is ready")
+            except TeamError as error:
+                failures[one.name] = str(error)
+                say(f"{one.name} failed: {error}")
+        rates = {}
+        for rate in options.rates:
+            found.shape(RATES[rate])
+            rates[rate] = _rounds(found, {n: t for n, t in teams.items() if n not in failures}, failures, options)
+            print(_table(rate, rates[rate], workload), flush=True)
+    finally:
+        for team in teams.values():
+            team.stop()
+        deepspeed_peer.clean(ports=[team.port for team in teams.values()])
+    document = {
+        "machine": facts("torch", "transformers", "deepspeed", "plait"),
+        "parameters": workload.parameters,
+        "rounds": options.rounds,
+        "rates": rates,
+        "failures": failures,
+    }
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    say(f"written: {options.output}")
+    return 1 if failures else 0
+
+
+def _rounds(found: Lab, teams: Mapping[str, Team], failures: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Contestant to its turns: slowest rank's seconds a step, and bytes a step of the node that sent more. Turns rotate by one a round."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in teams}
+    order = list(teams)
+    for number in range(options.rounds):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            if name in failures:
+                continue
+            try:
+                teams[name].ask(("turn", {"warm": 0, "steps": 1}), timeout_seconds=300)
+                before = found.sent_bytes()
+                answers = teams[name].ask(("turn", {"warm": 0, "steps": options.steps}), timeout_seconds=600)
+                after = found.sent_bytes()
+            except TeamError as error:
+                failures[name] = str(error)
+                say(f"{name} failed: {error}")
+                continue
+            sent = max(now - then for now, then in zip(after, before, strict=True)) / options.steps
+            turns[name].append({"seconds": max(a["seconds"] for a in answers), "bytes": sent, "loss": answers[0]["losses"][-1]})
+    return {
+        name: {"seconds": statistics.median(t["seconds"] for t in own), "bytes": statistics.median(t["bytes"] for t in own), "turns": own}
+        for name, own in turns.items()
+        if own
+    }
+
+
+def _table(rate: str, found: Mapping[str, Any], workload: Workload) -> str:
+    reference = found.get("ddp", {}).get("seconds")
+    rows = [
+        (
+            BY_NAME[name].title,
+            f"{one['seconds'] * 1e3:,.0f}",
+            f"{one['bytes'] / 1e6:.2f}",
+            f"{one['seconds'] / reference:.2f}" if reference else "",
+        )
+        for name, one in sorted(found.items(), key=lambda item: item[1]["seconds"])
+    ]
+    title = f"link: {rate}; {workload.parameters / 1e6:.1f} M parameters, one rank a node; median of the turns"
+    return f"\n{title}\n" + aligned(("contestant", "ms/step", "MB/step of a node", "of DDP's time"), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
