@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import plait
+from plait._torch import local_tensor
 from plait.verify.parity import Trace, engine_trace
 from tests.parity import cases
 from tests.parity.test_tensor_parallel import check, plan, settings
@@ -126,3 +127,19 @@ def test_with_mixed_precision(pool: Pool, precision: dict[str, Any], tp: int) ->
 def test_equals_one_process(pool: Pool, kind: str, mode: str) -> None:
     """tp 2 x dp 2, ZeRO 3, against plain torch."""
     check(pool, 4, kind, False, settings(4, 2, 3, 1, 2, recompute={"mode": mode}, **plan(kind)))
+
+
+def interleaved(rank: int, world: int, mode: str) -> dict[str, torch.Tensor]:
+    """Two micro-batches of different lengths forward, then backward of both, as a pipeline does. Runs in a worker."""
+    config = settings(2, 2, 0, 1, 2, True, recompute={"mode": mode})
+    engine = plait.initialize(build("llama", torch.float64, dropout=False), config, loss_fn=plait.causal_lm_loss)
+    ids = [torch.arange(2 * length).view(2, length) % cases.VOCABULARY for length in (11, 6)]
+    sum(plait.causal_lm_loss(engine.model(input_ids=x), {"labels": x})[0] for x in ids).backward()  # type: ignore[union-attr]
+    return {name: local_tensor(p.grad).clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+
+
+def test_a_micro_batch_is_recomputed_with_its_own_length(pool: Pool) -> None:
+    """Another one, of another length, has gone through since."""
+    wanted, found = pool.run(2, interleaved, "none"), pool.run(2, interleaved, "full")
+    for plain, recomputed in zip(wanted, found, strict=True):
+        assert all(torch.equal(gradient, recomputed[name]) for name, gradient in plain.items())

@@ -137,3 +137,22 @@ def test_a_budget_in_the_engine() -> None:
         assert held["activations"] + held["logits"] + facts.returning(engine.parts.block_modes) <= budget
     finally:
         engine.close()
+
+
+def test_the_published_formulas_of_llama() -> None:
+    """Bytes a token and block, bfloat16: 8h + 2gh + 2f + 4a where attention and every second product are kept (torchtitan's choice), 2h
+    where the input alone is; h width, g share of key-value heads, f width of the MLP, a heads (Korthikanti et al. 2205.05198, section 5,
+    for a block without biases, dropout or a whole softmax)."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    h, f, a, kv, layers, tokens = 512, 1792, 8, 2, 2, 256
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=h, intermediate_size=f, num_hidden_layers=layers, num_attention_heads=a, num_key_value_heads=kv
+    )
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = activation_facts(model, blocks=find_blocks(model), mesh=ONE, batch=token_batch(1, tokens), compute_dtype=torch.bfloat16).modes
+    selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
+    assert found["selective"].blocks == (tokens * selective,) * layers
+    assert found["full"].blocks == (tokens * 2 * h,) * layers

@@ -1,0 +1,47 @@
+"""Offload to host memory on a real GPU: run with `pytest -m gpu`. What the CPU tests cannot show: pinned buffers, side streams, and the
+optimizer's kernels on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.verify.parity import Trace, compare, engine_trace, worst
+from tests.parity import cases
+from tests.parity.test_recompute import digest
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+pytestmark = pytest.mark.gpu
+
+
+def trace(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, int]:
+    """(trace, the most bytes of the device). Runs in a worker."""
+    torch.cuda.reset_peak_memory_stats()
+    engine = plait.initialize(cases.build("llama", tied=True, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    found = engine_trace(engine, cases.ragged_steps(2))
+    return found, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_activations_on_the_host_change_no_bit(pool: Pool, mode: str) -> None:
+    """Half of the blocks, and all."""
+    plain, _ = pool.run(1, trace, settings(1, 1, 3, 1, 2, recompute={"mode": mode}))[0]
+    for fraction in (0.5, 1.0):
+        config = settings(1, 1, 3, 1, 2, recompute={"mode": mode}, activation_offload={"fraction": fraction})
+        assert digest(pool.run(1, trace, config)[0][0]) == digest(plain)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_on_the_host(pool: Pool, stage: int) -> None:
+    """The host's AdamW rounds otherwise than the device's; less of the device is taken."""
+    config = {**settings(1, 1, stage, 1, 2), "bf16": {"enabled": True}}
+    plain, whole = pool.run(1, trace, config)[0]
+    config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
+    found, less = pool.run(1, trace, config)[0]
+    difference = worst(compare(plain, found))
+    assert difference.ok(1e-4), difference
+    assert less < whole
