@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -115,13 +116,14 @@ def main(folder: Path) -> int:
             codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
         elif time.monotonic() - began > SECONDS or any(codes.values()):
             for other in running:
-                os.kill(other, 9)
+                os.kill(other, signal.SIGKILL)
             time.sleep(0.1)
         else:
             time.sleep(0.05)
     failed = {index: code for index, code in sorted(codes.items()) if code}
     if failed:
-        print(f"exit codes by rank: {failed}", file=sys.stderr)
+        own = {index: code for index, code in failed.items() if code != -signal.SIGKILL}
+        print(f"{len(failed)} ranks failed; exit codes of those that were not killed, by rank: {own}", file=sys.stderr)
         return 1
     used = sum(json.loads(path.read_text())["bytes"] for path in folder.glob("rank-*.json"))
     print(f"{RANKS} processes, {time.monotonic() - began:.1f} s, {used / 2**30:.2f} GiB")

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
         timeout=290,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{done.stderr[:4000]}\n...\n{done.stderr[-500:]}"  # the first rank to fail says why
     print(done.stdout)
     return made
 
