@@ -190,6 +190,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         layouts=layouts,
         sequence=request.sequence,
         precision=PRECISIONS.index(request.precision),
+        own=not request.compile and not model.experts,
         whole_attention=request.split.whole_attention,
     )
 
