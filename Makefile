@@ -5,6 +5,7 @@
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the whole test matrix (hours)
 #   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
+#   make bench-pipeline   a step in a pipeline and in two dimensions beside torch by hand; ARGS=--quick for a minute
 #   make coverage-docs docs/coverage.md from the last test runs
 #   make lock          requirements.lock from what .venv holds now
 #
@@ -13,7 +14,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test proof lint format types layers bench-step coverage-docs lock clean
+.PHONY: help environment quickstart test proof lint format types layers bench-step bench-pipeline coverage-docs lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -52,6 +53,9 @@ layers: environment
 
 bench-step: environment
 	$(RUN) -m benchmarks.training_step $(ARGS)
+
+bench-pipeline: environment
+	$(RUN) -m benchmarks.pipeline_step $(ARGS)
 
 coverage-docs: environment
 	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)

@@ -79,19 +79,24 @@ def profile(contestant: Contestant, *, workload: Workload, pace: rounds.Pace, lo
     try:
         if _start({contestant.name: contestant}, teams, workload=workload, logs=logs):
             return 1
-        team, timeout = teams[contestant.name], pace.turn_timeout_seconds
-        for rank, seen in enumerate(team.ask(("phases", {"warm": 2, "steps": pace.steps}), timeout_seconds=timeout)):
-            rows = [(phase, f"{seen[phase]:.1f}", f"{seen[f'{phase} waiting']:.1f}") for phase in PHASES]
-            print(f"{team.name}, rank {rank}: {seen['total']:.1f} ms/step; other threads {seen['threads']:.1f} ms")
-            print(aligned(("phase", "ms/step", "of which waiting"), rows), end="\n\n")
-        tables = team.ask(("operators", {"warm": 0, "steps": pace.steps, "rows": 25}), timeout_seconds=timeout)[0]
-        print(f"collectives on rank 0, profiler attached\n{tables['collectives']}\n\n{tables['operators']}")
+        show_profile(teams[contestant.name], pace=pace)
         return 0
     except TeamError as error:
         say(str(error))
         return 1
     finally:
         _stop(teams)
+
+
+def show_profile(team: Team, *, pace: rounds.Pace) -> None:
+    """Print the phases of every rank, and the collectives and operators of rank 0. Raises TeamError."""
+    timeout = pace.turn_timeout_seconds
+    for rank, seen in enumerate(team.ask(("phases", {"warm": 2, "steps": pace.steps}), timeout_seconds=timeout)):
+        rows = [(phase, f"{seen[phase]:.1f}", f"{seen[f'{phase} waiting']:.1f}") for phase in PHASES]
+        print(f"{team.name}, rank {rank}: {seen['total']:.1f} ms/step; other threads {seen['threads']:.1f} ms")
+        print(aligned(("phase", "ms/step", "of which waiting"), rows), end="\n\n")
+    tables = team.ask(("operators", {"warm": 0, "steps": pace.steps, "rows": 25}), timeout_seconds=timeout)[0]
+    print(f"collectives on rank 0, profiler attached\n{tables['collectives']}\n\n{tables['operators']}")
 
 
 def _too_large(teams: int, workload: Workload) -> str | None:

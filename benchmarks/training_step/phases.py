@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ def _attached(clock: Clock, is_root: Callable[[nn.Module], bool]) -> Iterator[No
     backward = torch.autograd.backward
     handles = [
         module_hooks.register_module_forward_pre_hook(before),
-        module_hooks.register_module_forward_hook(after),
+        module_hooks.register_module_forward_hook(after, always_call=True),  # a pipeline stage may leave by an exception
         optimizer_hooks.register_optimizer_step_pre_hook(lambda *_: clock.begin("optimizer")),
         optimizer_hooks.register_optimizer_step_post_hook(lambda *_: clock.end()),
     ]
@@ -82,12 +82,13 @@ def _attached(clock: Clock, is_root: Callable[[nn.Module], bool]) -> Iterator[No
             handle.remove()
 
 
-def measure(step: Callable[[], object], *, steps: int, root: str) -> dict[str, float]:
+def measure(step: Callable[[], object], *, steps: int, roots: Collection[str]) -> dict[str, float]:
     """Milliseconds a step: `<phase>` wall time and `<phase> waiting` for each of PHASES, `total`, and `threads`, the processor time of
-    all other threads of this process. `root` is the class name of the model."""
+    all other threads of this process. `roots` are the class names that a model may have."""
     clock = Clock()
+    names = {*roots, *(f"FSDP{root}" for root in roots)}
     wall, busy, process = time.perf_counter(), time.thread_time(), time.process_time()
-    with _attached(clock, lambda module: type(module).__name__ in (root, f"FSDP{root}")):
+    with _attached(clock, lambda module: type(module).__name__ in names):
         for _ in range(steps):
             clock.begin("other")
             step()

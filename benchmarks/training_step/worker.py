@@ -25,7 +25,11 @@ def start(argument: tuple[Contestant, Workload]) -> Callable[[tuple[str, dict[st
     """Build the contestant and return what answers messages."""
     contestant, workload = argument
     torch.set_num_threads(workload.threads)
-    runner = Runner(contestant.build(workload), workload)
+    return answers(Runner(contestant.build(workload), workload))
+
+
+def answers(runner: Runner) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+    """What answers messages with the methods of `runner`."""
     verbs: dict[str, Callable[..., Any]] = {"turn": runner.turn, "phases": runner.phases, "operators": runner.operators}
 
     def handle(message: tuple[str, dict[str, Any]]) -> Any:
@@ -38,14 +42,21 @@ def start(argument: tuple[Contestant, Workload]) -> Callable[[tuple[str, dict[st
 class Runner:
     """Counts the steps of a contestant, so that step i always sees batch i."""
 
+    roots: tuple[str, ...] = ("LlamaForCausalLM",)
+    """Class names of the module whose call is a forward."""
+
     def __init__(self, step: Step, workload: Workload) -> None:
         self.step = step
         self.workload = workload
         self.rank = int(os.environ["RANK"])
         self.done = 0
 
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """What this rank's step number `step` sees."""
+        return batch(self.workload, step=step, rank=self.rank)
+
     def _upcoming(self, count: int) -> list[dict[str, torch.Tensor]]:
-        made = [batch(self.workload, step=self.done + i, rank=self.rank) for i in range(count)]
+        made = [self.batch(self.done + i) for i in range(count)]
         self.done += count
         return made
 
@@ -73,7 +84,7 @@ class Runner:
         for _ in range(warm):
             self.step(next(batches))
         dist.barrier()
-        return phases.measure(lambda: self.step(next(batches)), steps=steps, root="LlamaForCausalLM")
+        return phases.measure(lambda: self.step(next(batches)), steps=steps, roots=self.roots)
 
     def operators(self, *, warm: int, steps: int, rows: int) -> dict[str, str]:
         """Two tables of torch's profiler on this rank: by self time, and the collectives."""

@@ -46,6 +46,21 @@ def _sharded_parameters(module: FSDPModule) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
+def shard_buffers(module: FSDPModule) -> list[torch.Tensor]:
+    """The flat buffers that hold this rank's shards of one fully sharded unit, padding included."""
+    return [p._sharded_param_data for p in _sharded_parameters(module)]
+
+
+def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `make(buffer)`, of the same size and content, in place of every buffer of `shard_buffers`; the parameters stay the objects that
+    they are."""
+    for p in _sharded_parameters(module):
+        buffer = make(p._sharded_param_data)
+        dim = p.fsdp_placement.dim
+        p._sharded_param_data = buffer
+        p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(dim, 0, p.sharded_param._local_tensor.shape[dim])
+
+
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """(sharded, unsharded) pairs of one fully sharded unit, for parameters that were gathered at least once.
 

@@ -19,6 +19,8 @@ class RunStarted:
     parameters: int
     layout: str
     folder: str
+    communication: str = ""
+    """How data-parallel ranks exchange gradients and parameters, and why so."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ overlap, and whole trainings through it against one process."""
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import plait
 from plait.comm import host as host_module
+from plait.comm import host_scatter
 from plait.comm.buckets import Flat
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.comm.transport import Transport, connect
@@ -173,6 +175,31 @@ def held(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_memory_in_use_is_not_reused(pool: Pool, ranks: int) -> None:
     pool.run(ranks, held)
+
+
+def slow_reader(rank: int, ranks: int) -> None:
+    """Rank 0 has one slot left, because it keeps the other, and rank 1 is slow to read it. Runs in a worker."""
+    way = shared()
+    assert way.reduce_scatter is not None
+    real = host_scatter.add_in_order
+
+    def late(pieces: Any, outputs: Any) -> None:
+        time.sleep(0.05)
+        real(pieces, outputs)
+
+    kept = None
+    with patch.object(host_scatter, "add_in_order", late if rank == 1 else real):
+        for step in range(4):
+            given = way.reduce_scatter.allocate((2000,), dtype=torch.float32, device=CPU).fill_(step)
+            output = way.reduce_scatter.allocate((1000,), dtype=torch.float32, device=CPU)
+            way.reduce_scatter(output, given, dist.group.WORLD, dist.ReduceOp.SUM)
+            assert torch.equal(output, torch.full((1000,), 2.0 * step)), step
+            kept = given if kept is None and rank == 0 else kept
+    assert kept is None or bool((kept == 0).all())
+
+
+def test_a_slot_is_not_written_to_while_another_rank_reads_it(pool: Pool) -> None:
+    pool.run(2, slow_reader)
 
 
 def keeps_what_others_free(rank: int, ranks: int) -> None:

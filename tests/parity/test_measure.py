@@ -6,16 +6,21 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import plait
 from plait.cluster.mesh import split_by_node
 from plait.comm.choose import choose_all_reduce, prices
-from plait.comm.links import GroupLinks, load
+from plait.comm.links import Cost, GroupLinks, Level, Link, describe, load, save
 from plait.comm.measure import measure_group
 from plait.units import MIB
-from tests.pool import Pool
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
+from tests.pool import Pool, WorkerFailed
 
 
 def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
@@ -41,6 +46,41 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
         "recursive-doubling",
         "ring",
     }
+
+
+def trained(rank: int, world: int, config: dict[str, Any]) -> tuple[str, float]:
+    """(what is said of the communication, loss of a step). Runs in a worker."""
+    engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+    return engine.parts.communication, float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
+
+
+@pytest.mark.parametrize(
+    ("cheap", "said"), [("exchange", "by recursive-doubling"), ("all_reduce", "by all-reduce"), ("shared_memory", "by shared-memory")]
+)
+def test_training_takes_what_the_measured_links_say(pool: Pool, tmp_path: Path, cheap: str, said: str) -> None:
+    """The choice changes with the file, and not the numbers."""
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "exchange", "shared_memory")
+    costs = {name: Cost(1e-6, 1e-10 if name == cheap else 1e-7) for name in operations}
+    save(tmp_path / "links.json", [GroupLinks("dp_replicate", 1, 2, Level(2, costs))], facts={})
+    config = settings(2, 0, 1, 1)
+    plain = pool.run(2, trained, config)
+    config["parallel"] |= {"links": str(tmp_path / "links.json")}
+    results = pool.run(2, trained, config)
+    assert results[0] == results[1]
+    assert said in results[0][0]
+    assert "2 ranks on 1 machine" in results[0][0]
+    assert results[0][1] == pytest.approx(plain[0][1], rel=1e-12)
+
+
+def test_links_of_another_layout_are_refused(pool: Pool, tmp_path: Path) -> None:
+    save(tmp_path / "links.json", [describe("dp_replicate", machines=1, per_machine=4, inside=Link(1e-6, 1e9))], facts={})
+    config = settings(2, 0, 1, 1)
+    config["parallel"] |= {"links": str(tmp_path / "links.json")}
+    with pytest.raises(WorkerFailed, match="it was measured for 4 ranks on 1 machine.*over 2 on 1; measure again"):
+        pool.run(2, trained, config)
+    config["parallel"] |= {"links": str(tmp_path / "none.json")}
+    with pytest.raises(WorkerFailed, match="parallel.links"):
+        pool.run(2, trained, config)
 
 
 def test_the_verb(tmp_path: Path) -> None:

@@ -207,3 +207,21 @@ def test_timeout_of_a_group() -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
     assert _torch.timeout_of(dist.group.WORLD) == 77.0
+
+
+def test_shard_buffers() -> None:
+    """Replaced in place: parameters stay, padding too, and the next forward gathers from the new ones."""
+    model = sharded()
+    unit = _torch.sharded_modules(model)[1]
+    before = [p.detach().to_local().clone() for p in unit.parameters()]  # type: ignore[attr-defined, union-attr]
+    names = [id(p) for p in model.parameters()]
+    assert [buffer.numel() for buffer in _torch.shard_buffers(unit)] == [2 * 4, 2], "the second of two ranks has one row of three"
+    made = []
+    _torch.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])  # type: ignore[func-returns-value]
+    assert names == [id(p) for p in model.parameters()]
+    model(torch.ones(1, 4))
+    unit.reshard()
+    for buffer, now, parameter, was in zip(made, _torch.shard_buffers(unit), unit.parameters(), before, strict=True):  # type: ignore[attr-defined]
+        assert now is buffer
+        assert parameter.to_local().data_ptr() == buffer.data_ptr()
+        assert torch.equal(parameter.to_local(), was)

@@ -112,16 +112,18 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     return Levels(group, mine[0], mine[1])
 
 
-def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> Mesh:
+def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT, host_tensors: bool = False) -> Mesh:
     """Groups for `layout` over the processes that exist.
 
-    `device_type` is `cuda` or `cpu`; by default a GPU where there is one. Raises ConfigError when the layout's world is not the real one.
+    `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
+    are wanted too (offloaded parameters are gathered there for checkpoints). Raises ConfigError when the layout's world is not the real
+    one.
     """
     here = place()
     device = local_device(device_type, here)
     owns = not dist.is_initialized()
     if owns:
-        _make_default_group(here, device, timeout)
+        _make_default_group(here, device, timeout, host_tensors=host_tensors)
     if dist.get_world_size() != layout.world_size:
         world = dist.get_world_size()
         if owns:
@@ -153,8 +155,9 @@ def local_device(device_type: str | None, here: Place) -> torch.device:
     return device
 
 
-def _make_default_group(here: Place, device: torch.device, timeout: timedelta) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
+def _make_default_group(here: Place, device: torch.device, timeout: timedelta, *, host_tensors: bool) -> None:
+    nccl = "cpu:gloo,cuda:nccl" if host_tensors else "nccl"
+    backend = nccl if device.type == "cuda" else "gloo"
     if here.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return

@@ -41,8 +41,8 @@ class Key:
 _REDUCED_BY_BLOCK = "gradients are reduced and parameters gathered block by block, overlapped with compute"
 _SIZED_BY_BLOCK = "the unit that is gathered and freed is a block of the model, so there is no budget to set"
 _ONE_IMPLEMENTATION = "a detail of DeepSpeed's implementation; results do not depend on it"
-_OFFLOAD = "this release keeps parameters, gradients and optimizer states on the device and offloads nothing"
-_OFFLOAD_DETAIL = "how to offload; nothing is offloaded"
+_OFFLOAD = 'parameters are not offloaded by themselves; offload_optimizer.device = "nvme" takes the master parameters along'
+_OFFLOAD_DETAIL = "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead and written behind by threads"
 _PRINTS = "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl"
 _MONITOR = "every step is written to metrics.jsonl in `run.folder`; no tracker is called"
 _PROFILE = "a report that changes no result; Plait does not write it"
@@ -55,7 +55,7 @@ _HYBRID = "a setting of the hybrid engine, which is off"
 _EXPERTS = "a setting of expert parallelism, which is off"
 _ELASTIC = "a setting of elastic batch sizes, which are off"
 _BF16_SCALE = "bfloat16 has the range of float32 and needs no loss scale; these keys belong to fp16"
-_AIO = "how to read and write NVMe; nothing is offloaded"
+_AIO = "how DeepSpeed reads and writes files; here two threads do, one for each"
 _DATA = "`plait train` reads the `data` section; an own loop brings its own loader"
 
 
@@ -74,6 +74,12 @@ SUPPORTED: tuple[str, ...] = (
     "num_layers",
     "zero_optimization.stage",
     "zero_optimization.reduce_bucket_size",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_optimizer.buffer_count",
+    "zero_optimization.offload_optimizer.buffer_size",
     "fp16.enabled",
     "fp16.loss_scale",
     "fp16.initial_scale_power",
@@ -158,15 +164,10 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
             "zero_optimization.cpu_offload_use_pin_memory": "flag",
             "zero_optimization.pin_memory": "flag",
             "zero_optimization.save_muon_momentum_buffer_in_memory": "flag",
-            "zero_optimization.offload_optimizer.nvme_path": "text",
-            "zero_optimization.offload_optimizer.buffer_count": "whole",
-            "zero_optimization.offload_optimizer.buffer_size": "whole",
-            "zero_optimization.offload_optimizer.pin_memory": "flag",
             "zero_optimization.offload_optimizer.pipeline": "flag",
             "zero_optimization.offload_optimizer.pipeline_read": "flag",
             "zero_optimization.offload_optimizer.pipeline_write": "flag",
             "zero_optimization.offload_optimizer.fast_init": "flag",
-            "zero_optimization.offload_optimizer.ratio": "number",
             "zero_optimization.offload_optimizer.cpuadam_cores_perc": "number",
             "zero_optimization.offload_param.nvme_path": "text",
             "zero_optimization.offload_param.buffer_count": "whole",
@@ -391,16 +392,19 @@ _PRESENT: tuple[Kind, tuple[Any, ...]] = ("tree", ({},))
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
-        _OFFLOAD,
-        'set "none" or leave it out; to save memory raise zero_optimization.stage or use more processes',
-        {
-            "zero_optimization.offload_optimizer.device": ("text", ("none",)),
-            "zero_optimization.offload_param.device": ("text", ("none",)),
-            "zero_optimization.offload_optimizer.super_offload": _FLAG,
-            "compile.offload_activation": _FLAG,
-            "compile.offload_opt_states": _FLAG,
-            "compile.offload_parameters": _FLAG,
-        },
+        "the optimizer runs on the host once backward has finished, not piece by piece beside it",
+        'set it to false or leave it out; offload_optimizer.device = "cpu" remains',
+        {"zero_optimization.offload_optimizer.super_offload": _FLAG},
+    ),
+    Refusal(
+        "compiled code offloads nothing",
+        "set it to false or leave it out; parallel.activation_offload and zero_optimization.offload_optimizer work without compilation",
+        {"compile.offload_activation": _FLAG, "compile.offload_opt_states": _FLAG, "compile.offload_parameters": _FLAG},
+    ),
+    Refusal(
+        "optimizer states are offloaded as a whole or not at all",
+        "set it to 1 or leave it out",
+        {"zero_optimization.offload_optimizer.ratio": ("number", (1, 1.0))},
     ),
     Refusal(
         "ZenFlow updates part of the gradient late and on the CPU, which changes the training",

@@ -185,7 +185,7 @@ FLAGS: dict[str, Flag] = {
         off=("uniform", 1),
     ),
     **_refused(
-        "this release keeps parameters, gradients and optimizer states on the device",
+        "this release keeps optimizer states on the device or in files (zero_optimization.offload_optimizer)",
         "leave it out",
         "optimizer_cpu_offload cpu_offloading",
         "switch",

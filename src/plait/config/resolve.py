@@ -25,6 +25,7 @@ from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
@@ -55,6 +56,8 @@ class Resolved(Policy):
     """Which blocks recompute what."""
     activation_offload: ActivationOffload
     """Where blocks put what they save for backward."""
+    optimizer_offload: OptimizerOffload
+    """Where optimizer states, gradients and masters live."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()
@@ -151,6 +154,7 @@ def resolve(
     compiled = parts.compiled(found)
     recompute = found.attempt(lambda: techniques.recompute(found))
     offload = found.attempt(lambda: techniques.activation_offload(found))
+    states = found.attempt(lambda: techniques.optimizer_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
     for path in fields():
@@ -159,7 +163,7 @@ def resolve(
     if found.problems:
         raise ConfigError(*found.problems)
     assert layout is not None and batch is not None and precision is not None and data_parallel is not None
-    assert recompute is not None and offload is not None
+    assert recompute is not None and offload is not None and states is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
@@ -171,6 +175,7 @@ def resolve(
         compile=compiled,
         recompute=recompute,
         activation_offload=offload,
+        optimizer_offload=states,
         loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,

@@ -91,11 +91,38 @@ class Bf16Section(Policy):
     """Skip an optimizer step whose gradients are not finite."""
 
 
+class OffloadOptimizerSection(Policy):
+    """Where optimizer states, gradients and master parameters live."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """none: on the device. cpu: in host memory, for GPUs; the optimizer runs there. nvme: in files in `nvme_path`, read and written in
+    pieces during the step; not for GPUs in this release."""
+    pin_memory: bool = True
+    """cpu: pin the host memory, so that copies run beside the computation."""
+    nvme_path: str | None = None
+    """nvme: a folder on a fast local disk."""
+    buffer_count: Annotated[int, Field(ge=4), Number] = 4
+    """nvme: pieces of the states that are in memory at once: one arriving, one computed, two leaving."""
+    buffer_size: Count = 100_000_000
+    """nvme: float32 numbers in a piece, parameters, gradients and states together."""
+
+
+class OffloadParamSection(Policy):
+    """Where the shards of stage 3's parameters live. They are the master parameters, so they go where offload_optimizer puts those."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: in host memory, together with offload_optimizer.device = "cpu"."""
+
+
 class ZeroSection(Policy):
     """What data-parallel processes share out instead of each holding all of it."""
 
     stage: Annotated[Literal[0, 1, 2, 3], Number] = 0
     """What is shared out: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too, gathered for use and freed."""
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
+    """Optimizer states in host memory or in files."""
+    offload_param: OffloadParamSection = OffloadParamSection()
+    """Parameters in host memory."""
     reduce_bucket_size: CountOrAuto | None = None
     """Elements in a reduction of gradients at stage 0 in the model's own dtype, the one case with buckets. "auto": the square of the hidden
     size. Left out: parallel.bucket_mib."""
@@ -204,6 +231,8 @@ class ParallelSection(Policy):
     all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
     """How gradients are summed at stage 0 in the model's own dtype. "auto": in two levels (inside machines, across, inside) where the
     processes span machines with several of them each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    links: str | None = None
+    """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
     compress_gradients: Literal["none", "int8", "int4", "powersgd"] = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
     factors of every matrix. It changes the training a little; for links that are slower than the computation."""

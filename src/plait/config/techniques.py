@@ -15,6 +15,7 @@ from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
@@ -59,6 +60,7 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
+        links=found.config.parallel.links,
         compression=_compression(found, dtypes),
         second_copy=_second_copy(found, shard),
     )
@@ -66,6 +68,7 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
 
 def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
     wanted, path = found.config.parallel.all_reduce, "parallel.all_reduce"
+    found.sources["parallel.links"] = found.config.origin("parallel.links")
     origin = found.config.origin(path)
     if wanted == "auto":
         found.sources[path] = f"{origin}: auto, decided by each group when it is made"
@@ -197,3 +200,27 @@ def activation_offload(found: Findings) -> ActivationOffload:
     if problems:
         raise ConfigError(*problems)
     return ActivationOffload(fraction=fraction, device=section.device, path=section.path if section.device == "disk" else None)
+
+
+def optimizer_offload(found: Findings) -> OptimizerOffload:
+    """The tier of optimizer states, gradients and masters."""
+    section, path = found.config.zero_optimization.offload_optimizer, "zero_optimization.offload_optimizer"
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    parameters, name = found.config.zero_optimization.offload_param.device, "zero_optimization.offload_param.device"
+    found.sources[name] = found.config.origin(name)
+    problems = []
+    if parameters == "cpu" and (section.device != "cpu" or found.config.zero_optimization.stage != 3):
+        rule = f"shards are the master parameters, and {path}.device is {section.device} at stage {found.config.zero_optimization.stage}"
+        problems.append(Problem(name, parameters, rule, f'set {path}.device = "cpu" and stage 3, or "none"'))
+    if section.device == "none" and not problems:
+        return OptimizerOffload()
+    if section.device == "nvme" and section.nvme_path is None:
+        problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))
+    if section.device != "none" and found.config.zero_optimization.stage == 0:
+        rule = "ZeRO stage 0 keeps whole optimizer states on every process"
+        problems.append(Problem(f"{path}.device", section.device, rule, "set zero_optimization.stage to 1, 2 or 3"))
+    if problems:
+        raise ConfigError(*problems)
+    if section.device == "cpu":
+        return OptimizerOffload(device="cpu", pin_memory=section.pin_memory)
+    return OptimizerOffload(device="nvme", path=section.nvme_path, buffer_bytes=4 * section.buffer_size, buffer_count=section.buffer_count)

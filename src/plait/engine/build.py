@@ -24,6 +24,7 @@ from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
+from plait.engine.disk_optimizer import DiskTier, large_states
 from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.engine import Engine
 from plait.engine.loss import CausalLMLoss, Loss, Weighted, causal_lm_loss
@@ -34,6 +35,7 @@ from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
+from plait.parallel.arena import Arena
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
@@ -48,6 +50,19 @@ ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+@contextmanager
+def _leaving_no_group() -> Iterator[None]:
+    """A process group that was made on the way to an error is ended: whoever mends the error starts as before."""
+    existed = dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not existed and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+@_leaving_no_group()
 def initialize(
     model: nn.Module,
     config: ConfigLike,
@@ -81,8 +96,10 @@ def initialize(
     unused = None
     dp_group = mesh.group("dp_replicate", "dp_shard")
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
-        unused = UnusedTracker(model, dp_group)
+        unused = UnusedTracker(model, dp_group, device=mesh.device)
     made = _optimizer(optimizer, resolved, model, named)
+    if parts.disk_tier is not None:
+        parts.disk_tier.drive(made)
     scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
     if scheduler is None and resolved.scheduler is not None:
         scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
@@ -96,6 +113,7 @@ def initialize(
         counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
+        tier=parts.disk_tier,
     )
     torch.manual_seed(dropout_seed(resolved.seed, mesh))
     return Engine(
@@ -110,6 +128,7 @@ def initialize(
     )
 
 
+@_leaving_no_group()
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
     """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel
     ranks, as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with
@@ -129,6 +148,8 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         )
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
+    if resolved.optimizer_offload.device != "none":
+        raise ModelError("zero_optimization.offload_optimizer: plait.parallelize makes no optimizer; use plait.initialize, or none")
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
         parts.reducer.mean = True
@@ -240,15 +261,29 @@ def _parallelize(
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
     if template is not None:
-        materialise.allocate(model, mesh.device)
+        materialise.allocate(model, mesh.device, masters_on_host=parts.masters_on_host)
+    tier = _disk_tier(resolved, model)
+    if template is not None:
         if weights is None:
             materialise.initialise(model, template, blocks, seed=resolved.seed)
         else:
             load_weights(model, weights)
             materialise.fill_buffers(model, template)
+    if tier is not None:
+        tier.put_parameters_away()
     if parts.reducer is not None:
         parts.reducer.attach()
-    return mesh, parts
+    return mesh, parts.with_(disk_tier=tier)
+
+
+def _disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
+    """Files for the states of `model`, which is sharded and may not have its weights yet."""
+    offload = resolved.optimizer_offload
+    if offload.device != "nvme":
+        return None
+    tier = DiskTier(Arena(Path(offload.path or ".")), buffer_bytes=offload.buffer_bytes, buffer_count=offload.buffer_count)
+    tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
+    return tier
 
 
 def split(
@@ -278,9 +313,10 @@ def split(
         model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
     )
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
+    resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
-    mesh = build_mesh(resolved.layout)
+    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu")
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)
@@ -292,6 +328,7 @@ def split(
         resolved.compile,
         resolved.precision,
         resolved.data_parallel,
+        resolved.optimizer_offload,
     )
     return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
 

@@ -8,6 +8,7 @@ device, not of a formula. Nothing is communicated, allocated or changed.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ def _measure(
         region = applied.tensor_region
         if region is not None:
             region.gather_logits = not (applied.loss_parallel and isinstance(loss_fn, CausalLMLoss))
-        with _explained(model), live:
+        with _explained(model), _rows_are_sequences(), live:
             total, _ = loss_fn(forward(fake, piece), piece)
             kept = dict(live.bytes)
             live.unit = BACKWARD
@@ -247,3 +248,19 @@ def _explained(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} cannot be run without data: its code looks at values ({type(error).__name__}), so what it keeps is "
             "not known beforehand; choose parallel.recompute.mode yourself in place of a budget"
         ) from error
+
+
+@contextmanager
+def _rows_are_sequences() -> Iterator[None]:
+    """Transformers looks at position ids for several sequences in a row, and builds a mask where it cannot look. Rows of one sequence,
+    which the real model finds, need none."""
+    masking = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or looks is None:
+        yield
+        return
+    masking.__dict__["find_packed_sequence_indices"] = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.__dict__["find_packed_sequence_indices"] = looks

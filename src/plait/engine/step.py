@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch import local_tensor, multiply_all
 from plait.cluster.mesh import Mesh
+from plait.engine.disk_optimizer import DiskTier
 from plait.parallel.loss_scale import LossScaler
 
 
@@ -50,6 +51,8 @@ class Stepper:
     """Largest global norm; 0 leaves gradients as they are."""
     scaler: LossScaler | None
     check_overflow: bool
+    tier: DiskTier | None = None
+    """Where gradients and optimizer states are, if not in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called with unscaled, clipped gradients in place, just before the optimizer (for inspection)."""
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()
@@ -64,7 +67,8 @@ class Stepper:
         """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards."""
         inverse = 1.0 / (self.loss_scale * divisor)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = global_norm((p.grad for p in self.parameters if p.grad is not None and p not in self.counted_elsewhere), self.mesh) * inverse
+        counted = [p.grad for p in self.parameters if p.grad is not None and p not in self.counted_elsewhere]
+        norm = global_norm(counted, self.mesh, tier=self.tier) * inverse
         skipped = (self.check_overflow or self.scaler is not None) and not math.isfinite(norm.item())
         if not skipped:
             self._rescale(grads, norm, inverse)
@@ -84,8 +88,12 @@ class Stepper:
             factor = clip_factor(norm, self.clipping) * inverse
             # Reading a scalar is free on a CPU and saves a pass over all gradients; on a GPU it would stall the queue.
             factor = factor.item() if factor.device.type == "cpu" else factor
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            multiply_all([local_tensor(grad) for grad in grads], factor)
+        if self.tier is not None and not self.before_update:
+            self.tier.scale_in_step(factor)
+        elif isinstance(factor, torch.Tensor) or factor != 1.0:
+            locals_ = [local_tensor(grad) for grad in grads]
+            for some in [locals_] if self.tier is None else self.tier.walk(locals_, write=True):
+                multiply_all(some, factor)
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
@@ -93,7 +101,7 @@ def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.clamp(largest / (norm + 1e-6), max=1.0)
 
 
-def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None) -> torch.Tensor:
     """Euclidean norm over every element of every gradient, each counted once whatever the layout; float64, 0-dimensional."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for grad in grads:
@@ -101,7 +109,8 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     # Sorted, so that ranks which hold different sets of parameters issue their collectives in one order.
     for axes, members in sorted(by_axes.items()):
-        square = torch.nn.utils.get_total_norm(members).double() ** 2
+        square = (torch.nn.utils.get_total_norm(members) if tier is None else _walked_norm(members, tier)).double() ** 2
+        square = square.to(mesh.device)  # gradients may be on the host
         group = mesh.group(*axes)
         if group is not None:
             dist.all_reduce(square, group=group)
@@ -110,6 +119,12 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
+
+
+def _walked_norm(tensors: list[torch.Tensor], tier: DiskTier) -> torch.Tensor:
+    """`get_total_norm`, the same bits, without having all tensors in memory at once."""
+    norms = [torch.linalg.vector_norm(tensor, 2.0) for some in tier.walk(tensors) for tensor in some]
+    return torch.linalg.vector_norm(torch.stack(norms), 2.0)
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:

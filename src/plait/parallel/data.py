@@ -16,23 +16,20 @@ inside the `dp_shard` group and the reduced shards are all-reduced across, once 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Literal
 
 import numpy as np
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
-from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
-from plait.comm.compress import QuantisedReduceScatter
-from plait.comm.transport import TransportName, connect
-from plait.errors import ConfigError, ModelError, Problem
+from plait.comm.transport import TransportName
+from plait.errors import ModelError
 from plait.model.facts import ModelFacts
+from plait.parallel import wiring
 from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger
@@ -59,6 +56,8 @@ class DataParallel(Technique):
     all_reduce: Name | Literal["by-machines"] = "by-machines"
     """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: in two levels where a group spans machines that hold
     several of its ranks each, else in one call, or through shared memory."""
+    links: str | None = None
+    """A file of measured links (`comm.links`), by which `by-machines` chooses."""
     second_copy: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""
@@ -66,51 +65,25 @@ class DataParallel(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
         parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
-        if mesh.layout.dp_shard == 1 and parts.compute_dtype is None:  # nothing to shard, nothing to cast
+        whole = mesh.layout.dp_shard == 1 and parts.compute_dtype is None
+        if whole and not parts.masters_on_host:  # nothing to shard, nothing to cast
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
+            make_buckets, said = wiring.replicated(self, group, mesh)
             reducer = Reducer(
                 parts.model,
                 group,
                 bucket_bytes=self.bucket_bytes,
-                make_buckets=self._buckets(group, mesh),
+                make_buckets=make_buckets,
                 separate_vectors=self.compression.gradients,
                 reduce_dtype=parts.reduce_dtype,
                 track_unused=self.unused_parameters,
             )
-            return parts.with_(reducer=reducer)
+            return parts.with_(reducer=reducer, communication=said)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
-        return parts.with_(compressors=self._install(parts, mesh))
-
-    def _buckets(self, group: dist.ProcessGroup, mesh: Mesh) -> Callable[[Sequence[Flat]], Buckets]:
-        if self.compression.gradients:
-            return lambda flats: self.compression.buckets(group, flats, mesh.device)
-        levels = mesh.levels("dp_replicate") if self.all_reduce in ("by-machines", "two-level") else None
-        if self.all_reduce == "two-level" and levels is None:
-            rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
-            raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
-        if levels is None and self.all_reduce == "by-machines":
-            return connect(group, label="dp_replicate", device=mesh.device, wanted=self.transport).buckets
-        algorithm: Name = "two-level" if self.all_reduce == "by-machines" else self.all_reduce
-        return lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels)
-
-    def _install(self, parts: Parts, mesh: Mesh) -> Mapping[str, QuantisedReduceScatter]:
-        """The collectives of sharded units in place of torch's."""
-        group = mesh.group("dp_shard")
-        if group is None:
-            if self.transport == "shared-memory" and mesh.layout.dp > 1:
-                rule = "replicated parameters that are cast for the computation are reduced by torch's collectives"
-                raise ConfigError(Problem("parallel.transport", self.transport, rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
-            return {}
-        way = connect(group, label="dp_shard", device=mesh.device, wanted=self.transport)
-        for module in sharded_modules(parts.model):
-            # Shared memory is laid out for one group, and the second copy is gathered over another.
-            if way.all_gather is not None and not (self.stage == 3 and self.second_copy):
-                module.set_custom_all_gather(way.all_gather)
-            if way.reduce_scatter is not None:
-                module.set_custom_reduce_scatter(way.reduce_scatter)
-        return self.compression.install(parts.model, mesh.levels("dp_shard") if self.compression.gradient_bits else None)
+        compressors, said = wiring.sharded(self, parts.model, mesh)
+        return parts.with_(compressors=compressors, communication=said)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""
@@ -120,11 +93,13 @@ class DataParallel(Technique):
 def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     _refuse_unshardable(parts)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
+    offload = CPUOffloadPolicy(pin_memory=parts.pin_masters) if parts.masters_on_host else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
     for name in parts.blocks:
-        fully_shard(parts.model.get_submodule(name), mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=free_after_forward)
+        block = parts.model.get_submodule(name)
+        fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload, reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
-    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, reshard_after_forward=False)
+    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
 
 
 def _refuse_unshardable(parts: Parts) -> None:

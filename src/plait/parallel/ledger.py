@@ -48,6 +48,10 @@ ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_ac
 comes back for one block's backward; and what is in host memory or on disk. For every micro-batch that is between its forward and its
 backward."""
 
+PLACE_KINDS = ("host", "files", "step_buffers")
+"""How much of `parameters`, `gradients` and `optimizer` is in host memory or in files, and the most of the latter which is in memory during
+a step."""
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
 """`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
 
@@ -112,8 +116,8 @@ class Ledger:
         return cls(**axes, **fields)
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
-        """More bytes of a kind (see MEMORY_KINDS and ACTIVATION_KINDS)."""
-        if kind not in (*MEMORY_KINDS, *ACTIVATION_KINDS):
+        """More bytes of a kind (see MEMORY_KINDS, ACTIVATION_KINDS and PLACE_KINDS)."""
+        if kind not in (*MEMORY_KINDS, *ACTIVATION_KINDS, *PLACE_KINDS):
             raise KeyError(kind)
         return replace(self, memory=_added(self.memory, kind, count))
 

@@ -41,10 +41,15 @@ def template_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded `meta` model its storage, uninitialised. Each rank allocates its shards only; tied parameters stay tied."""
+def allocate(model: nn.Module, device: torch.device, *, masters_on_host: bool = False) -> None:
+    """Give a sharded `meta` model its storage, uninitialised. Each rank allocates its shards only; tied parameters stay tied. With
+    `masters_on_host` parameters are on the CPU and buffers on the device."""
     ties = tied_names(model)
-    model.to_empty(device=device)
+    model.to_empty(device=torch.device("cpu") if masters_on_host else device)
+    if masters_on_host:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer.to(device) if buffer is not None else None
     for first, *others in ties:
         parameter = model.get_parameter(first)
         for name in others:

@@ -11,13 +11,23 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor import TensorParallel
 
-ORDER: tuple[type[Technique], ...] = (TensorParallel, Pipeline, ActivationOffload, Recompute, Compile, Precision, DataParallel)
+ORDER: tuple[type[Technique], ...] = (
+    TensorParallel,
+    Pipeline,
+    ActivationOffload,
+    Recompute,
+    Compile,
+    Precision,
+    OptimizerOffload,
+    DataParallel,
+)
 """What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes. A pipeline comes after the
 split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
 
@@ -43,7 +53,12 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order, but for the precision: it comes first, because the others ask for the size of an element."""
-    for technique in sorted(in_order(techniques), key=lambda technique: not isinstance(technique, Precision)):
+    """Price every technique, in order, but for two: the precision comes first, because the others ask for the size of an element, and the
+    offload of states last, because it asks what they are."""
+
+    def turn(technique: Technique) -> int:
+        return 0 if isinstance(technique, Precision) else 2 if isinstance(technique, OptimizerOffload) else 1
+
+    for technique in sorted(in_order(techniques), key=turn):
         ledger = technique.account(ledger, facts)
     return ledger

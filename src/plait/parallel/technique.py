@@ -52,12 +52,20 @@ class Parts:
     """Where the first blocks put what they save for backward; None leaves it where it is."""
     offloaded_blocks: int = 0
     """How many blocks do."""
+    masters_on_host: bool = False
+    """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
+    pin_masters: bool = False
+    """Whether that memory is pinned, so that copies run beside the computation."""
+    disk_tier: Any = None
+    """The engine's files for masters, gradients and optimizer states, where they are not in memory."""
     reducer: Reducer | None = None
     """The stage 0 gradient reducer, where one is needed."""
     stage: int = 0
     """ZeRO stage that was applied."""
     compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
     """Compressed collectives of sharded units that may keep errors, by name."""
+    communication: str = ""
+    """How data-parallel ranks exchange gradients and parameters, and why so; for people."""
     applied: tuple[str, ...] = field(default=())
     """Names of the techniques applied so far, in order."""
 

@@ -22,8 +22,9 @@ from plait._torch import gathered_parameters, reduce_unused_parameters, sharded_
 class UnusedTracker:
     """Call `restore_none` once a step, after the last backward and before gradients are read."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.group = group
+        self._device = device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
@@ -42,7 +43,7 @@ class UnusedTracker:
 
     def restore_none(self) -> None:
         """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
-        flags = torch.tensor(self._used, dtype=torch.uint8, device=self.parameters[0].device)
+        flags = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         if not all(self._used):  # only a rank that missed one has to look: where it used all, all are used
             for parameter, flag in zip(self.parameters, flags.tolist(), strict=True):

@@ -200,6 +200,7 @@ def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener) ->
             parameters=checked.parameters,
             layout=str(resolved.layout),
             folder=str(checked.folder.path),
+            communication=engine.parts.communication,
         ),
         stop=stop,
         emit=emit,

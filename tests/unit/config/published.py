@@ -236,6 +236,18 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"gradient_accumulation_steps": 2},
     ),
+    "transformers zero2 with offload": (
+        {**AUTO_BATCH, "zero_optimization": {**ZERO_2, "offload_optimizer": TO_CPU}},
+        {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_optimizer.pin_memory": True},
+    ),
+    "llama-factory zero3 with offload": (
+        {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_optimizer": TO_CPU, "offload_param": TO_CPU}},
+        {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_param.device": "cpu"},
+    ),
+    "zero2 of 2020": (
+        {"train_batch_size": 8, "zero_optimization": {**ZERO_2, "cpu_offload": True}},
+        {"zero_optimization.offload_optimizer.device": "cpu"},
+    ),
     "compression and data efficiency, all off": (
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -256,21 +268,9 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     # name: (the file, the keys that are named)
-    "transformers zero2 with offload": (
-        {**AUTO_BATCH, "zero_optimization": {**ZERO_2, "offload_optimizer": TO_CPU}},
-        ["zero_optimization.offload_optimizer.device"],
-    ),
-    "llama-factory zero3 with offload": (
-        {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_optimizer": TO_CPU, "offload_param": TO_CPU}},
-        ["zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"],
-    ),
     "nvme": (
         {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5}}},
         ["zero_optimization.offload_param.device"],
-    ),
-    "zero2 of 2020": (
-        {"train_batch_size": 8, "zero_optimization": {**ZERO_2, "cpu_offload": True}},
-        ["zero_optimization.cpu_offload"],
     ),
     "zero++ on fewer processes than its second copy": (
         {

@@ -14,6 +14,11 @@ from tests.unit.config.cases import load, resolved
 FP16 = {"fp16.enabled": True}
 SCRATCH = {"model.config": {"model_type": "llama"}}
 SCHEDULE = {"scheduler.type": "WarmupLR"}
+DISK = {
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer.device": "nvme",
+    "zero_optimization.offload_optimizer.nvme_path": "a",
+}
 LABELLED = {"data.source": "datasets", "data.paths": ["x"]}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
@@ -27,6 +32,20 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "num_layers": ({"parallel.pp": 4}, 4, 2),
     "zero_optimization.stage": ({}, 1, 2),
     "zero_optimization.reduce_bucket_size": ({}, 1000, 2000),
+    "zero_optimization.offload_optimizer.device": (
+        {"zero_optimization.stage": 2, "zero_optimization.offload_optimizer.nvme_path": "a"},
+        "none",
+        "nvme",
+    ),
+    "zero_optimization.offload_optimizer.pin_memory": (
+        {"zero_optimization.stage": 2, "zero_optimization.offload_optimizer.device": "cpu"},
+        True,
+        False,
+    ),
+    "zero_optimization.offload_param.device": ({"zero_optimization.stage": 2}, "none", "cpu"),
+    "zero_optimization.offload_optimizer.nvme_path": (DISK, "a", "b"),
+    "zero_optimization.offload_optimizer.buffer_count": (DISK, 4, 5),
+    "zero_optimization.offload_optimizer.buffer_size": (DISK, 1000, 2000),
     "fp16.enabled": ({}, False, True),
     "fp16.loss_scale": (FP16, 0, 128),
     "fp16.initial_scale_power": (FP16, 16, 12),
@@ -77,6 +96,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.bucket_mib": ({}, 25, 10),
     "parallel.unused_parameters": ({}, True, False),
     "parallel.transport": ({}, "auto", "torch"),
+    "parallel.links": ({}, "a.json", "b.json"),
     "parallel.all_reduce": ({}, "auto", "ring"),
     "parallel.compress_gradients": ({}, "int8", "int4"),
     "parallel.compress_weights": ({"zero_optimization.stage": 1}, "none", "int8"),

@@ -49,6 +49,9 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.hysteresis", "meaningless"),
         ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.loss_scale", "supported"),
         ({"parallel": {"all_reduce": "ring", "dp_replicate": 2}}, "parallel.all_reduce", "supported"),
+        ({"parallel": {"links": "a.json", "dp_replicate": 2}}, "parallel.links", "supported"),
+        ({"parallel": {"links": "a.json", "dp_replicate": 2, "all_reduce": "ring"}}, "parallel.links", "meaningless"),
+        ({"parallel": {"links": "a.json"}, "zero_optimization": {"stage": 2}}, "parallel.links", "meaningless"),
         ({"parallel": {"all_reduce": "ring", "dp_replicate": 2, "compress_gradients": "int8"}}, "parallel.all_reduce", "meaningless"),
         ({"parallel": {"all_reduce": "ring", "dp_shard": 2}, "zero_optimization": {"stage": 1}}, "parallel.all_reduce", "meaningless"),
         ({"parallel": {"all_reduce": "ring", "dp_replicate": 2, "transport": "torch"}}, "parallel.transport", "meaningless"),
@@ -93,6 +96,16 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         (
             {"parallel": {"activation_offload": {"path": "a", "fraction": 1, "device": "disk"}}},
             "parallel.activation_offload.path",
+            "supported",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"buffer_size": 9}}},
+            "zero_optimization.offload_optimizer.buffer_size",
+            "meaningless",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_size": 9}}},
+            "zero_optimization.offload_optimizer.buffer_size",
             "supported",
         ),
         ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
@@ -151,6 +164,6 @@ def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
     assert not explanation.values
     assert [problem.field for problem in explanation.problems] == ["train_micro_batch_size_per_gpu"]
     explanation = explain({"zero_optimization": {"stag": 2, "cpu_offload": True}})
-    assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "refused")]
-    assert len(explanation.problems) == 2
+    assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "renamed")]
+    assert len(explanation.problems) == 1
     assert explanation.world_size is None

@@ -40,6 +40,20 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
         ({"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}}, "no folder is given"),
         ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
         ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "in no common buffer"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "stage 0 keeps whole optimizer states"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "no folder is given"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a"}}}, "stage 0 keeps whole optimizer states"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_count": 3}}},
+            "buffer_count",
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 0.3}}}, "as a whole or not at all"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_optimizer.device is none at stage 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer.device is cpu at stage 2",
+        ),
         ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
     ],
 )

@@ -39,11 +39,13 @@ def saved_by_hooks(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in seen.values())
 
 
+@pytest.mark.parametrize("cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox"])
-def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str) -> None:
+def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool) -> None:
     """Real tensors on one side, fake ones on the other. Under full recompute the hooks see the inputs of the blocks."""
     model = cases.build(kind, tied=False, dtype=torch.float32, device="cpu")
+    model.config.use_cache = cache  # type: ignore[union-attr]
     blocks = find_blocks(model)
     batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
     found = activation_facts(model, blocks=blocks, mesh=ONE, batch=batch).modes[recompute]  # type: ignore[index]

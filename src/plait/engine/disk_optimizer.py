@@ -1,0 +1,328 @@
+"""Optimizer states, gradients and master parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that walks over them.
+
+The step goes piece by piece: while one piece is updated, the next is read and those before are written, each by a thread of its own, so
+that no more than `buffer_count` pieces are in memory. The optimizer is torch's own and sees ordinary tensors: the numbers are those of a
+step in memory, bit for bit. Not for GPUs yet: what is mapped is host memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from plait._torch import like_parameter, local_tensor, multiply_all, replace_shard_buffers, shard_buffers, sharded_modules
+from plait.errors import ModelError
+from plait.parallel.arena import Arena, in_pages
+
+T = TypeVar("T")
+
+ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
+"""torch's optimizers that update every element by itself, so that a parameter may be updated in slices."""
+ALIGNED = 4096
+"""Elements: slices begin at multiples, so that vectorised kernels meet the same elements at the same places."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Elements `start` to `end` of a parameter's local part."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The whole parameter's."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor of the parameter's shape, flat, sharing its memory."""
+        return local_tensor(tensor).view(-1)[self.start : self.end]
+
+
+class DiskTier:
+    """Made before a model's weights are, given the optimizer afterwards."""
+
+    def __init__(self, arena: Arena, *, buffer_bytes: int, buffer_count: int = 4) -> None:
+        self.arena = arena
+        self.buffer_bytes = buffer_bytes
+        self.buffer_count = buffer_count
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
+        self._leaving: deque[tuple[Future[None], int]] = deque()
+        """Gradients on their way to the disk."""
+        self._optimizer: Optimizer | None = None
+        self._inner_step: Callable[..., Any] | None = None
+        self._factor: torch.Tensor | float = 1.0
+        self._places: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
+        self._group_of: dict[nn.Parameter, int] = {}
+        self._new: set[nn.Parameter] = set()
+        """Parameters whose first step this is."""
+
+    # ---- parameters and gradients -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, model: nn.Module, *, states: int) -> None:
+        """Map the parameters' shards and their gradients, and reserve `states` optimizer states each. Parameters that are computed with as
+        they are (a model that is not sharded) stay in memory; their gradients and states do not. Raises PlaitError on a full disk."""
+        buffers = [buffer for module in sharded_modules(model) for buffer in shard_buffers(module)]
+        trained = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
+        self.arena.reserve(sum(map(in_pages, buffers)) + (1 + states) * sum(map(in_pages, trained)))
+        for module in sharded_modules(model):
+            replace_shard_buffers(module, self.arena.copy)
+        self._release_after_use(model)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        for parameter in self._parameters:
+            local = local_tensor(parameter.detach())
+            self._gradients[parameter] = self.arena.empty(local.shape, local.dtype)
+            parameter.register_post_accumulate_grad_hook(self._keep_gradient)
+
+    def put_parameters_away(self) -> None:
+        """After they were filled."""
+        for parameter in self._parameters:
+            self.arena.put_away(local_tensor(parameter.detach()))
+        self.arena.trim()  # of what was there before it was mapped
+
+    def _release_after_use(self, model: nn.Module) -> None:
+        modules = sharded_modules(model)
+        owned = [shard_buffers(module) for module in modules]
+        blocks = list(range(1, len(modules)))  # the root, first in the list, is used from beginning to end
+
+        def before(index: int, *_: object) -> None:
+            following = index + 1 if index + 1 < len(modules) else None
+            if following is not None and index in blocks:
+                for tensor in owned[following]:
+                    self._reader.submit(self.arena.fetch, tensor, write=False)
+
+        def after(index: int, *_: object) -> None:
+            for tensor in owned[index]:
+                self.arena.put_away(tensor, written=False)
+
+        for index, module in enumerate(modules):
+            assert isinstance(module, nn.Module)
+            module.register_forward_pre_hook(partial(before, index))
+            module.register_forward_hook(partial(after, index))
+
+    def _keep_gradient(self, parameter: torch.Tensor) -> None:
+        """The gradient leaves memory as soon as it is there; so does the shard that was gathered for it."""
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        place, found = self._gradients[parameter], local_tensor(parameter.grad)
+        if found.data_ptr() != place.data_ptr():
+            place.copy_(found)
+            parameter.grad = like_parameter(place, parameter)
+        self.arena.put_away(local_tensor(parameter.detach()), written=False)
+        size = place.numel() * place.element_size()
+        self._leaving.append((self._writer.submit(self.arena.put_away, place), size))
+        while sum(size for _, size in self._leaving) > self.buffer_bytes:  # backward is faster than the disk
+            self._leaving.popleft()[0].result()
+
+    # ---- walking ----------------------------------------------------------------------------------------------------------------------
+
+    def walk(self, tensors: Sequence[torch.Tensor], *, write: bool = False) -> Iterator[list[torch.Tensor]]:
+        """The plain tensors in lists of about a buffer's size, in order, each list fetched before it comes and put away after."""
+        lists: list[list[torch.Tensor]] = []
+        size = 0
+        for tensor in tensors:
+            count = tensor.numel() * tensor.element_size()
+            if not lists or size + count > self.buffer_bytes:
+                lists.append([])
+                size = 0
+            lists[-1].append(tensor)
+            size += count
+        yield from self._pipelined(lists, lambda entry: entry, write=write)
+
+    def _pipelined(self, entries: Sequence[T], tensors_of: Callable[[T], list[torch.Tensor]], *, write: bool) -> Iterator[T]:
+        """Each entry when its tensors are in memory; afterwards they are put away."""
+
+        def fetch(tensors: list[torch.Tensor]) -> None:
+            for tensor in tensors:
+                if self.arena.holds(tensor):
+                    self.arena.fetch(tensor, write=write)
+
+        def put_away(tensors: list[torch.Tensor]) -> None:
+            for tensor in tensors:
+                self.arena.put_away(tensor, written=write)
+
+        arriving = self._reader.submit(fetch, tensors_of(entries[0])) if entries else None
+        leaving: list[Future[None]] = []
+        for index, entry in enumerate(entries):
+            assert arriving is not None
+            arriving.result()
+            while len(leaving) > self.buffer_count - 2:  # beside the one that is computed and the one that arrives
+                leaving.pop(0).result()
+            if index + 1 < len(entries):
+                arriving = self._reader.submit(fetch, tensors_of(entries[index + 1]))
+            yield entry
+            leaving.append(self._writer.submit(put_away, tensors_of(entry)))
+        for future in leaving:
+            future.result()
+
+    # ---- the step ---------------------------------------------------------------------------------------------------------------------
+
+    def drive(self, optimizer: Optimizer) -> None:
+        """Replace `optimizer.step` by one that walks. Raises ModelError for an optimizer that wants all parameters at once."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ModelError(
+                "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or offload_optimizer.device = \"none\""
+            )
+        self._optimizer, self._inner_step = optimizer, optimizer.step
+        # A method of the optimizer, as torch's schedules want it.
+        optimizer.step = MethodType(lambda _, closure=None: self.step(closure), optimizer)  # type: ignore[method-assign]
+        optimizer.register_load_state_dict_post_hook(lambda _: self._map_made())
+        self._map_made()
+
+    def scale_in_step(self, factor: torch.Tensor | float) -> None:
+        """Multiply gradients in the coming step, so that they are read once less."""
+        self._factor = factor
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One step of the optimizer over all parameters that have a gradient."""
+        optimizer = self._optimizer
+        assert optimizer is not None
+        if closure is not None:
+            raise ModelError("an optimizer whose states are on disk takes no closure; compute the gradients first, then call step()")
+        factor, self._factor = self._factor, 1.0
+        members = [list(group["params"]) for group in optimizer.param_groups]
+        self._group_of = {p: index for index, parameters in enumerate(members) for p in parameters}
+        stepping = [p for p in self._group_of if p.grad is not None]
+        self._new = {p for p in stepping if not optimizer.state.get(p)}
+        elementwise = type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+        try:
+            for piece in self._pipelined(self._pieces(stepping, elementwise=elementwise), self._tensors_of, write=True):
+                if isinstance(factor, torch.Tensor) or factor != 1.0:
+                    multiply_all([part.of(part.gradient) for part in piece], factor)
+                if elementwise:
+                    self._step_slices(optimizer, piece)
+                else:
+                    self._step_whole(optimizer, piece)
+        finally:
+            for group, parameters in zip(optimizer.param_groups, members, strict=True):
+                group["params"] = parameters
+
+    def _pieces(self, parameters: Sequence[nn.Parameter], *, elementwise: bool) -> list[list[_Slice]]:
+        """Slices whose parameter, gradient and states together take about a buffer."""
+        pieces: list[list[_Slice]] = [[]]
+        left = self.buffer_bytes
+        for parameter in parameters:
+            count = local_tensor(parameter.detach()).numel()
+            each = parameter.element_size() * (2 + max(2, len(self._large_states(parameter))))
+            start = 0
+            while start < count or start == 0:
+                room = max(ALIGNED, left // each // ALIGNED * ALIGNED) if elementwise else count
+                end = min(count, start + room)
+                pieces[-1].append(_Slice(parameter, start, end))
+                left -= (end - start) * each
+                start = max(end, 1)
+                if left < ALIGNED * each:
+                    pieces.append([])
+                    left = self.buffer_bytes
+        return [piece for piece in pieces if piece]
+
+    def _large_states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The states that are shaped like the parameter."""
+        assert self._optimizer is not None
+        states = self._optimizer.state.get(parameter, {})
+        return {name: value for name, value in states.items() if isinstance(value, torch.Tensor) and value.shape == parameter.shape}
+
+    def _tensors_of(self, piece: list[_Slice]) -> list[torch.Tensor]:
+        found = []
+        for part in piece:
+            large = self._large_states(part.parameter).values()
+            found += [part.of(tensor) for tensor in (part.parameter.detach(), part.gradient, *large)]
+        return found
+
+    def _only(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [parameter for owner, parameter in members if owner == index]
+
+    def _step_whole(self, optimizer: Optimizer, piece: list[_Slice]) -> None:
+        assert self._inner_step is not None
+        self._only(optimizer, [(self._group_of[part.parameter], part.parameter) for part in piece])
+        self._inner_step()
+        for part in piece:
+            for name, value in self._large_states(part.parameter).items():
+                optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
+
+    def _step_slices(self, optimizer: Optimizer, piece: list[_Slice]) -> None:
+        """Plain parameters stand in for the slices, with slices of the states."""
+        assert self._inner_step is not None
+        stand_ins = []
+        for part in piece:
+            stand_in = nn.Parameter(part.of(part.parameter.detach()))
+            stand_in.grad = part.of(part.gradient)
+            if part.parameter not in self._new:
+                large = self._large_states(part.parameter)
+                optimizer.state[stand_in] = {
+                    name: part.of(value) if name in large else _own(value) for name, value in optimizer.state[part.parameter].items()
+                }
+            stand_ins.append(stand_in)
+        self._only(optimizer, [(self._group_of[part.parameter], stand_in) for part, stand_in in zip(piece, stand_ins, strict=True)])
+        self._inner_step()
+        for part, stand_in in zip(piece, stand_ins, strict=True):
+            self._take(optimizer, part, optimizer.state.pop(stand_in, {}))
+
+    def _take(self, optimizer: Optimizer, part: _Slice, found: dict[str, Any]) -> None:
+        """The states of a slice into those of its parameter. What counts steps moves on with the last slice: the others must see it as it
+        was."""
+        parameter, states = part.parameter, optimizer.state[part.parameter]
+        count = local_tensor(parameter.detach()).numel()
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor) and value.shape == (part.end - part.start,) and (value.ndim and name != "step"):
+                if name not in states:
+                    states[name] = self._mapped(parameter, name, None)
+                place = part.of(states[name])
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+            elif part.end == count:
+                states[name] = value
+
+    # ---- states -----------------------------------------------------------------------------------------------------------------------
+
+    def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
+        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer."""
+        place = self._places.get((parameter, name))
+        if place is None:
+            local = local_tensor(parameter.detach())
+            dtype = parameter.dtype if value is None else value.dtype
+            place = self._places[parameter, name] = self.arena.empty(local.shape, dtype)
+        if value is not None and local_tensor(value).data_ptr() != place.data_ptr():
+            place.copy_(local_tensor(value))
+            self.arena.put_away(place)
+        return like_parameter(place, parameter)
+
+    def _map_made(self) -> None:
+        """States that others made: a checkpoint that was loaded, an optimizer that makes them when it is built."""
+        assert self._optimizer is not None
+        for parameter in list(self._optimizer.state):
+            assert isinstance(parameter, nn.Parameter)
+            for name, value in self._large_states(parameter).items():
+                self._optimizer.state[parameter][name] = self._mapped(parameter, name, value)
+
+
+def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
+    """How many states shaped like a parameter an optimizer keeps at most, found by one step of a small one: matrices and vectors differ
+    in some (Adafactor, Muon)."""
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in (("weight", (8, 8)), ("bias", (8,)))}
+    optimizer = make(list(parameters.items()))
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return max(
+        sum(isinstance(value, torch.Tensor) and value.shape == p.shape for value in optimizer.state[p].values())
+        for p in parameters.values()
+    )
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

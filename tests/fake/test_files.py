@@ -1,0 +1,49 @@
+"""The disk tier's account: bytes of masters, gradients and states in files, padding included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import plait
+from plait._torch import local_tensor, shard_buffers, sharded_modules
+from plait.config.resolve import load, resolve
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts
+from plait.parallel.ledger import Ledger
+from plait.parallel.order import account_all
+from tests.parity import cases
+from tests.parity.test_tensor_parallel import settings
+
+
+@pytest.mark.parametrize(("world", "stage", "kind"), [(2, 1, "llama"), (3, 3, "gpt2"), (4, 2, "qwen3")])
+def test_files_are_as_priced(fake_world: Callable[..., None], tmp_path: Path, world: int, stage: int, kind: str) -> None:
+    """Uneven shards too. The optimizer's step counts stay in memory: a few bytes a parameter, which the ledger has in `optimizer`."""
+    fake_world(world)
+    config = settings(world, 1, stage, 1, 1)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1000}
+    model = cases.build(kind, tied=False, dtype=torch.float32)
+    facts = model_facts(model, find_blocks(model))
+    resolved = resolve(load(config), world_size=world)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    arena = engine.parts.disk_tier.arena
+    found = {}
+
+    def look() -> None:
+        found["parameters"] = [buffer for module in sharded_modules(model) for buffer in shard_buffers(module)]
+        found["gradients"] = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+    engine.stepper.before_update.append(look)
+    ids = torch.arange(32).view(2, 16) % cases.VOCABULARY
+    engine.train_batch({"input_ids": ids, "labels": ids})
+    found["states"] = [local_tensor(v) for state in engine.optimizer.state.values() for v in state.values() if v.ndim]
+    assert all(arena.holds(tensor) for kind in found.values() for tensor in kind if tensor.numel())
+    in_files = sum(tensor.numel() * 4 for kind in found.values() for tensor in kind)
+    at = resolved.layout
+    start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=1)
+    ledger = account_all((resolved.precision, resolved.data_parallel, resolved.optimizer_offload), start, facts)
+    assert in_files == int(ledger.memory["files"][0])
+    assert int(ledger.memory["step_buffers"][0]) == min(in_files, 4 * 4 * 1000)

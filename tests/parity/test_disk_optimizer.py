@@ -1,0 +1,116 @@
+"""States in files: the bits of a run in memory, checkpoints that go from one to the other, and no trace of the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.verify.parity import engine_trace
+from tests.parity import cases
+from tests.parity.test_recompute import build, digest
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1},
+    "Muon": {"lr": 1e-2},
+}
+
+
+def digests(rank: int, world: int, kind: str, config: dict[str, Any], folder: str, dtype: torch.dtype) -> list[str]:
+    """In memory, in files with pieces smaller than a parameter, in files with all in one. Runs in a worker."""
+    found = []
+    for size in (None, 5000, 10**6):
+        zero = dict(config["zero_optimization"])
+        if size is not None:
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "buffer_size": size}
+        engine = plait.initialize(build(kind, dtype, dropout=True), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
+        tier = engine.parts.disk_tier
+        assert (tier is not None) == (size is not None)
+        dp = world // config["parallel"]["tp"]
+        steps = cases.ragged_steps(dp * config["gradient_accumulation_steps"])
+        inspected = digest(engine_trace(engine, steps))
+        for step in steps:  # once more without a look at the gradients, which are then scaled inside the step
+            count = config["gradient_accumulation_steps"]
+            engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
+        found.append(inspected + digest_of(engine))
+        if tier is not None:
+            states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
+            assert states and all(tier.arena.holds(_local(value)) for value in states)
+            assert not list(Path(folder).iterdir())
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from plait._torch import local_tensor
+
+    return local_tensor(tensor.detach())
+
+
+def digest_of(engine: plait.Engine) -> str:
+    """Parameters and states of this rank."""
+    import hashlib
+
+    seen = hashlib.blake2b()
+    for parameter in engine.model.parameters():
+        for value in (parameter, *(engine.optimizer.state.get(parameter, {}).values())):
+            if isinstance(value, torch.Tensor):
+                seen.update(_local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "stage", "optimizer", "more", "dtype"),
+    [
+        ("gpt2", 1, 3, "AdamW", {}, torch.float64),
+        ("llama", 1, 1, "SGD", {"bf16": {"enabled": True}}, torch.float32),
+        ("llama", 2, 2, "AdamW", {"fp16": {"enabled": True, "initial_scale_power": 20}}, torch.float32),
+        ("qwen3", 1, 2, "Adagrad", {}, torch.float32),
+        ("llama", 1, 3, "Muon", {}, torch.float32),
+    ],
+)
+def test_same_bits(
+    pool: Pool, tmp_path: Path, kind: str, tp: int, stage: int, optimizer: str, more: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Accumulation, clipping, overflow, pieces that cut parameters."""
+    config = {**settings(2, tp, stage, 1, 2), "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]}, **more}
+    for found in pool.run(2, digests, kind, config, str(tmp_path), dtype):
+        assert found == [found[0]] * 3
+
+
+def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: list[bool]) -> str:
+    """Three steps and a checkpoint, then a new engine and three more; each of the two in files or not. Runs in a worker."""
+    bits = ""
+    for part, in_files in enumerate(disk):
+        zero = dict(config["zero_optimization"])
+        if in_files:
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": f"{folder}/files", "buffer_size": 5000}
+        engine = plait.initialize(
+            cases.build("llama", tied=True, dtype=torch.float32), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss
+        )
+        if part:
+            assert engine.load_checkpoint(f"{folder}/checkpoints-{disk}") is not None
+        for step in cases.ragged_steps(world, steps=3):
+            engine.train_batch([step[engine.dp_rank]])
+        if not part:
+            engine.save_checkpoint(f"{folder}/checkpoints-{disk}")
+        bits = digest_of(engine)
+        if in_files:
+            states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
+            assert states and all(engine.parts.disk_tier.arena.holds(_local(value)) for value in states)
+    return bits
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints(pool: Pool, tmp_path: Path, stage: int) -> None:
+    """From memory to files, from files to memory, from files to files."""
+    config = settings(2, 1, stage, 1, 1)
+    wanted = pool.run(2, resumed, config, str(tmp_path), [False, False])
+    for disk in ([False, True], [True, False], [True, True]):
+        assert pool.run(2, resumed, config, str(tmp_path), disk) == wanted

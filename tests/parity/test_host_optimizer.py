@@ -1,0 +1,56 @@
+"""Masters, gradients and states on the host (`offload_optimizer.device = "cpu"`), on CPU processes: the device is refused there, because
+nothing moves, but everything else that offload changes is done, so its numbers are shown here; copies and streams need a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.config.resolve import load, resolve
+from plait.errors import ConfigError
+from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.verify.parity import engine_trace
+from tests.parity import cases
+from tests.parity.test_recompute import build, digest
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+
+def digests(rank: int, world: int, kind: str, config: dict[str, Any], tied_to_host: list[bool], dtype: torch.dtype) -> list[str]:
+    """Runs in a worker."""
+    found = []
+    for offload in tied_to_host:
+        zero = {**config["zero_optimization"], **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+        resolved = resolve(load({**config, "zero_optimization": zero}), world_size=world)
+        if offload:
+            with pytest.raises(ConfigError, match="nothing would move"):
+                plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
+            OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
+        engine = plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
+        assert engine.parts.masters_on_host == offload
+        dp = world // config["parallel"]["tp"]
+        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "stage", "more"),
+    [
+        (1, 1, 3, {"bf16": {"enabled": True}}),
+        (2, 1, 2, {}),
+        (2, 1, 3, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+        (4, 2, 1, {}),
+    ],
+)
+def test_same_bits(world: int, tp: int, stage: int, more: dict[str, Any]) -> None:
+    """In a pool of its own, which forgets the check that was put out."""
+    pool = Pool()
+    try:
+        config = {**settings(world, tp, stage, 1, 2), **more}
+        for found in pool.run(world, digests, "llama", config, [False, True], torch.float32):
+            assert found[0] == found[1]
+    finally:
+        pool.close()
