@@ -86,6 +86,8 @@ class Job:
     sequence: Numbers
     precision: Numbers
     """Index into PRECISIONS: of the layers' matrix products."""
+    own: bool = False
+    """Plait's own blocks, whose bytes are counted and not guessed."""
     whole_attention: bool = False
     """Tensor parallelism splits the projections and leaves attention itself whole on every rank, as with fused queries, keys and values."""
 
@@ -116,6 +118,7 @@ class Job:
             layouts=self.layouts.take(index),
             sequence=np.asarray(self.sequence)[index],
             precision=np.asarray(self.precision)[index],
+            own=self.own,
             whole_attention=self.whole_attention,
         )
 

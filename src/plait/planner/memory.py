@@ -14,6 +14,7 @@ import numpy as np
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, stage_layers
+from plait.planner.own import kept_bytes
 from plait.planner.pipeline import in_flight, in_flight_last
 from plait.units import GIB, MIB
 
@@ -74,13 +75,12 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     _, first_layers, last_layers = stage_layers(job)
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
-    factor = rates["memory:activations"] * (1 - at.offload_activations)
+    factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
     working = np.where(_keeps_all(job), 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
     kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
     first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
-    columns = job.model.vocab / np.where(np.asarray(job.framework.whole_logits) > 0, 1, at.tp)
-    logits = job.framework.logits * job.tokens * columns * rates["memory:logits"]
+    logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
     first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
@@ -153,8 +153,21 @@ def _keeps_all(job: Job) -> Numbers:
     return np.asarray(job.layouts.recompute) == RECOMPUTE.index("none")
 
 
+def _logits(job: Job, rates: Rates) -> Numbers:
+    """Bytes of head and loss at their peak, for one micro-batch."""
+    if job.own:
+        return job.tokens * kept_bytes(job)[3]
+    columns = job.model.vocab / np.where(np.asarray(job.framework.whole_logits) > 0, 1, job.layouts.tp)
+    return job.framework.logits * job.tokens * columns * rates["memory:logits"]
+
+
 def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one micro-batch."""
+    if job.own:
+        none, operators, full, _ = kept_bytes(job)
+        attention_alone = np.asarray(none)  # what attention's core keeps is small with one kernel
+        kinds = np.broadcast_arrays(*(np.asarray(x, float) for x in (none, attention_alone, full, operators, job.layouts.recompute)))
+        return job.tokens * none, job.tokens * np.choose(kinds[4].astype(int), kinds[:4])
     model, at, framework = job.model, job.layouts, job.framework
     hidden, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     sequence = np.where(np.asarray(at.sp) > 0, at.tp, 1)

@@ -190,6 +190,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
         layouts=layouts,
         sequence=request.sequence,
         precision=PRECISIONS.index(request.precision),
+        own=not request.compile and not model.experts,
         whole_attention=request.split.whole_attention,
     )
 
@@ -252,7 +253,7 @@ def _fastest(
     order = np.flatnonzero(needed <= room)
     order = order[np.argsort(seconds[order], kind="stable")]
     found: list[Choice] = []
-    wanted = best if request.everything else min(2 * best + 1, _MOST_SIMULATED)
+    wanted = best if request.everything else min(max(2 * best, 6), _MOST_SIMULATED)
     seen: set[tuple[Any, ...]] = set()
     for start in range(0, len(order), 256):
         for choice in _choices(request, space.layouts.take(order[start : start + 256]), calibration):
