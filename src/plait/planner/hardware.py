@@ -26,6 +26,9 @@ Numbers = Any
 FAMILIES = ("volta", "ampere", "hopper", "blackwell", "cdna3", "cpu")
 """Devices of one family share fitted efficiencies."""
 
+_HOST_GIB = {"volta": 64, "ampere": 128, "hopper": 256, "blackwell": 256, "cdna3": 256, "cpu": 8}
+"""Usual memory of a node by its devices: DGX-1 0.5 TB, DGX A100 1 TB, DGX H100 and B200 and MI300X servers 2 TB, of eight devices each."""
+
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 
 
@@ -48,6 +51,8 @@ class Device:
     network_step: Numbers
     """Seconds of one step of a ring between domains: 14 us with NCCL over InfiniBand (`src/graph/tuning.cc`)."""
     host_bandwidth: Numbers
+    host_memory_bytes: Numbers
+    """A device's share of its node's memory."""
     units: Numbers
     devices_per_node: Numbers
     power: Numbers
@@ -92,6 +97,7 @@ def device(name: str) -> Device:
         nic_bandwidth=entry["nic_gb_s"] * 1e9,
         network_step=14e-6,
         host_bandwidth=entry["host_gb_s"] * 1e9,
+        host_memory_bytes=entry.get("host_gib", _HOST_GIB[entry["family"]]) * GIB,
         units=entry["units"],
         devices_per_node=entry["devices_per_node"],
         power=entry.get("power", 1.0),

@@ -1,8 +1,7 @@
 """What Plait's own blocks, those of Transformers without compilation, keep for the backward: bytes a token, by recomputation, tp and sp.
 
 Counted from `engine.dryrun`, which runs the model on fake tensors; tests hold the two together. Eager RMS norms keep their input in float32
-and the normalised in 16 bits (6 a norm), grouped keys and values are expanded to all heads, and sequence parallelism keeps the gathered
-inputs and outputs of products (6 a hidden element).
+and the normalised in 16 bits (6 a norm), and sequence parallelism keeps the gathered inputs of products (4 a hidden element).
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     several = np.asarray(tp) > 1
     residual = 2 * h / np.where(sharded, tp, 1)
     if job.whole_attention:  # GPT-2: layer norms in 16 bits, and a GELU written out in five steps
-        none = 10 * h / np.where(sharded, tp, 1) + 8 * width + 4 * heads + 10 * ffn / tp + np.where(several, 2 * width / tp, 0)
+        none = 8 * h / np.where(sharded, tp, 1) + 8 * width + 4 * heads + 10 * ffn / tp + np.where(several, 2 * width / tp, 0)
         operators = np.where(several, residual + 2 * width + 4 * heads + 2 * ffn / tp, 4 * h + 4 * width + 2 * kv + 2 * ffn + 4 * heads)
     else:
-        norms = np.where(sharded, 12 * h / tp + 6 * h, 18 * h)
-        expanded = np.where(model.kv_heads <= tp, 4 * model.head_dim, 4 * width / tp)  # one local head is broadcast, not copied
-        none = norms + expanded + (4 * width + 8 * ffn + 4 * heads + 6 * model.qk_norm * (width + kv)) / tp
+        norms = np.where(sharded, 12 * h / tp + 4 * h, 16 * h)
+        none = norms + (4 * width + 4 * kv + 8 * ffn + 4 * heads + 6 * model.qk_norm * (width + kv)) / tp
         split = (4 * width + 2 * kv + 2 * ffn + 4 * heads) / tp
         operators = split + np.where(several, residual + np.where(sharded, 2 * h, 0), 4 * h)
     last_norm = 4 * h if job.whole_attention else np.where(sharded, 6 * h / tp + 2 * h, 8 * h)

@@ -38,6 +38,8 @@ _CERTAIN = 0.9
 """A plan fits with at least this probability."""
 _MOST_SIMULATED = 50
 """So many of the best are walked by their schedule's table."""
+_HOST_SHARE = 0.8
+"""Of a node's memory, what states may take."""
 _NINETY = 1.645
 
 
@@ -234,9 +236,13 @@ def _price(request: Request, space: Space, rates: Rates) -> tuple[NDArray[np.flo
     seconds, needed = np.empty(space.size), np.empty(space.size)
     for start in range(0, space.size, _CHUNK):
         part = slice(start, min(start + _CHUNK, space.size))
-        found = _estimate(request, space.layouts.take(part), rates)
+        job = job_of(request, space.layouts.take(part))
+        states = account_states(job, compute=_compute_dtype(request))
+        found = estimate(job, rates, states)
         seconds[part] = found.seconds
-        needed[part] = found.memory.total
+        # What the host cannot hold does not fit either, whatever the device has.
+        host = np.maximum(states.first["host"], states.last["host"])
+        needed[part] = np.where(host > _HOST_SHARE * request.cluster.device.host_memory_bytes, np.inf, found.memory.total)
     return seconds, needed
 
 
@@ -355,7 +361,7 @@ def _shortages(request: Request, space: Space, needed: NDArray[np.float64], room
     key = (np.asarray(at.tp) * 4096 + np.asarray(at.pp)) * 4 + np.asarray(at.stage)
     order = np.lexsort((needed, key))
     firsts = order[np.concatenate([[True], np.diff(key[order]) != 0])]
-    smallest = firsts[needed[firsts] > room]
+    smallest = firsts[(needed[firsts] > room) & np.isfinite(needed[firsts])]
     if not len(smallest):
         return ()
     counts = dict(zip(*np.unique(key, return_counts=True), strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 
 from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import Cluster
+from plait.planner.hardware import FAMILIES, Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES, Offers
 from plait.planner.splits import Split
@@ -211,7 +211,8 @@ def _add(
     sequence = [value for value in ((0, 1) if tp > 1 and not split.sequence else (0,)) if fixed.get("sp", value) == value]
     recompute = [RECOMPUTE.index(name) for name in offers.recompute]
     recompute = [kind for kind in recompute if fixed.get("recompute", kind) == kind]
-    offload = [value for value in ((0, 1) if offers.offload else (0,)) if fixed.get("offload", value) == value]
+    on_host = offers.offload and int(cluster.device.family) != FAMILIES.index("cpu")  # a CPU's memory is the host's already
+    offload = [value for value in ((0, 1) if on_host else (0,)) if fixed.get("offload", value) == value]
     schedules, shards = _schedules(model, pp, offers, fixed), _shards(dp, fixed)
     if not (schedules and shards and sequence and recompute and offload):
         return
@@ -245,13 +246,15 @@ def _add(
 
 
 def _runnable(values: Mapping[str, Any], pp: int, offers: Offers) -> Any:
-    """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage."""
+    """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage, and states that are sharded
+    where they are on the host."""
+    sharded = (np.asarray(values["offload"]) == 0) | (np.asarray(values["stage"]) > 0)
     if pp == 1:
-        return slice(None)
+        return sharded
     fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], np.asarray(values["stage"]) == 3], axis=1)
     kinds, inverse = np.unique(fields_of, axis=0, return_inverse=True)
     works = [
         offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0)
         for schedule, v, m, third in kinds
     ]
-    return np.array(works, dtype=bool)[inverse.ravel()]
+    return sharded & np.array(works, dtype=bool)[inverse.ravel()]

@@ -102,7 +102,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
 
     def account(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> dict[str, np.ndarray]:
         if not entries:
-            return {name: np.zeros(len(unique)) for name in ("weights", "gradients", "optimizer", "gathered", "whole")}
+            return {name: np.zeros(len(unique)) for name in ("weights", "gradients", "optimizer", "on_device", "gathered", "whole")}
         facts, dims = _facts(entries, unit)
         ledger = Ledger.start(tp=tp, dp_replicate=replicate, dp_shard=shard, accumulation=accumulation).with_(tensor_dims=dims)
         if compute:
@@ -117,6 +117,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
             # Whole until the last micro-batch, then block by block the shards in their place.
             "gradients": np.maximum(memory["gradients"], memory["unsharded_gradients"]),
             "optimizer": memory["optimizer"],
+            "on_device": memory["unsharded_gradients"],
             "gathered": memory["gathered_parameters"],
             "whole": whole,
         }
@@ -140,7 +141,12 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
         once = unit * layers + ends_whole
         moving = np.where(third, 2 * unit + ends_whole, np.where(taken["gathered"] > 0, 0, once)) + grads
         taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
-        taken["optimizer"] = taken["optimizer"] * (1 - np.broadcast_to(np.asarray(at.offload, dtype=float), (size,)))
+        # On the host: the master parameters, the shards of their gradients, and the states.
+        off = np.broadcast_to(np.asarray(at.offload, dtype=float), (size,))
+        taken["host"] = off * (taken["weights"] + taken["gradients"] + taken["optimizer"])
+        taken["weights"] = taken["weights"] * (1 - off)
+        taken["optimizer"] = taken["optimizer"] * (1 - off)
+        taken["gradients"] = taken["gradients"] * (1 - off) + taken["on_device"] * off
         return taken
 
     one, none = np.ones(size), np.zeros(size)

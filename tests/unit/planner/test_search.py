@@ -106,7 +106,7 @@ def test_what_the_base_file_says_of_other_things_is_kept():
 
 
 def test_what_does_not_fit_says_by_how_much():
-    found = plan(request("llama-3-70b", gpus=8, batch=8))
+    found = plan(request("llama-3-405b", gpus=8, batch=8))  # on the host neither: 6.5 TB of states
     assert found.best == ()
     least = min(found.shortages, key=lambda s: s.needed)
     assert least.needed > least.room and "of 79.1 GiB: " in str(least)
@@ -136,6 +136,16 @@ def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
     assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
     assert plan(request("gpt2-xl", batch=64), fixed={"tp": 2}).best  # 25 heads, whole on every rank
     assert all(choice.layout["tp"] == 1 for choice in plan(request("mixtral-8x7b", gpus=64)).best)
+
+
+def test_states_on_the_host_are_sharded_and_not_a_cpus():
+    at = build_space(request().model.architecture, request().cluster, global_batch=128, offers=offered(), split=request().split).layouts
+    assert np.all((at.offload == 0) | (at.stage > 0)) and np.any(at.offload == 1)
+    found = plan(request(), fixed={"offload": 1, "stage": 3})
+    config = output.config_of(request(), found.best[0])
+    assert resolve(load(config), world_size=16).optimizer_offload.device == "cpu"
+    on_cpu = Request(find_model("gpt2", sequence=512), cluster("cpu", 2), 8, 512, "fp32")
+    assert not any(choice.layout["offload"] for choice in plan(on_cpu, best=20).best)
 
 
 def test_fixed_values_are_kept():

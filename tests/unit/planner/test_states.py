@@ -95,6 +95,8 @@ def test_stages_of_a_pipeline_hold_the_whole_model_between_them():
 
 
 def test_offload_takes_the_optimizer_off_the_device():
-    job = job_of(request_for("llama"), Layouts(tp=np.array([1, 1]), offload=np.array([0, 1])))
+    job = job_of(request_for("llama"), Layouts(tp=np.array([1, 1]), dp_shard=8, stage=2, offload=np.array([0, 1])))
     states = account_states(job).first
-    assert states["optimizer"][0] > 0 and states["optimizer"][1] == 0
+    for kind in ("weights", "gradients", "optimizer"):
+        assert states[kind][0] > 0 and states[kind][1] == 0, kind
+    assert states["gathered"][0] == states["gathered"][1] > 0
