@@ -131,9 +131,9 @@ def _launch_nothing(self: Reducer, bucket: Any) -> None:
     bucket.work = _Done()
 
 
-def _launch_in_float32(self: Reducer, bucket: Any) -> None:
+def _attach_in_float32(self: Reducer) -> None:
     self.reduce_dtype = torch.float32
-    _launch(self, bucket)
+    _attach(self)
 
 
 def _average(parts: Any) -> None:
@@ -171,14 +171,14 @@ def _reversed_on_rank_1(self: Runtime, pieces: Any, **arguments: Any) -> None:
 
 
 _stage_model, _train = plait.parallel.pipeline.stage_model, Runtime.train
-_launch, _initialise, _step = Reducer._launch, materialise.initialise, Stepper.__call__
+_attach, _initialise, _step = Reducer.attach, materialise.initialise, Stepper.__call__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
     "mean instead of sum": (plait.engine.build, "reduce_by_sum", _average),
     "wrong weight": (Engine, "_global_weight", _local_weight),
     "unsynchronised weights": (materialise, "broadcast", lambda *_, **__: None),
     "initialised by rank": (materialise, "initialise", _initialise_by_rank),
-    "reduced in float32": (Reducer, "_launch", _launch_in_float32),
+    "reduced in float32": (Reducer, "attach", _attach_in_float32),
     "not clipped": (Stepper, "_rescale", _unclipped),
     "updated on rank 0 only": (Stepper, "__call__", _step_on_rank_0),
     "wrong stage cut": (plait.parallel.pipeline, "stage_model", _next_block),
