@@ -19,8 +19,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-TASKS_OF_A_WORKER = 60
-"""Every task makes sub-groups, which hold sockets; workers are renewed after this many."""
+TASKS_OF_A_WORKER = 24
+"""Every task makes sub-groups, which hold sockets and threads that wake a hundred times a second; workers are renewed after this many."""
 SECONDS = 180
 
 

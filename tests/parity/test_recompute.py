@@ -10,7 +10,8 @@ import torch
 
 import plait
 from plait._torch import local_tensor
-from plait.verify.parity import Trace, engine_trace
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
 from tests.parity.test_tensor_parallel import check, plan, settings
 from tests.pool import Pool
@@ -96,8 +97,24 @@ def test_with_tensor_parallelism(pool: Pool, kind: str, modes: list[dict[str, An
 
 @pytest.mark.parametrize("modes", [ALL[:1], ALL[2:3]], ids=["full", "selective"])
 def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> None:
-    """Lengths that tp does not divide; the length of a micro-batch is remembered for its backward."""
-    same_bits(pool, 4, "qwen3", settings(4, 2, 3, 1, 2, True), modes)
+    """Lengths that tp does not divide; the length of a micro-batch is remembered for its backward. Slices of sequences are not aligned in
+    memory as whole ones are, and products of float64 differ by that in the last bit, so this is not compared bit by bit."""
+    first, *others = pool.run(4, traces, "qwen3", settings(4, 2, 3, 1, 2, True), modes)[0]
+    for found in others:
+        difference = worst(compare(first, found))
+        assert difference.ok(1e-11), f"{difference.name}: {difference.error}"
+
+
+def traces(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]) -> list[Trace]:
+    """One run without recompute, and one for each of `modes`. Runs in a worker."""
+    found = []
+    for mode in ({}, *modes):
+        parallel = {**config["parallel"], **({"recompute": mode} if mode else {})}
+        model = build(kind, torch.float64, dropout=False)
+        with lifted(model):
+            engine = plait.initialize(model, {**config, "parallel": parallel}, loss_fn=plait.causal_lm_loss)
+            found.append(engine_trace(engine, cases.ragged_steps(2 * config["gradient_accumulation_steps"])))
+    return found if rank == 0 else []
 
 
 @pytest.mark.proof
