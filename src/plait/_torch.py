@@ -30,6 +30,10 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+# Renamed in torch 2.13.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass that is running now has finished. Only callable from inside a backward pass."""
@@ -175,6 +179,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def storage_key(tensor: torch.Tensor) -> int:
     """The same for tensors that share memory (a DTensor: this rank's part), also for fake ones, which have no address."""
     return int(local_tensor(tensor.detach()).untyped_storage()._cdata)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind this rank's parts of `tensors`."""
+    return sum({storage_key(tensor): local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def group_of(args: tuple[Any, ...]) -> int:

@@ -84,7 +84,7 @@ def rehearsed(case: Case) -> tuple[Rehearsal, Ledger, int]:
     resolved = resolve(load(file), world_size=world)
     layout, blocks = resolved.layout, find_blocks(model)
     facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None)
-    pipeline = resolved.pipeline.check(model, blocks, pp=layout.pp, microbatches=micro_batches, zero=stage)
+    pipeline = resolved.pipeline_of(model, blocks)
     at = layout.coordinates(rank)
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"])) if pipeline is not None else facts
     ledger = Ledger.start(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels, split_by_node
-from plait.comm.algorithms import Name, advance, run, sum_over, wire_bytes
+from plait.comm.algorithms import Name, advance, launch, run, sum_over, wire_bytes
 from plait.verify.parity import Trace, compare, worst
 from plait.verify.traffic import count_traffic
 from tests.parity.test_data_parallel import reference, settings, train
@@ -67,7 +67,7 @@ def together(rank: int, ranks: int) -> None:
     levels = levels_of(ranks, 2)
     tensors = [torch.full((50 + index,), float(rank + index)) for index in range(len(NAMES))]
     running = [sum_over(t, dist.group.WORLD, algorithm=name, levels=levels) for t, name in zip(tensors, NAMES, strict=True)]
-    advance(running)
+    advance([launch(steps) for steps in running])
     for index, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full((50 + index,), 6.0 + 4 * index)), NAMES[index]
 

@@ -225,3 +225,19 @@ def test_shard_buffers() -> None:
         assert now is buffer
         assert parameter.to_local().data_ptr() == buffer.data_ptr()
         assert torch.equal(parameter.to_local(), was)
+
+
+def test_collectives_of_one_tensor() -> None:
+    """Whatever this torch calls them, they take (output, input, group)."""
+    whole, part = torch.zeros(4), torch.ones(2)
+    _torch.all_gather_single(whole, part, group=dist.group.WORLD)
+    _torch.reduce_scatter_single(part, whole, group=dist.group.WORLD)
+    assert part.shape == (2,) and whole.shape == (4,)
+
+
+def test_bytes_of_storages() -> None:
+    """Each once, of a DTensor this rank's part."""
+    plain = torch.ones(6)
+    mesh = init_device_mesh("cpu", (2,))
+    split = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
+    assert _torch.storage_bytes([plain, plain[:2], split]) == 6 * 4 + split.to_local().untyped_storage().nbytes()

@@ -89,9 +89,7 @@ def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
     if resolved.layout.tp > 1:
         plan = make_plan(module, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks)
     facts = model_facts(module, blocks, tensor_plan=plan)
-    pipeline = resolved.pipeline.check(
-        module, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
-    )
+    pipeline = resolved.pipeline_of(module, blocks)
     stages = stage_rows(pipeline.schedule, pipeline.cut, facts) if pipeline is not None else []
     return {"facts": facts, "plan": plan, "rows": describe(plan, module) if plan else [], "pipeline": pipeline, "stages": stages}
 

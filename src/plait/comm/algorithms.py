@@ -19,15 +19,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from plait._torch import all_gather_single, reduce_scatter_single
 from plait.cluster.mesh import Levels
 
 Name = Literal["all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"]
 Steps = Iterator[list[dist.Work]]
 """Each item was launched and must be waited for before the next is taken. Every rank of the group takes the items in one order."""
-
-# Renamed in torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Started = tuple[Steps, list[dist.Work]]
+"""The steps that are left, and the one that is under way."""
 
 
 def run(steps: Steps) -> None:
@@ -72,7 +71,7 @@ def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -
     stacked = padded(tensor, group.size())
     mine = stacked.new_empty(stacked.numel() // group.size())
     yield from reduce_scatter_steps(mine, stacked, group)
-    yield [_launched(_all_gather_single(stacked, mine, group=group, async_op=True))]
+    yield [_launched(all_gather_single(stacked, mine, group=group, async_op=True))]
     _unpad(tensor, stacked)
 
 
@@ -81,7 +80,7 @@ def _two_level(tensor: torch.Tensor, levels: Levels) -> Steps:
     mine = stacked.new_empty(stacked.numel() // levels.inside.size())
     yield from reduce_scatter_steps(mine, stacked, levels.inside)
     yield [_launched(dist.all_reduce(mine, group=levels.across, async_op=True))]
-    yield [_launched(_all_gather_single(stacked, mine, group=levels.inside, async_op=True))]
+    yield [_launched(all_gather_single(stacked, mine, group=levels.inside, async_op=True))]
     _unpad(tensor, stacked)
 
 
@@ -147,7 +146,7 @@ def _unpad(tensor: torch.Tensor, stacked: torch.Tensor) -> None:
 def reduce_scatter_steps(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> Steps:
     """`output` [n] = this rank's part of the sum of `stacked` [ranks x n]. On gloo by an all-to-all and a local sum, which is faster."""
     if stacked.device.type != "cpu":
-        yield [_launched(_reduce_scatter_single(output, stacked, group=group, async_op=True))]
+        yield [_launched(reduce_scatter_single(output, stacked, group=group, async_op=True))]
         return
     parts = torch.empty_like(stacked)
     yield [_launched(dist.all_to_all_single(parts, stacked, group=group, async_op=True))]
@@ -176,17 +175,20 @@ def _launched(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def advance(running: Sequence[Steps | None]) -> None:
-    """Take generators to their ends in turn: while one waits for the others, the next step of the rest is under way. All ranks must hold
+def launch(steps: Steps) -> Started:
+    """Begin the first step."""
+    return steps, next(steps, [])
+
+
+def advance(running: Sequence[Started]) -> None:
+    """Take what was launched to its end by turns: while one step is waited for, those of the others are under way. All ranks must hold
     them in one order."""
-    left = [steps for steps in running if steps is not None]
-    while left:
+    while running:
         going = []
-        for steps in left:
-            works = next(steps, None)
-            if works is not None:
-                going.append((steps, works))
-        for _, works in going:
+        for steps, works in running:
             for work in works:
                 work.wait()
-        left = [steps for steps, _ in going]
+            following = next(steps, None)
+            if following is not None:
+                going.append((steps, following))
+        running = going

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.algorithms import Name, Steps, sum_over
+from plait.comm.algorithms import Name, Started, advance, launch, sum_over
 from plait.comm.host import Host, Memory
 from plait.comm.record import record
 from plait.comm.summing import add_in_order
@@ -88,24 +88,16 @@ class AlgorithmBuckets:
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self.state: dict[str, torch.Tensor] = {}
         self._start = partial(sum_over, group=group, algorithm=algorithm, levels=levels)
-        self._running: list[tuple[Steps, list[dist.Work]]] = []
+        self._running: list[Started] = []
 
     def start(self, index: int) -> None:
         """See Buckets."""
-        steps = self._start(self.buffers[index])
-        self._running.append((steps, next(steps, [])))
+        self._running.append(launch(self._start(self.buffers[index])))
 
     def finish(self, index: int) -> None:
         """See Buckets."""
-        while self._running:
-            going = []
-            for steps, works in self._running:
-                for work in works:
-                    work.wait()
-                following = next(steps, None)
-                if following is not None:
-                    going.append((steps, following))
-            self._running = going
+        advance(self._running)
+        self._running = []
 
 
 class SharedBuckets:

@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from plait._torch import all_gather_single
 from plait.comm.reduce_scatter import reduce_scatter
-
-# Renamed in torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def shard_sizes(length: int, ranks: int) -> list[int]:
@@ -84,7 +82,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
         padding[dim] = size - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
     stacked = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    _all_gather_single(stacked, x.contiguous(), group=group)
+    all_gather_single(stacked, x.contiguous(), group=group)
     whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
     # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
     return whole if ranks * size == length else whole.narrow(dim, 0, length).contiguous()

@@ -20,13 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait._torch import AllGather, ReduceScatter
+from plait._torch import AllGather, ReduceScatter, all_gather_single
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
-
-# Renamed in torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 POWERSGD_START = 10
 """Steps that are reduced whole before factors stand in for gradients: early gradients change too much."""
@@ -74,7 +71,7 @@ class QuantisedBuckets:
         total = packing.unpack_sum(received, torch.float32).unsqueeze(0)
         packed = packing.pack(total, self.state.get(f"{index}.owned"))
         everyone = packed.new_empty(ranks * packed.shape[1])
-        _all_gather_single(everyone, packed[0], group=self._group)
+        all_gather_single(everyone, packed[0], group=self._group)
         buffer.copy_(packing.unpack(everyone.view(ranks, -1), torch.float32).view(-1)[: buffer.numel()])
 
     def _packing(self, part: int) -> Packing:
@@ -200,12 +197,12 @@ class QuantisedAllGather(AllGather):
         """`output_tensor` [ranks x n] from every rank's quantised `input_tensor` [n]. Done when it returns."""
         dtype = input_tensor.dtype
         if not dtype.is_floating_point:  # parameters of several dtypes, as bytes
-            _all_gather_single(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
             return
         packing = Packing.of(self._segments, self._bits, numel=input_tensor.numel())
         packed = packing.pack(input_tensor.view(1, -1))
         everyone = packed.new_empty(group.size() * packed.shape[1])
-        _all_gather_single(everyone, packed[0], group=group)
+        all_gather_single(everyone, packed[0], group=group)
         output_tensor.view(group.size(), -1).copy_(packing.unpack(everyone.view(group.size(), -1), dtype))
 
 

@@ -17,7 +17,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from plait._torch import AllGather
+from plait._torch import AllGather, all_gather_single
 from plait.comm.host import Host, Memory, Unavailable
 from plait.comm.record import record
 from plait.errors import CommunicationError
@@ -25,9 +25,6 @@ from plait.errors import CommunicationError
 SLOTS = 3
 """`fully_shard` holds up to two outputs while it asks for the next."""
 _ALL_FREE = (1 << SLOTS) - 1
-
-# Renamed in torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class SharedAllGather(AllGather):
@@ -65,7 +62,7 @@ class SharedAllGather(AllGather):
         self._output = None
         self._make_room(count)
         if self._memory is None or not self._fits(count):
-            _all_gather_single(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
             return
         slot = self._next
         staged = None
@@ -73,7 +70,7 @@ class SharedAllGather(AllGather):
             staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
             staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
         if slot is None:
-            _all_gather_single(output_tensor, input_tensor, group=group)
+            all_gather_single(output_tensor, input_tensor, group=group)
         self._meet(count)
         if staged is not None:
             output_tensor.view(-1).copy_(staged)

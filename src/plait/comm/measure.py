@@ -14,6 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from plait._torch import all_gather_single
 from plait.cluster.mesh import Levels
 from plait.comm.algorithms import exchange, reduce_scatter_steps, run
 from plait.comm.buckets import Buckets, Flat
@@ -22,9 +23,6 @@ from plait.comm.transport import connect
 
 SIZES = (4 * 1024, 64 * 1024, 1024**2, 8 * 1024**2)
 """Bytes of float32."""
-
-# Renamed in torch 2.13.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def measure_group(axis: str, group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, seconds: float = 4.0) -> GroupLinks:
@@ -47,7 +45,7 @@ def _level(group: dist.ProcessGroup, device: torch.device, seconds: float, *, fa
         tensor, part = torch.zeros(numel, device=device), torch.zeros(numel // ranks, device=device)
         operations |= {
             ("all_reduce", nbytes): partial(dist.all_reduce, tensor, group=group),
-            ("all_gather", nbytes): partial(_all_gather_single, tensor, part, group=group),
+            ("all_gather", nbytes): partial(all_gather_single, tensor, part, group=group),
             ("reduce_scatter", nbytes): partial(_reduce_scatter, part, tensor, group),
             ("exchange", nbytes): partial(_exchange, tensor, torch.empty_like(tensor), group, 1),
         }

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait._torch import ReduceScatter
-
-# Renamed in torch 2.13.
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from plait._torch import ReduceScatter, reduce_scatter_single
 
 
 def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
     """`output` = the sum over ranks of this rank's part of `stacked`, whose dim 0 is ranks x output's. Both contiguous. Sums in the order
     of the ranks."""
     if stacked.device.type != "cpu":
-        _reduce_scatter_single(output, stacked, group=group)
+        reduce_scatter_single(output, stacked, group=group)
         return
     parts = torch.empty_like(stacked)
     dist.all_to_all_single(parts, stacked, group=group)

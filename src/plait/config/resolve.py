@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from plait.cluster.layout import Layout
 from plait.config import megatron, parts, techniques
 from plait.config.batch import Batch, solve_batch
@@ -26,7 +28,7 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
-from plait.parallel.pipeline import Pipeline
+from plait.parallel.pipeline import Pipeline, PipelineParts
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
@@ -79,6 +81,11 @@ class Resolved(Policy):
     sources: Mapping[str, str]
     """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By the name in the file, else by the path in
     this class."""
+
+    def pipeline_of(self, model: nn.Module, blocks: tuple[str, ...]) -> PipelineParts | None:
+        """The schedule, and the cut of `model`, whose blocks are `blocks`; None for one stage. Raises ConfigError or ModelError where there
+        is none."""
+        return self.pipeline.check(model, blocks, pp=self.layout.pp, microbatches=self.batch.accumulation, zero=self.data_parallel.stage)
 
 
 def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:

@@ -309,9 +309,7 @@ def split(
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
     resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
-    pipeline = resolved.pipeline.check(
-        model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
-    )
+    pipeline = resolved.pipeline_of(model, blocks)
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())

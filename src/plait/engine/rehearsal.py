@@ -7,14 +7,13 @@ whose other ranks do not exist. So a layout of thousands of ranks is tried on a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch import FakeStore, FakeTensorMode, local_tensor, storage_key
+from plait._torch import FakeStore, FakeTensorMode, storage_bytes
 from plait.config.resolve import Resolved
 from plait.engine.batch import default_forward, micro_batches
 from plait.engine.build import split
@@ -80,10 +79,10 @@ def _step(model: nn.Module, parts: Parts, pipeline: PipelineRank | None, resolve
         parts.reducer.finish()
     if pipeline is not None:
         pipeline.reduce_shared()
-    gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
+    gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    states = _bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
-    return Rehearsal(_bytes(model.parameters()), gradients, states, parts.blocks)
+    states = storage_bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    return Rehearsal(storage_bytes(model.parameters()), gradients, states, parts.blocks)
 
 
 def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
@@ -101,8 +100,3 @@ def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dic
     dtype = parts.compute_dtype or next(model.parameters()).dtype
     for stage in range(pipeline.runtime.schedule.stages - 1):
         pipeline.runtime.foretell(stage, piece, torch.empty(samples, own, width, dtype=dtype))
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of distinct storages."""
-    return sum({storage_key(t): local_tensor(t.detach()).untyped_storage().nbytes() for t in tensors}.values())

@@ -15,7 +15,6 @@ from rich.table import Column
 from rich.text import Text
 
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
-from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.parallel.pipeline_account import balance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
@@ -143,15 +142,11 @@ class ProgressLines:
 
 
 def _stages(checked: Checked) -> list[tuple[str, str]]:
-    """How a pipeline is cut. Raises ConfigError or ModelError where it cannot be."""
-    resolved, model = checked.resolved, checked.built.model
-    blocks = find_blocks(model, resolved.blocks or None)
-    pipeline = resolved.pipeline.check(
-        model, blocks, pp=resolved.layout.pp, microbatches=resolved.batch.accumulation, zero=resolved.data_parallel.stage
-    )
+    """How a pipeline is cut."""
+    pipeline = checked.pipeline
     if pipeline is None:
         return []
-    rows = stage_rows(pipeline.schedule, pipeline.cut, model_facts(model, blocks))
+    rows = stage_rows(pipeline.schedule, pipeline.cut, model_facts(checked.built.model, pipeline.cut.blocks))
     sizes = ", ".join(str(len(row.blocks)) for row in rows)
     return [("stages", f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank {balance(rows):.3f} x the mean")]
 

@@ -18,7 +18,7 @@ from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
 from plait.parallel.ledger import Ledger, StageCounts
-from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination
+from plait.parallel.schedule import Action, Kind, Schedule, messages
 from plait.parallel.stages import forward_costs, imbalance, stage_costs
 
 
@@ -57,7 +57,7 @@ def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[
 def stage_counts(schedule: Schedule, rank: int, *, cut: StageCut, facts: ModelFacts, boundary_bytes: int, ledger: Ledger) -> StageCounts:
     """The counts of a rank, as arrays that fit `ledger` (one candidate). `facts` is the whole model's."""
     like = np.ones_like(ledger.dp_shard)
-    sends = sum(to is not None for to in (destination(schedule, message) for message in _produced(schedule.ranks[rank])))
+    sends = sum(len(sent) for (source, _), sent in messages(schedule).items() if source == rank)
     ends = {0, schedule.stages - 1} & set(schedule.stages_of(rank))
     return StageCounts(
         root_gathers=like * _root_gathers(schedule.ranks[rank]),
@@ -67,14 +67,6 @@ def stage_counts(schedule: Schedule, rank: int, *, cut: StageCut, facts: ModelFa
         boundary_bytes=like * boundary_bytes,
         shared_bytes=like * _shared_bytes(schedule, rank, cut, facts, ledger),
     )
-
-
-def _produced(row: Iterable[Action]) -> Iterable[Message]:
-    for action in row:
-        if action.kind is Kind.FORWARD:
-            yield Message(Payload.ACTIVATION, action.stage, action.microbatch)
-        elif action.kind is not Kind.WEIGHT:
-            yield Message(Payload.GRADIENT, action.stage, action.microbatch)
 
 
 def _root_gathers(row: Iterable[Action]) -> int:

@@ -59,10 +59,7 @@ class StagedZero:
                 self._left.update(dict.fromkeys(self.staged.stages, self.schedule.microbatches))
             if self.reducer is not None:
                 self.reducer.synchronise = action.kind is Kind.BACKWARD and sum(self._left.values()) == 1
-            if self.schedule.splits_backward:
-                self._set(action.stage, reduce=False)
-            else:
-                self._set(action.stage, reduce=True)
+            self._set(action.stage, reduce=not self.schedule.splits_backward)
             return
         if action.kind in _ENDS:
             if self.schedule.splits_backward and self._root is not None:

@@ -24,6 +24,7 @@ from plait.engine.loss import causal_lm_loss
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
 from plait.model.blocks import find_blocks
+from plait.parallel.pipeline import PipelineParts
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
 from plait.train.loop import Job, Position, train
@@ -38,6 +39,8 @@ class Checked:
     resolved: Resolved
     data: Prepared
     built: Built
+    pipeline: PipelineParts | None
+    """Schedule and stages; None without a pipeline."""
     folder: RunFolder
     identity: dict[str, Any]
     position: Position
@@ -74,13 +77,7 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
-    resolved.pipeline.check(
-        built.model,
-        find_blocks(built.model, resolved.blocks or None),
-        pp=resolved.layout.pp,
-        microbatches=resolved.batch.accumulation,
-        zero=resolved.data_parallel.stage,
-    )
+    pipeline = resolved.pipeline_of(built.model, find_blocks(built.model, resolved.blocks or None))
     batch, have = resolved.batch.train_batch_size, len(prepared.train)
     if have < batch:
         rule = f"one step takes {batch} sequences and the text has {have} of {data.sequence_length} tokens"
@@ -96,8 +93,8 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     }
     folder = RunFolder(Path(resolved.run.folder))
     if fresh:
-        return Checked(resolved, prepared, built, folder, identity, Position(), changes=[])
-    return Checked(resolved, prepared, built, folder, identity, folder.position(identity), folder.changes(resolved))
+        return Checked(resolved, prepared, built, pipeline, folder, identity, Position(), changes=[])
+    return Checked(resolved, prepared, built, pipeline, folder, identity, folder.position(identity), folder.changes(resolved))
 
 
 def _sections(config: Config) -> tuple[ModelSection, DataSection]:

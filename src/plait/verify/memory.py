@@ -5,12 +5,11 @@ Storages are counted once each, padding included, so views and tied weights do n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from plait._torch import local_tensor, storage_key, tree_leaves, unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
+from plait._torch import storage_bytes, tree_leaves, unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
 from plait.engine.batch import to_device
 from plait.engine.dryrun import AFTER, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
@@ -18,11 +17,6 @@ from plait.engine.live import LiveStorages
 from plait.parallel.compression import states as compression_states
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
-
-
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind this rank's parts of `tensors`."""
-    return sum({storage_key(tensor): local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
