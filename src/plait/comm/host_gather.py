@@ -10,7 +10,7 @@ older output is safe. Where no slot is free, or memory is short, torch's collect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 
@@ -18,24 +18,20 @@ import torch
 import torch.distributed as dist
 
 from plait._torch import AllGather, all_gather_single
-from plait.comm.host import Host, Memory, Unavailable
+from plait.comm.host import Host
+from plait.comm.host_slots import HostSlots
 from plait.comm.record import record
-from plait.errors import CommunicationError
 
 SLOTS = 3
 """`fully_shard` holds up to two outputs while it asks for the next."""
 _ALL_FREE = (1 << SLOTS) - 1
 
 
-class SharedAllGather(AllGather):
+class SharedAllGather(HostSlots, AllGather):
     """For one group; every unit of a model shares it. Calls of one group come in one order on all ranks, as with any collective."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self._memory: Memory | None = None
-        self._slot_bytes = 0
-        self._too_large: int | None = None
-        """Requests of this many bytes or more were refused: memory was short."""
+        super().__init__(host, words=4, slots=SLOTS)
         self._round = 0
         self._next: int | None = 0
         """The slot of the coming call, as all agreed; None where none is free."""
@@ -85,13 +81,7 @@ class SharedAllGather(AllGather):
         memory.write(2 + parity, count)
         memory.write(parity, (self._round + 1) << SLOTS | self._free)
         host.wait(partial(self._late, parity), operation="all-gather")
-        other = next((rank for rank in range(host.ranks) if memory.read(rank, 2 + parity) != count), None)
-        if other is not None:
-            theirs = memory.read(other, 2 + parity)
-            raise CommunicationError(
-                f"all-gather over {host.label}: {host.name(other)} gathers {theirs} bytes and {host.name(host.rank)} {count}; "
-                "the ranks issue different collectives"
-            )
+        self._same_everywhere(2 + parity, count, operation="all-gather", does="gathers")
         free = _ALL_FREE
         for rank in range(host.ranks):
             free &= memory.read(rank, parity)
@@ -104,29 +94,12 @@ class SharedAllGather(AllGather):
         return [rank for rank in range(self._host.ranks) if memory.read(rank, parity) >> SLOTS != expected]
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        assert self._memory is not None
         self._free &= ~(1 << slot)
-        return self._memory.tensor(slot * self._slot_bytes, numel, dtype, self._releaser(slot, self._memory))
 
-    def _releaser(self, slot: int, memory: Memory) -> Callable[[], None]:
-        def release() -> None:
-            if self._memory is memory:  # else it has been replaced by a larger one
-                self._free |= 1 << slot
+        def released() -> None:
+            self._free |= 1 << slot
 
-        return release
+        return self._slot(slot, numel, dtype, released)
 
-    def _fits(self, count: int) -> bool:
-        return self._memory is not None and count <= self._slot_bytes
-
-    def _make_room(self, count: int) -> None:
-        """Collective where a call is larger than any before."""
-        if self._fits(count) or (self._too_large is not None and count >= self._too_large):
-            return
-        slot_bytes = -(-count // 64) * 64
-        try:
-            memory = Memory(self._host, words=4, data_bytes=SLOTS * slot_bytes)
-        except Unavailable:
-            self._too_large = count
-            return
-        self._memory, self._slot_bytes = memory, slot_bytes
+    def _renewed(self) -> None:
         self._round, self._next, self._free = 0, 0, _ALL_FREE

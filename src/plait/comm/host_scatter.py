@@ -7,7 +7,7 @@ this rank points into it and every rank has said that it has read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from plait._torch import ReduceScatter
-from plait.comm.host import Host, Memory, Unavailable
+from plait.comm.host import Host
+from plait.comm.host_slots import HostSlots
 from plait.comm.record import record
 from plait.comm.reduce_scatter import reduce_scatter
 from plait.comm.summing import add_in_order
-from plait.errors import CommunicationError
 
 SLOTS = 2
 """`fully_shard` may hold one input while it fills the next."""
@@ -29,15 +29,11 @@ _READ = 4
 """Index of the word that says how many calls this rank has finished reading."""
 
 
-class SharedReduceScatter(ReduceScatter):
+class SharedReduceScatter(HostSlots, ReduceScatter):
     """For one group; every unit of a model shares it. Sums in the order of the ranks, so every run gives the same bits."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self._memory: Memory | None = None
-        self._slot_bytes = 0
-        self._too_large: int | None = None
-        """Requests of this many bytes or more were refused: memory was short."""
+        super().__init__(host, words=5, slots=host.ranks * SLOTS)
         self._round = 0
         self._leased = [False] * SLOTS
         self._used = [0] * SLOTS
@@ -113,13 +109,7 @@ class SharedReduceScatter(ReduceScatter):
         memory.write(2 + parity, count)
         memory.write(parity, self._round << 8 | slot)
         host.wait(partial(self._late, parity), operation="reduce-scatter")
-        other = next((rank for rank in range(host.ranks) if memory.read(rank, 2 + parity) != count), None)
-        if other is not None:
-            theirs = memory.read(other, 2 + parity)
-            raise CommunicationError(
-                f"reduce-scatter over {host.label}: {host.name(other)} reduces {theirs} bytes and {host.name(host.rank)} {count}; "
-                "the ranks issue different collectives"
-            )
+        self._same_everywhere(2 + parity, count, operation="reduce-scatter", does="reduces")
         return [memory.read(rank, parity) & 255 for rank in range(host.ranks)]
 
     def _late(self, parity: int) -> list[int]:
@@ -142,30 +132,12 @@ class SharedReduceScatter(ReduceScatter):
         return [rank for rank in range(self._host.ranks) if memory.read(rank, _READ) < call]
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        assert self._memory is not None
         self._leased[slot] = True
-        offset = (self._host.rank * SLOTS + slot) * self._slot_bytes
-        return self._memory.tensor(offset, numel, dtype, self._releaser(slot, self._memory))
 
-    def _releaser(self, slot: int, memory: Memory) -> Callable[[], None]:
-        def release() -> None:
-            if self._memory is memory:  # else it has been replaced by a larger one
-                self._leased[slot] = False
+        def released() -> None:
+            self._leased[slot] = False
 
-        return release
+        return self._slot(self._host.rank * SLOTS + slot, numel, dtype, released)
 
-    def _fits(self, count: int) -> bool:
-        return self._memory is not None and count <= self._slot_bytes
-
-    def _make_room(self, count: int) -> None:
-        """Collective where a call is larger than any before."""
-        if self._fits(count) or (self._too_large is not None and count >= self._too_large):
-            return
-        slot_bytes = -(-count // 64) * 64
-        try:
-            memory = Memory(self._host, words=5, data_bytes=self._host.ranks * SLOTS * slot_bytes)
-        except Unavailable:
-            self._too_large = count
-            return
-        self._memory, self._slot_bytes, self._round = memory, slot_bytes, 0
-        self._leased, self._used = [False] * SLOTS, [0] * SLOTS
+    def _renewed(self) -> None:
+        self._round, self._leased, self._used = 0, [False] * SLOTS, [0] * SLOTS

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from plait.errors import PlaitError
+from plait.parallel.folders import require_writable
 from plait.units import MIB, format_bytes
 
 PENDING_BYTES = 256 * MIB
@@ -168,14 +169,7 @@ class DiskStore:
         self._limit = pending_bytes
         self._pending = 0
         self._room = threading.Condition()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise PlaitError(
-                f"parallel.activation_offload.path = {str(folder)!r}: {error.strerror}; name a folder that can be written"
-            ) from error
+        require_writable(folder, field="parallel.activation_offload.path")
 
     def open(self, index: int) -> DiskGroup:
         """For one call of a block."""

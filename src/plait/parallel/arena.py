@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from plait.errors import PlaitError
+from plait.parallel.folders import require_writable
 from plait.units import MIB, format_bytes
 
 PAGE = mmap.PAGESIZE
@@ -48,14 +49,7 @@ class Arena:
             # memory would be what the files were to save.
             self._libc.mallopt(_MMAP_THRESHOLD, MIB)
         self._segments: list[_Segment] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise PlaitError(
-                f"zero_optimization.offload_optimizer.nvme_path = {str(folder)!r}: {error.strerror}; name a folder that can be written"
-            ) from error
+        require_writable(folder, field="zero_optimization.offload_optimizer.nvme_path")
 
     def reserve(self, size: int) -> None:
         """Take `size` bytes of disk now, for tensors to come. Raises PlaitError where the disk does not have them."""
