@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.common import verdicts
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.common.table import aligned, markdown
+from benchmarks.common.verdicts import failed_row, phase_row, ratio_cell
 from benchmarks.pipeline_step.contestants import TARGET, Layout
 from benchmarks.pipeline_step.workload import Workload
 from benchmarks.training_step.agreement import Agreement
 from benchmarks.training_step.phases import PHASES
-from benchmarks.training_step.report import GOOD_ENOUGH
 from benchmarks.training_step.rounds import Pace, Record
 
 HEADER = ("contestant", "ms/step", "quartiles", "vs raw torch", "cpu ms/rank", "peak MiB/rank", "rounds")
@@ -67,14 +68,15 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    seen, ratio = entry["spread_seconds"], entry["ratio"]
-    if entry["failure"] or seen is None:
-        return (entry["title"], "failed" if entry["failure"] else "disturbed", *[""] * (len(HEADER) - 2))
+    failed = failed_row(entry, len(HEADER))
+    if failed:
+        return failed
+    seen = entry["spread_seconds"]
     return (
         entry["title"],
         f"{1000 * seen['median']:.0f}",
         f"{1000 * seen['low']:.0f} to {1000 * seen['high']:.0f}",
-        f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "",
+        ratio_cell(entry["ratio"]),
         f"{1000 * spread(entry['processor_seconds_per_step']).median:.0f}",
         f"{entry['peak_bytes'] / 2**20:.0f}",
         str(seen["count"]),
@@ -84,53 +86,25 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Milliseconds a step and phase on every rank, as text."""
     return [
-        (f"{entry['title']}, {rank}", *(f"{value:.0f}" for value in _cells(seen)))
+        phase_row(f"{entry['title']}, {rank}", seen, PHASES)
         for entry in found["contestants"].values()
         for rank, seen in enumerate(entry["phases_ms"])
     ]
 
 
-def _cells(seen: Mapping[str, float]) -> list[float]:
-    waiting = sum(seen[f"{phase} waiting"] for phase in PHASES)
-    return [*(seen[phase] for phase in PHASES), waiting, seen["threads"], seen["total"]]
-
-
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """What a reader of the numbers must know: who failed, disagreed, was disturbed, or is above the target."""
+    """What a reader of the numbers must know: who is within the target, failed, disagreed or was disturbed."""
     said = []
-    entries, pace = found["contestants"], found["pace"]
-    for name, entry in entries.items():
-        agreement = entry["agreement"]
-        if agreement and not agreement["holds"]:
-            said.append(
-                f"{name} DISAGREES with the reference over {agreement['steps']} steps: loss by {agreement['early_loss']:.1e} early and "
-                f"{agreement['late_loss']:.1e} later, gradient norm by {agreement['early_norm']:.1e} relative"
-            )
-        if entry["failure"]:
-            said.append(f"{name} failed: {entry['failure'].splitlines()[0]}")
-        elif (entry["spread_seconds"] or {"count": 0})["count"] < min(GOOD_ENOUGH, pace["rounds"]):
-            said.append(f"{name} had fewer than {GOOD_ENOUGH} undisturbed rounds: its ratio is weak")
+    for name, entry in found["contestants"].items():
         if name.startswith("plait-") and entry["ratio"]:
             word = "within" if entry["ratio"]["median"] <= found["target"] else "ABOVE"
             said.append(f"{name}: {entry['ratio']['median']:.3f} is {word} the target of {found['target']:.2f}")
-    compared = [entry["agreement"] for entry in entries.values() if entry["agreement"]]
-    if compared and all(each["holds"] for each in compared):
-        early, late, steps = (max(each[key] for each in compared) for key in ("early_loss", "late_loss", "steps"))
-        said.append(f"losses of all {len(compared)} agree: by {early:.1e} in the first steps, by {late:.1e} over up to {steps} steps")
-    shares = [share for entry in entries.values() for share in entry["foreign_share"]]
-    said.append(
-        f"{sum(share > pace['foreign_share'] for share in shares)} of {len(shares)} turns were disturbed (other programs used more than "
-        f"{pace['foreign_share']:.0%} of the machine) and are not in the numbers"
-    )
-    return said
+    return [*said, *verdicts.notes(found["contestants"], found["pace"])]
 
 
 def is_good(found: Mapping[str, Any]) -> bool:
     """Whether every contestant ran, agreed with the reference and had an undisturbed turn."""
-    return all(
-        entry["failure"] is None and entry["spread_seconds"] is not None and entry["agreement"]["holds"]
-        for entry in found["contestants"].values()
-    )
+    return verdicts.all_good(found["contestants"])
 
 
 def terminal(found: Mapping[str, Any]) -> str:

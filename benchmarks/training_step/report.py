@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.common import verdicts
 from benchmarks.common.statistics import Ratio, paired_ratio, spread
 from benchmarks.common.table import aligned, markdown
+from benchmarks.common.verdicts import failed_row, phase_row, ratio_cell
 from benchmarks.training_step.agreement import Agreement
 from benchmarks.training_step.contestants import REFERENCE, Contestant
 from benchmarks.training_step.phases import PHASES
 from benchmarks.training_step.rounds import Pace, Record
 from benchmarks.training_step.workload import Workload
 
-GOOD_ENOUGH = 5
-"""Fewest undisturbed rounds that a ratio may stand on without a word of warning."""
 HEADER = ("contestant", "ms/step", "quartiles", "vs DDP", "vs raw torch", "vs DeepSpeed", "cpu ms/rank", "peak MiB/rank", "rounds")
 PHASE_HEADER = ("contestant", *PHASES, "of which waiting", "other threads", "total")
 
@@ -76,75 +76,36 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    seen = entry["spread_seconds"]
-    if entry["failure"] or seen is None:
-        return (entry["title"], "failed" if entry["failure"] else "disturbed", *[""] * (len(HEADER) - 2))
-    ratios = entry["ratios"]
+    failed = failed_row(entry, len(HEADER))
+    if failed:
+        return failed
+    seen, ratios = entry["spread_seconds"], entry["ratios"]
     return (
         entry["title"],
         f"{1000 * seen['median']:.0f}",
         f"{1000 * seen['low']:.0f} to {1000 * seen['high']:.0f}",
-        *(_ratio(ratios.get(key)) for key in ("ddp", "raw_torch", "deepspeed")),
+        *(ratio_cell(ratios.get(key)) for key in ("ddp", "raw_torch", "deepspeed")),
         f"{1000 * spread(entry['processor_seconds_per_step']).median:.0f}",
         f"{entry['peak_bytes'] / 2**20:.0f}",
         str(seen["count"]),
     )
 
 
-def _ratio(ratio: Mapping[str, float] | None) -> str:
-    return "" if ratio is None else f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-
-
 def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Milliseconds a step and phase on rank 0, as text."""
-    table = []
-    for entry in found["contestants"].values():
-        seen = entry["phases_ms"]
-        if not seen:
-            continue
-        waiting = sum(seen[f"{phase} waiting"] for phase in PHASES)
-        cells = [*(seen[phase] for phase in PHASES), waiting, seen["threads"], seen["total"]]
-        table.append((entry["title"], *(f"{value:.0f}" for value in cells)))
-    return table
+    entries = found["contestants"].values()
+    return [phase_row(entry["title"], entry["phases_ms"], PHASES) for entry in entries if entry["phases_ms"]]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What a reader of the numbers must know: who was left out, failed, disagreed or was disturbed."""
-    said = [f"{name} was left out: {why}" for name, why in found["skipped"].items()]
-    turns = disturbed = 0
-    for name, entry in found["contestants"].items():
-        agreement = entry["agreement"]
-        if agreement and not agreement["holds"]:
-            said.append(
-                f"{name} DISAGREES with the reference over {agreement['steps']} steps: loss by {agreement['early_loss']:.1e} early and "
-                f"{agreement['late_loss']:.1e} later, gradient norm by {agreement['early_norm']:.1e} relative"
-            )
-        if entry["failure"]:
-            said.append(f"{name} failed: {entry['failure'].splitlines()[0]}")
-        elif (entry["spread_seconds"] or {"count": 0})["count"] < min(GOOD_ENOUGH, found["pace"]["rounds"]):
-            said.append(f"{name} had fewer than {GOOD_ENOUGH} undisturbed rounds: its ratios are weak")
-        turns += len(entry["foreign_share"])
-        disturbed += sum(share > found["pace"]["foreign_share"] for share in entry["foreign_share"])
-    compared = [entry["agreement"] for entry in found["contestants"].values() if entry["agreement"]]
-    if compared and all(each["holds"] for each in compared):
-        worst = max(each["late_loss"] for each in compared)
-        said.append(
-            f"losses of all {len(compared)} contestants agree: by {max(each['early_loss'] for each in compared):.1e} in the first steps, "
-            f"by {worst:.1e} over up to {max(each['steps'] for each in compared)} steps"
-        )
-    said.append(
-        f"{disturbed} of {turns} turns were disturbed (other programs used more than {found['pace']['foreign_share']:.0%} of the machine) "
-        "and are not in the numbers"
-    )
-    return said
+    left_out = [f"{name} was left out: {why}" for name, why in found["skipped"].items()]
+    return [*left_out, *verdicts.notes(found["contestants"], found["pace"])]
 
 
 def is_good(found: Mapping[str, Any]) -> bool:
     """Whether every contestant ran, agreed with the reference and had an undisturbed turn."""
-    return all(
-        entry["failure"] is None and entry["spread_seconds"] is not None and entry["agreement"]["holds"]
-        for entry in found["contestants"].values()
-    )
+    return verdicts.all_good(found["contestants"])
 
 
 def terminal(found: Mapping[str, Any]) -> str:
