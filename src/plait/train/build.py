@@ -6,9 +6,7 @@ the tokenizer's, more positions than the model has) is refused here.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +16,11 @@ from torch import nn
 from plait.config.sections import ModelSection
 from plait.data.tokenizer import is_path, vocabulary_size
 from plait.errors import ConfigError, InputError, Problem
+from plait.model.described import check_fields, described_config, require_transformers
 from plait.units import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-_OLDER_NAMES = {"rope_theta", "rope_scaling", "partial_rotary_factor", "attn_implementation"}
-"""Fields that Transformers reads though no configuration class declares them."""
 
 
 @dataclass(frozen=True)
@@ -69,28 +65,12 @@ def _fetched(name: str) -> Path:
 
 def check_model(section: ModelSection) -> None:
     """What can be known of a model without its tokenizer. Raises ConfigError for an architecture or a field that Transformers does not
-    have, InputError for a folder without weights."""
+    have, InputError for a folder without weights or where Transformers is not installed."""
+    require_transformers("model")
     if section.config is None:
         weights_folder(section)
         return
-    from transformers import CONFIG_MAPPING
-
-    kind = section.config["model_type"]
-    if kind not in CONFIG_MAPPING:
-        near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
-        remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
-        raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
-    known = _known_fields(CONFIG_MAPPING[kind])
-    problems = []
-    for name, value in section.config.items():
-        if name in ("dtype", "torch_dtype"):
-            problems.append(Problem(f"model.config.{name}", value, "the type of the parameters has one place", "set model.dtype"))
-        elif name not in known and name != "model_type":
-            near = get_close_matches(name, known, n=1)
-            remedy = f"use {near[0]!r}" if near else "leave it out"
-            problems.append(Problem(f"model.config.{name}", value, f"a {kind!r} configuration has no such field", remedy))
-    if problems:
-        raise ConfigError(*problems)
+    check_fields(section.config)
 
 
 def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, positions: int) -> Built:
@@ -123,28 +103,8 @@ _NOT_SHAPE = {"transformers_version", "use_cache", "dtype", "torch_dtype", "_nam
 
 
 def _config(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    kind = fields["model_type"]
-    given = {name: value for name, value in fields.items() if name != "model_type"}
-    known = _known_fields(CONFIG_MAPPING[kind])
     follow = {"vocab_size": vocabulary_size(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    try:
-        return AutoConfig.for_model(kind, **({name: value for name, value in follow.items() if name in known} | given))
-    except Exception as error:  # each configuration class validates in its own way
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        rule = lines[-1] if lines else type(error).__name__
-        raise ConfigError(Problem("model.config", None, f"Transformers refuses it: {rule}", "correct the field it names")) from error
-
-
-def _known_fields(config_class: type[PreTrainedConfig]) -> set[str]:
-    from transformers import PreTrainedConfig
-
-    found = set(config_class.attribute_map) | _OLDER_NAMES
-    for known in (config_class, PreTrainedConfig):
-        parameters = inspect.signature(known.__init__).parameters.values()
-        found |= {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
-    return found - {"self"}
+    return described_config(fields, follow=follow)
 
 
 def _check_fit(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, positions: int) -> None:

@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.config.schema import Config
-from plait.config.sections import ModelSection
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
+from plait.model.described import described_config, require_transformers
 from plait.units import DTYPES, format_count
 from plait.verify import shrink
 from plait.verify.batches import ragged_steps
@@ -34,8 +33,6 @@ _MOST_PARAMETERS = 30_000_000
 """A Transformers model is compared if it can be made smaller than this; each process holds some ten times its float64 bytes."""
 _FUNCTION = "package.module:function"
 _MASK = "attention_mask"
-_OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor", "attn_implementation")
-"""Fields that Transformers reads though no configuration lists them."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +77,13 @@ def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
     follow = {}
     if config.data is not None and config.data.tokenizer is None:
         follow["vocab_size"] = config.data.vocab_size
-    return _described_fields(config.model, follow), config.model.config["model_type"]
+    fields: shrink.Fields = described_config(config.model.config, follow=follow).to_dict()
+    return fields, config.model.config["model_type"]
 
 
 def _fields_at(source: str, option: str) -> shrink.Fields:
     """Of a folder with config.json, of such a file, or of a name on the hub."""
+    require_transformers(option)
     from transformers import AutoConfig
 
     path = Path(source).expanduser()
@@ -97,31 +96,6 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
     except Exception as error:  # the hub, the network and each configuration class raise their own
         raise InputError(f"{option} = {source!r}: Transformers cannot read it ({_first_line(error)})") from error
     fields: shrink.Fields = config.to_dict()
-    return fields
-
-
-def _described_fields(section: ModelSection, follow: dict[str, Any]) -> shrink.Fields:
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    written = dict(section.config or {})
-    kind = written.pop("model_type")
-    if kind not in CONFIG_MAPPING:
-        near = get_close_matches(kind, CONFIG_MAPPING.keys(), n=1)
-        remedy = f"use {near[0]!r}" if near else "use one that Transformers has, such as 'llama'"
-        raise ConfigError(Problem("model.config.model_type", kind, "Transformers has no such architecture", remedy))
-    known = {*AutoConfig.for_model(kind).to_dict(), *CONFIG_MAPPING[kind].attribute_map, *_OLDER_NAMES}
-    problems = []
-    for name in (name for name in written if name not in known):
-        near = get_close_matches(name, known, n=1)
-        remedy = f"use {near[0]!r}" if near else "leave it out"
-        problems.append(Problem(f"model.config.{name}", written[name], f"a {kind!r} configuration has no such field", remedy))
-    if problems:
-        raise ConfigError(*problems)
-    try:
-        fields: shrink.Fields = AutoConfig.for_model(kind, **follow | written).to_dict()
-    except Exception as error:
-        rule = f"Transformers refuses it: {_first_line(error)}"
-        raise ConfigError(Problem("model.config", None, rule, "correct the field it names")) from error
     return fields
 
 

@@ -1,0 +1,37 @@
+"""Fields of a Transformers configuration as a user writes them: what is wrong is said before anything is built."""
+
+from __future__ import annotations
+
+from importlib import util
+
+import pytest
+
+from plait.errors import ConfigError, InputError
+from plait.model.described import check_fields, described_config
+
+pytest.importorskip("transformers")
+
+
+def test_written_fields_win_over_those_that_follow() -> None:
+    config = described_config({"model_type": "llama", "vocab_size": 7}, follow={"vocab_size": 9, "bos_token_id": 3, "no_such_field": 1})
+    assert (config.vocab_size, config.bos_token_id) == (7, 3)
+    assert not hasattr(config, "no_such_field")
+
+
+def test_every_problem_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fields({"model_type": "llama", "hiden_size": 4, "dtype": "bfloat16"})
+    first, second = caught.value.problems
+    assert (first.field, first.remedy) == ("model.config.hiden_size", "use 'hidden_size'")
+    assert (second.field, second.remedy) == ("model.config.dtype", "set model.dtype")
+
+
+def test_older_names_are_read() -> None:
+    check_fields({"model_type": "llama", "rope_theta": 5e5})
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = util.find_spec
+    monkeypatch.setattr("plait.model.described.find_spec", lambda name: None if name == "transformers" else found(name))
+    with pytest.raises(InputError, match=r"model\.config: .*pip install 'plait\[hf\]'"):
+        check_fields({"model_type": "llama"})
