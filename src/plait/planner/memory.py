@@ -65,41 +65,53 @@ class States:
 
     first: dict[str, Numbers]
     last: dict[str, Numbers]
+    inner: dict[str, Numbers] | None = None
+    """Of a stage between them, where it was asked for."""
 
 
-def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory:
-    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says."""
+def memory_bytes(
+    job: Job, rates: Rates, states: States | None = None, *, moments: tuple[int, ...] = (0, 1, 2), inner: Numbers | None = None
+) -> Memory:
+    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says.
+
+    The largest of `moments` (indices into MOMENTS) counts. With `inner`, the micro-batches that it holds at most, a stage between the ends
+    stands in place of the first.
+    """
     at = job.layouts
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
-    _, first_layers, last_layers = stage_layers(job)
+    most_layers, first_layers, last_layers = stage_layers(job)
+    first_states, held = states.first, in_flight(at)
+    if inner is not None:
+        assert states.inner is not None
+        first_layers, first_states, held = most_layers, states.inner, inner
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
     working = np.where(_keeps_all(job), 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
     kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
-    first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
+    first_kept = first_layers * kept * np.where(single, 1.0, held) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
     logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    first = _with_states(first_states, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
     last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
-    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step = _with_states(first_states, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
-    moments = [first, last, step]
-    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in moments]))
-    moment = np.argmax(sums, axis=0)
-    shape = moment.shape
-    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in moments]) for name in TERMS}
+    priced = [(first, last, step)[index] for index in moments]
+    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in priced]))
+    largest = np.argmax(sums, axis=0)
+    shape = largest.shape
+    terms = {name: np.choose(largest, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in priced]) for name in TERMS}
     allocated = sum(terms.values())
     groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
     on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
     moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
     slack = job.framework.slack * rates["memory:slack"] * moving + 0.01 * allocated
-    return Memory(terms, moment, slack, context)
+    return Memory(terms, np.array(moments)[largest], slack, context)
 
 
 def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:

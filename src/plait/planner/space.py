@@ -155,6 +155,8 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
     for name in offers.schedules:
         if name in ("interleaved", "interleaved-zb"):
             chunks = [v for v in range(2, _MOST_CHUNKS + 1) if model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0]
+            if offers.compiled is not None:  # Megatron-LM gives embedding and head stages of their own, the engine at least a layer each
+                chunks = [v for v in chunks if pp * v <= model.layers]
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= model.layers else []
         else:

@@ -1,0 +1,80 @@
+"""A pipeline's timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Trace Event Format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. A row a pipeline rank, and a row for each pair
+of ranks that pass messages. Complete events (`X`), times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plait.parallel.schedule import Kind
+from plait.parallel.timeline import Span, Timeline, Transfer
+
+_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward-input", Kind.WEIGHT: "backward-weight"}
+_COLOURS = {
+    Kind.FORWARD: "thread_state_running",
+    Kind.BACKWARD: "thread_state_iowait",
+    Kind.INPUT: "rail_animation",
+    Kind.WEIGHT: "rail_load",
+}
+"""Names of chrome://tracing's palette; Perfetto has its own colours."""
+_RANKS, _MESSAGES = 0, 1
+_MICROSECONDS = 1e6
+
+
+def chrome_trace(timeline: Timeline, *, title: str, after: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """For `json.dumps`. Times of the timeline are taken as seconds.
+
+    `after` has seconds of what a step takes beyond the pipeline, by meaning: drawn on every rank behind the pipeline's end, one after the
+    other, for where in the step they fall is not predicted.
+    """
+    schedule, after = timeline.schedule, dict(after or {})
+    events = [_named("process_name", _RANKS, 0, "pipeline ranks"), _named("process_name", _MESSAGES, 0, "messages")]
+    for rank, row in enumerate(timeline.ranks):
+        stages = ", ".join(str(stage) for stage in schedule.stages_of(rank))
+        events.append(_named("thread_name", _RANKS, rank, f"rank {rank} (stages {stages})"))
+        events += _rank_events(rank, row, timeline.total)
+        start = timeline.total
+        for meaning, seconds in after.items():
+            if seconds > 0:
+                events.append(_event(meaning, "rest of the step", _RANKS, rank, start, start + seconds, {}))
+                start += seconds
+    rows = {pair: index for index, pair in enumerate(sorted({(sent.source, sent.destination) for sent in timeline.transfers}))}
+    events += [_named("thread_name", _MESSAGES, row, f"rank {source} to rank {to}") for (source, to), row in rows.items()]
+    events += [_sent(sent, rows[sent.source, sent.destination]) for sent in timeline.transfers]
+    total = timeline.total + sum(seconds for seconds in after.values() if seconds > 0)
+    said = {"title": title, "schedule": schedule.name, "pipeline_seconds": timeline.total, "step_seconds": total}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
+
+
+def _rank_events(rank: int, row: Sequence[Span], total: float) -> list[dict[str, Any]]:
+    events, free = [], 0.0
+    for span in row:
+        if span.start > free:
+            events.append(_event("idle", "idle", _RANKS, rank, free, span.start, {}, "grey"))
+        action = span.action
+        name, args = _NAMES[action.kind], {"stage": action.stage, "micro_batch": action.microbatch}
+        events.append(_event(f"{name} {action.microbatch}", name, _RANKS, rank, span.start, span.end, args, _COLOURS[action.kind]))
+        free = span.end
+    if total > free:
+        events.append(_event("idle", "idle", _RANKS, rank, free, total, {}, "grey"))
+    return events
+
+
+def _sent(sent: Transfer, row: int) -> dict[str, Any]:
+    args = {"stage": sent.message.stage, "micro_batch": sent.message.microbatch}
+    return _event(f"{sent.message.payload} {sent.message.microbatch}", "p2p", _MESSAGES, row, sent.start, sent.end, args)
+
+
+def _event(
+    name: str, category: str, process: int, thread: int, start: float, end: float, args: dict[str, Any], colour: str = ""
+) -> dict[str, Any]:
+    event = {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread}
+    event |= {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS, "args": args | {"seconds": end - start}}
+    return event | ({"cname": colour} if colour else {})
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
