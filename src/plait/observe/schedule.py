@@ -250,7 +250,7 @@ def _rows(timeline: Timeline, window: tuple[float, float], unit: str) -> Iterato
         middle = top + _ROW / 2 + 4
         yield f'<text class="ink" x="{_LEFT - 10}" y="{middle:.2f}" text-anchor="end" fill="#1a1a1a">rank {rank}</text>'
         for span in row:
-            if span.end <= first and span.start < first or span.start >= last:
+            if (span.end <= first and span.start < first) or span.start >= last:
                 continue
             start, end = max(span.start, first), min(span.end, last)
             width = (end - start) * scale

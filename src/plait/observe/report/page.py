@@ -1,6 +1,6 @@
 """The frame of a page and its plain parts: sections, tables, notes, legends.
 
-Markup is escaped by MarkupSafe, so that no name from a file becomes a tag. Style is `page.css`, written into the page; a page loads nothing.
+Markup is escaped by MarkupSafe, so that no name from a file becomes a tag. Style is `page.css`, written into the page; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from markupsafe import Markup
 from plait import __version__
 
 _PAGE = Markup(
-    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     '<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>\n'
     "<header><h1>{title}</h1><p>{subtitle}</p></header>\n<nav>{links}</nav>\n<main>\n{sections}\n</main>\n"
     "<footer>Written by plait {version}. Nothing on this page is loaded from elsewhere.</footer>\n</body>\n</html>\n"

@@ -83,8 +83,9 @@ def plan_page(story: Story) -> str:
     model = request.model.architecture
     title = f"Plan: {model.name} on {request.cluster}"
     subtitle = (
-        f"{format_count(float(model.parameters))} parameters; a step is {request.global_batch:,} samples of {request.sequence:,} tokens, "
-        f"{request.precision}{', compiled' if request.compile else ''}. {story.plan.candidates:,} layouts priced, {story.plan.fitting:,} fit."
+        f"{format_count(float(model.parameters))} parameters; a step is {request.global_batch:,} samples of {request.sequence:,} "
+        f"tokens, {request.precision}{', compiled' if request.compile else ''}. "
+        f"{story.plan.candidates:,} layouts priced, {story.plan.fitting:,} fit."
     )
     chosen = bool(story.plan.best)
     sections = [
@@ -174,8 +175,8 @@ def memory_section(story: Story) -> Markup:
     return page.join(
         [
             page.note(
-                f"Bytes on one device of each pipeline rank when it needs most; the fullest is {fullest.rank}, {fullest.moment}. The line is "
-                f"the device's {_gib(story.room)}; the whisker ends at the upper end of the 90 % interval.{both}"
+                f"Bytes on one device of each pipeline rank when it needs most; the fullest is {fullest.rank}, {fullest.moment}. The line "
+                f"is the device's {_gib(story.room)}; the whisker ends at the upper end of the 90 % interval.{both}"
             ),
             charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
             page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
@@ -233,8 +234,8 @@ def timeline_section(story: Story) -> Markup:
         return page.note(f"Not drawn: {timeline}.")
     rest = best.seconds - timeline.total
     lines = [
-        f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline; the other {rest:.4g} s (see above: sends, data "
-        "parallelism, optimizer, and others) come on top. Predicted seconds of every computation; hover for its stage and micro-batch."
+        f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline; the other {rest:.4g} s (see above: sends, "
+        "data parallelism, optimizer, and others) come on top. Predicted seconds of every computation; hover for its stage and micro-batch."
     ]
     actions = sum(len(row) for row in timeline.ranks)
     windows: list[tuple[float, float]] = [(0.0, timeline.total)]
@@ -293,9 +294,9 @@ def candidates_section(story: Story) -> Markup:
     return page.join(
         [
             page.note(
-                f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells of memory and time; {found.outside:,} "
-                "need more memory or time than is drawn. The colour is what a step spends most on beside the computation of the model itself. "
-                "Discs have their idle time from the schedule's table; the other points are closed forms."
+                f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells of memory and time; "
+                f"{found.outside:,} need more memory or time than is drawn. The colour is what a step spends most on beside the "
+                "computation of the model itself. Discs have their idle time from the schedule's table; the other points are closed forms."
             ),
             charts.plane(
                 dots,
@@ -311,7 +312,8 @@ def candidates_section(story: Story) -> Markup:
 
 def why_section(story: Story) -> Markup:
     """What was asked with --why: a row each, and the terms that differ."""
-    rows, terms = [], []
+    rows: list[list[str | Markup]] = []
+    terms: list[Markup] = []
     for reason in story.reasons:
         other = reason.other if reason.other is not reason.winner else None
         seconds = [f"{other.seconds:.4g} s", f"{other.seconds / reason.winner.seconds - 1:+.1%}", _gib(other.needed)] if other else [""] * 3
@@ -322,8 +324,8 @@ def why_section(story: Story) -> Markup:
                 for name, ours, theirs in reason.differences
                 if abs(ours - theirs) > 1e-4
             ]
-            columns = ("term", "the plan", reason.wish, "difference")
-            terms.append(page.folded(f"{reason.wish}, term by term", page.table(columns, entries, numbers=(1, 2, 3))))
+            compared = page.table(("term", "the plan", reason.wish, "difference"), entries, numbers=(1, 2, 3))
+            terms.append(page.folded(f"{reason.wish}, term by term", compared))
     columns = ("", "asked", "best layout with it", "step", "against the plan", "memory", "because")
     return page.join([page.table(columns, rows, numbers=(3, 4, 5)), *terms])
 
@@ -355,7 +357,7 @@ def left_out_section(story: Story) -> Markup:
         ]
         for s in sorted(story.plan.shortages, key=lambda s: s.needed)
     ]
-    columns = ("region", "candidates", "smallest needs, GiB", "too much, GiB", "mostly")
+    columns = ("region", "candidates", "smallest needs, GiB", "too much, GiB", "mostly, GiB")
     parts = []
     if rules:
         parts += [Markup("<h3>By a rule</h3>\n"), rules]
