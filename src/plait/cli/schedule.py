@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.files import write_text
+from plait.cli.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -48,6 +48,8 @@ def schedule(
     if name == "list":
         _print_names(as_json)
         return
+    require_writable("--svg", svg)
+    require_writable("--trace", trace)
     table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
     durations = even(table, forward=forward, input=input_, weight=weight, send=send)
     timeline = simulate(table, durations)

@@ -7,7 +7,7 @@ Nothing is predicted anew: the same closed forms as in the search, asked for mor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from plait.errors import InputError
 from plait.parallel.timeline import Timeline, peak_in_flight
 from plait.planner.calibrate import Calibration, merged, uncalibrated
-from plait.planner.memory import MOMENTS, TERMS, memory_bytes
+from plait.planner.memory import MOMENTS, TERMS, States, memory_bytes
 from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
 from plait.planner.simulate import timeline_of
 
@@ -48,14 +48,14 @@ class RankMemory:
 
 def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> tuple[RankMemory, ...]:
     """Every pipeline rank of a choice, the first first. Ranks between the ends hold as many micro-batches as the schedule's table says;
-    they are left out where it has none. The largest is the choice's own figure."""
+    they are one row where it has none. The largest is the choice's own figure."""
     rates = merged(calibration or uncalibrated())
     job = job_of(request, layouts_of(choice))
-    states = states_of(request, job, inner=True)
+    states = states_of(request, job)
     pp, spread = int(choice.layout["pp"]), choice.needed_high / choice.needed
 
-    def priced(rank: str, moments: tuple[int, ...], inner: float | None = None) -> RankMemory:
-        found = memory_bytes(job, rates, states, moments=moments, inner=inner)
+    def priced(rank: str, moments: tuple[int, ...], states: States = states, held: float | None = None) -> RankMemory:
+        found = memory_bytes(job, rates, states, moments=moments, held=held)
         terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
         needed = sum(terms.values())
         return RankMemory(rank, MOMENTS[int(_one(found.moment))], terms, needed, needed * spread)
@@ -65,11 +65,14 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
     try:
         table = timeline_of(job, rates).schedule
     except InputError:
-        return (priced("first stage", (0, 2)), priced("last stage", (1,)))
+        inner = [priced("inner stages", (3,))] if pp > 2 else []
+        return (priced("first stage", (0, 2)), *inner, priced("last stage", (1,)))
     peaks, tail = peak_in_flight(table), table.stage_ranks[-1]
     several = tail == 0  # a V of stages: both ends are on rank 0, and the planner prices each of them
     rows = [priced("rank 0, first stage" if several else "rank 0", (0, 2))]
-    rows += [priced(f"rank {rank}", (0, 2), peaks[rank]) for rank in range(1, pp) if rank != tail]
+    assert states.inner is not None
+    between = replace(states, first=states.inner)
+    rows += [priced(f"rank {rank}", (3, 2), between, peaks[rank]) for rank in range(1, pp) if rank != tail]
     return (*rows, priced("rank 0, last stage" if several else f"rank {tail}", (1,)))
 
 

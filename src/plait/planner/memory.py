@@ -1,8 +1,8 @@
 """Bytes on a rank as a sum of named terms at the moment that needs most, allocated and reserved.
 
-Two stages are priced, the first (most micro-batches in flight, the embedding) and the last (head and logits), at three moments: the deepest
-backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table 2, and for gated models without dropout the
-saved tensors counted one by one.
+Priced are the first stage (most micro-batches in flight, the embedding), the last (head and logits) and the second (where the ends have
+fewer layers, it holds more), at the deepest backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table
+2, and for gated models without dropout the saved tensors counted one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, stage_layers
 from plait.planner.own import kept_bytes
-from plait.planner.pipeline import in_flight, in_flight_last
+from plait.planner.pipeline import in_flight, in_flight_last, in_flight_second
 from plait.units import GIB, MIB
 
 TERMS = {
@@ -27,7 +27,7 @@ TERMS = {
     "working": "the block that is computed",
     "logits": "logits and loss",
 }
-MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step")
+MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step", "backward of an inner stage")
 
 
 @dataclass(frozen=True)
@@ -66,41 +66,43 @@ class States:
     first: dict[str, Numbers]
     last: dict[str, Numbers]
     inner: dict[str, Numbers] | None = None
-    """Of a stage between them, where it was asked for."""
+    """Of a stage between them; None leaves that out."""
 
 
 def memory_bytes(
-    job: Job, rates: Rates, states: States | None = None, *, moments: tuple[int, ...] = (0, 1, 2), inner: Numbers | None = None
+    job: Job, rates: Rates, states: States | None = None, *, moments: tuple[int, ...] = (0, 1, 2, 3), held: Numbers | None = None
 ) -> Memory:
     """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says.
 
-    The largest of `moments` (indices into MOMENTS) counts. With `inner`, the micro-batches that it holds at most, a stage between the ends
-    stands in place of the first.
+    The largest of `moments` (indices into MOMENTS) counts. `held` are the micro-batches that the inner stage holds, in whole stages; by
+    default those of the second.
     """
     at = job.layouts
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
     most_layers, first_layers, last_layers = stage_layers(job)
-    first_states, held = states.first, in_flight(at)
-    if inner is not None:
-        assert states.inner is not None
-        first_layers, first_states, held = most_layers, states.inner, inner
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
     working = np.where(_keeps_all(job), 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
     kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
-    first_kept = first_layers * kept * np.where(single, 1.0, held) * factor
+    first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
     logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first = _with_states(first_states, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
     last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
-    step = _with_states(first_states, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
-    priced = [(first, last, step)[index] for index in moments]
+    every = [first, last, step]
+    if states.inner is not None:
+        inner_kept = most_layers * kept * (in_flight_second(at) if held is None else held) * factor
+        inner = _with_states(states.inner, counted) | {"activations": inner_kept, "working": working * factor, "logits": zero}
+        every.append({name: value * (np.asarray(at.pp) > 2) for name, value in inner.items()})
+    moments = tuple(index for index in moments if index < len(every))
+    priced = [every[index] for index in moments]
     sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in priced]))
     largest = np.argmax(sums, axis=0)
     shape = largest.shape

@@ -233,9 +233,9 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     return estimate(job, rates, states_of(request, job))
 
 
-def states_of(request: Request, job: Job, *, inner: bool = False) -> States:
+def states_of(request: Request, job: Job) -> States:
     """Bytes of model states of its candidates, from the techniques' own accounts."""
-    return account_states(job, compute=_compute_dtype(request), inner=inner)
+    return account_states(job, compute=_compute_dtype(request))
 
 
 def layouts_of(choice: Choice) -> Layouts:

@@ -84,10 +84,11 @@ def _facts(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) ->
     return ModelFacts(parameters, ("block",) if unit >= 0 else ()), {name: dim for name, _, dim in entries}
 
 
-def account_states(job: Job, *, compute: str | None = "bfloat16", inner: bool = False) -> States:
-    """Bytes of weights, gradients, optimizer states and gathered copies on the first and last stage, for every candidate of one model.
+def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
+    """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner stage, for every candidate of
+    one model.
 
-    `compute` is the dtype of forward and backward; None computes in float32. `inner` accounts for a stage between the ends too.
+    `compute` is the dtype of forward and backward; None computes in float32.
     """
     at, model = job.layouts, job.model
     size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp))
@@ -153,4 +154,4 @@ def account_states(job: Job, *, compute: str | None = "bfloat16", inner: bool = 
     tied_tail = np.where(single, none, one) if model.tied else none
     first_stage = held(np.where(single, float(model.layers), first_layers), (front, one), (back, np.where(single, one, none)))
     last_stage = held(np.where(single, float(model.layers), last_layers), (back, one), (front, np.where(single, one, tied_tail)))
-    return States(first_stage, last_stage, held(most_layers) if inner else None)
+    return States(first_stage, last_stage, held(most_layers))

@@ -42,6 +42,15 @@ def test_every_candidate_is_a_layout_of_the_cluster():
     assert len({tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.at(0)), strict=True)}) == len(at.tp)
 
 
+def test_no_more_stages_than_layers():
+    """126 layers and two for the ends divide into 128 chunks; the engine gives every stage a layer."""
+    asked = request("llama-3-405b", gpus=2048, batch=512)
+    at = build_space(asked.model.architecture, asked.cluster, global_batch=512, offers=asked.offers, split=asked.split).layouts
+    assert (at.pp * at.vpp).max() == 64
+    at = build_space(asked.model.architecture, asked.cluster, global_batch=512, offers=EVERYTHING, split=asked.split).layouts
+    assert (at.pp * at.vpp).max() == 128
+
+
 def test_only_what_this_version_runs_is_offered():
     asked = request()
     found = plan(asked, best=60).best

@@ -244,7 +244,7 @@ def timeline_section(story: Story) -> Markup:
         part = timeline.total * share / 2
         windows = [(0.0, part), (timeline.total - part, timeline.total)]
         lines.append(
-            f"{actions:,} computations are too many to draw: the first and the last {part:.4g} s are drawn. `--trace` writes all of them."
+            f"{actions:,} computations are too many to draw: the first and the last {part:.4g} s are drawn. --trace writes all of them."
         )
     drawing = Markup('<div class="wide schedule">{}</div>\n')
     return page.join([*(page.note(line) for line in lines), *(drawing.format(Markup(svg(timeline, window=w, unit=" s"))) for w in windows)])
