@@ -163,7 +163,7 @@ def _plan(
         raise typer.Exit(1)
     if neighbours:
         wishes = wishes + [(text, parse_fixed([text])) for text in explain.neighbours(found)]
-    reasons = [explain.why(found, wish, text, calibration=calibration) for text, wish in wishes]
+    reasons = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in wishes]
     changes = explain.sensitivity(found, calibration=calibration) if sensitive else []
     written = output.write(found, out, base) if out is not None else None
     if report is not None:

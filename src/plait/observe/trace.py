@@ -38,13 +38,12 @@ def chrome_trace(timeline: Timeline, *, title: str, after: Mapping[str, float] |
         events += _rank_events(rank, row, timeline.total)
         start = timeline.total
         for meaning, seconds in after.items():
-            if seconds > 0:
-                events.append(_event(meaning, "rest of the step", _RANKS, rank, start, start + seconds, {}))
-                start += seconds
+            events.append(_event(meaning, "rest of the step", _RANKS, rank, start, start + seconds, {}))
+            start += seconds
     rows = {pair: index for index, pair in enumerate(sorted({(sent.source, sent.destination) for sent in timeline.transfers}))}
     events += [_named("thread_name", _MESSAGES, row, f"rank {source} to rank {to}") for (source, to), row in rows.items()]
     events += [_sent(sent, rows[sent.source, sent.destination]) for sent in timeline.transfers]
-    total = timeline.total + sum(seconds for seconds in after.values() if seconds > 0)
+    total = timeline.total + sum(after.values())
     said = {"title": title, "schedule": schedule.name, "pipeline_seconds": timeline.total, "step_seconds": total}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
 

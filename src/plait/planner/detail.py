@@ -17,7 +17,8 @@ from plait.parallel.timeline import Timeline, peak_in_flight
 from plait.planner.calibrate import Calibration, merged, uncalibrated
 from plait.planner.memory import MOMENTS, TERMS, States, memory_bytes
 from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
-from plait.planner.simulate import timeline_of
+from plait.planner.simulate import RANK_TERMS, timeline_of
+from plait.planner.step import TERMS as TERM_MEANINGS
 
 COSTS = {
     "recompute": ("recompute",),
@@ -79,6 +80,14 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
 def timeline(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> Timeline:
     """When every computation of a choice runs. Raises InputError where its schedule has no table that can be walked."""
     return timeline_of(job_of(request, layouts_of(choice)), merged(calibration or uncalibrated()))
+
+
+def beyond(choice: Choice, walked: Timeline) -> dict[str, float]:
+    """Seconds of a choice's step that are not in the walk of its pipeline, by meaning; with the walk they are the step."""
+    rest = {TERM_MEANINGS[name]: size for name, size in choice.terms.items() if name not in (*RANK_TERMS, "idle") and size > 0}
+    # The closed form spreads the layers evenly; the walk cuts them as the engine does, and gives the stage with the head fewer.
+    missing = choice.seconds - walked.total - sum(rest.values())
+    return rest | ({"layers that the closed form leaves on the slowest stage": missing} if missing > 1e-9 * choice.seconds else {})
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,12 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
     return found
 
 
+def written(fixed: Mapping[str, int]) -> str:
+    """What `parse_fixed` reads, as a user writes it."""
+    words = {key: {value: name for name, value in table.items()} for key, table in _WORDS.items()}
+    return ", ".join(f"{key}={words.get(key, {}).get(value, value)}" for key, value in fixed.items())
+
+
 def divisors(count: int) -> list[int]:
     """All, ascending."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]

@@ -8,7 +8,7 @@ import pytest
 from plait.errors import InputError
 from plait.planner.calibrate import uncalibrated
 from plait.planner.constants import Rates
-from plait.planner.detail import COSTS, rank_memory, sample, timeline
+from plait.planner.detail import COSTS, beyond, rank_memory, sample, timeline
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import find_model
@@ -78,6 +78,8 @@ def test_the_walk_and_the_other_terms_are_the_step(gpus):
     found = plan(asked(gpus=gpus))
     for choice in found.best:
         walked = timeline(found.request, choice)
+        on_top = beyond(choice, walked)
+        assert walked.total + sum(on_top.values()) == pytest.approx(choice.seconds) and min(on_top.values()) > 0
         rest = sum(choice.terms[name] for name in TERMS if name not in (*RANK_TERMS, "idle"))
         assert walked.total + rest <= choice.seconds * (1 + 1e-9)
         assert walked.schedule.pp == choice.layout["pp"] and walked.schedule.microbatches == choice.layout["accumulation"]

@@ -36,18 +36,13 @@ def write_trace(path: Path, found: Plan, *, calibration: Calibration | None = No
     """The pipeline of the best choice as a Chrome trace. Raises InputError where its schedule has no table, or the file cannot be
     written."""
     from plait.observe.trace import chrome_trace
-    from plait.planner.detail import timeline
+    from plait.planner.detail import beyond, timeline
     from plait.planner.explain import describe
-    from plait.planner.simulate import RANK_TERMS
-    from plait.planner.step import TERMS
 
     best = found.best[0]
     try:
         walked = timeline(found.request, best, calibration=calibration)
     except InputError as error:
         raise InputError(f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix another schedule") from None
-    inside = (*RANK_TERMS, "idle")
-    after = {meaning: best.terms[name] for name, meaning in TERMS.items() if name not in inside}
-    # An even cut of the layers counts more than the walk's own, which gives the head's stage fewer.
-    after["beyond the walk: the stages' even share"] = best.seconds - walked.total - sum(after.values())
-    write_text("--trace", path, json.dumps(chrome_trace(walked, title=describe(best.layout), after=after)) + "\n")
+    trace = chrome_trace(walked, title=describe(best.layout), after=beyond(best, walked))
+    write_text("--trace", path, json.dumps(trace) + "\n")

@@ -232,10 +232,10 @@ def timeline_section(story: Story) -> Markup:
     timeline = story.timeline
     if isinstance(timeline, str):
         return page.note(f"Not drawn: {timeline}.")
-    rest = best.seconds - timeline.total
+    rest = ", ".join(f"{meaning} {seconds:.3g} s" for meaning, seconds in detail.beyond(best, timeline).items())
     lines = [
-        f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline; the other {rest:.4g} s (see above: sends, "
-        "data parallelism, optimizer, and others) come on top. Predicted seconds of every computation; hover for its stage and micro-batch."
+        f"The {timeline.total:.4g} s of a step in which micro-batches pass through the pipeline; hover over a computation for its stage, "
+        f"micro-batch and seconds. On top of it, to {best.seconds:.4g} s, come: {rest}."
     ]
     actions = sum(len(row) for row in timeline.ranks)
     windows: list[tuple[float, float]] = [(0.0, timeline.total)]
