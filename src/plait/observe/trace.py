@@ -20,7 +20,8 @@ _COLOURS = {
     Kind.WEIGHT: "rail_load",
 }
 """Names of chrome://tracing's palette; Perfetto has its own colours."""
-_RANKS, _MESSAGES = 0, 1
+_RANKS, _MESSAGES = 1, 2
+"""Processes of the trace. Perfetto takes 0, of processes and of threads, for the idle system, and a thread's number should be unique."""
 _MICROSECONDS = 1e6
 
 
@@ -31,16 +32,18 @@ def chrome_trace(timeline: Timeline, *, title: str, after: Mapping[str, float] |
     other, for where in the step they fall is not predicted.
     """
     schedule, after = timeline.schedule, dict(after or {})
-    events = [_named("process_name", _RANKS, 0, "pipeline ranks"), _named("process_name", _MESSAGES, 0, "messages")]
+    events = [_named("process_name", _RANKS, 1, "pipeline ranks"), _named("process_name", _MESSAGES, schedule.pp + 1, "messages")]
     for rank, row in enumerate(timeline.ranks):
         stages = ", ".join(str(stage) for stage in schedule.stages_of(rank))
-        events.append(_named("thread_name", _RANKS, rank, f"rank {rank} (stages {stages})"))
-        events += _rank_events(rank, row, timeline.total)
+        thread = rank + 1
+        events.append(_named("thread_name", _RANKS, thread, f"rank {rank} (stages {stages})"))
+        events += _rank_events(thread, row, timeline.total)
         start = timeline.total
         for meaning, seconds in after.items():
-            events.append(_event(meaning, "rest of the step", _RANKS, rank, start, start + seconds, {}))
+            events.append(_event(meaning, "rest of the step", _RANKS, thread, start, start + seconds, {}))
             start += seconds
-    rows = {pair: index for index, pair in enumerate(sorted({(sent.source, sent.destination) for sent in timeline.transfers}))}
+    pairs = sorted({(sent.source, sent.destination) for sent in timeline.transfers})
+    rows = {pair: schedule.pp + 1 + index for index, pair in enumerate(pairs)}
     events += [_named("thread_name", _MESSAGES, row, f"rank {source} to rank {to}") for (source, to), row in rows.items()]
     events += [_sent(sent, rows[sent.source, sent.destination]) for sent in timeline.transfers]
     total = timeline.total + sum(after.values())
@@ -48,23 +51,23 @@ def chrome_trace(timeline: Timeline, *, title: str, after: Mapping[str, float] |
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
 
 
-def _rank_events(rank: int, row: Sequence[Span], total: float) -> list[dict[str, Any]]:
+def _rank_events(thread: int, row: Sequence[Span], total: float) -> list[dict[str, Any]]:
     events, free = [], 0.0
     for span in row:
         if span.start > free:
-            events.append(_event("idle", "idle", _RANKS, rank, free, span.start, {}, "grey"))
+            events.append(_event("idle", "idle", _RANKS, thread, free, span.start, {}, "grey"))
         action = span.action
         name, args = _NAMES[action.kind], {"stage": action.stage, "micro_batch": action.microbatch}
-        events.append(_event(f"{name} {action.microbatch}", name, _RANKS, rank, span.start, span.end, args, _COLOURS[action.kind]))
+        events.append(_event(f"{name} {action.microbatch}", name, _RANKS, thread, span.start, span.end, args, _COLOURS[action.kind]))
         free = span.end
     if total > free:
-        events.append(_event("idle", "idle", _RANKS, rank, free, total, {}, "grey"))
+        events.append(_event("idle", "idle", _RANKS, thread, free, total, {}, "grey"))
     return events
 
 
-def _sent(sent: Transfer, row: int) -> dict[str, Any]:
+def _sent(sent: Transfer, thread: int) -> dict[str, Any]:
     args = {"stage": sent.message.stage, "micro_batch": sent.message.microbatch}
-    return _event(f"{sent.message.payload} {sent.message.microbatch}", "p2p", _MESSAGES, row, sent.start, sent.end, args)
+    return _event(f"{sent.message.payload} {sent.message.microbatch}", "p2p", _MESSAGES, thread, sent.start, sent.end, args)
 
 
 def _event(

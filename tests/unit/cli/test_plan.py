@@ -64,9 +64,9 @@ def test_a_page_and_a_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
         assert f'<section id="{section}">' in text
     said = json.loads(trace.read_text())
     assert said["otherData"]["step_seconds"] == pytest.approx(best["step"]["seconds"])
-    ranks = [e for e in said["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
-    for rank in range(4):
-        last = max(e["ts"] + e["dur"] for e in ranks if e["tid"] == rank)
+    ranks = [e for e in said["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    for row in range(1, 5):
+        last = max(e["ts"] + e["dur"] for e in ranks if e["tid"] == row)
         assert last == pytest.approx(best["step"]["seconds"] * 1e6)
     at = best["layout"]
     table = make_schedule(SCHEDULE_NAMES[at["schedule"]], pp=4, microbatches=at["accumulation"], stages_per_rank=at["vpp"])

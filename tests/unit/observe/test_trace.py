@@ -35,9 +35,9 @@ def test_the_trace_is_the_timeline(schedule: Schedule) -> None:
     """One event a computation at its time; what is idle fills the rest of a rank; every message once, on its pair's row."""
     timeline = timeline_of(schedule, forward=1.0, input=1.5, weight=0.5, send=0.25)
     trace = json.loads(json.dumps(chrome_trace(timeline, title="t", after={"optimizer step": 2.0})))
-    ranks = rows_of(trace, 0)
-    assert sorted(ranks) == list(range(schedule.pp))
-    for rank, events in ranks.items():
+    ranks, sent = rows_of(trace, 1), rows_of(trace, 2)
+    assert sorted(ranks) == list(range(1, schedule.pp + 1)) and not set(ranks) & set(sent)
+    for rank, events in enumerate(ranks[row] for row in sorted(ranks)):
         computed = [e for e in events if e["cat"].startswith(("forward", "backward"))]
         assert len(computed) == len(schedule.ranks[rank])
         for event, span in zip(computed, timeline.ranks[rank], strict=True):
@@ -57,8 +57,7 @@ def test_the_trace_is_the_timeline(schedule: Schedule) -> None:
         assert idle == pytest.approx(timeline.bubble(rank) * timeline.total * 1e6, abs=1e-3)
     assert trace["otherData"]["step_seconds"] == pytest.approx(timeline.total + 2)
     assert trace["otherData"]["pipeline_seconds"] == timeline.total
-    sent = rows_of(trace, 1)
-    named = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 1}
+    named = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name" and e["pid"] == 2}
     expected = {f"rank {a} to rank {b}": len(found) for (a, b), found in messages(schedule).items()}
     assert {named[row]: len(events) for row, events in sent.items()} == expected
     for events in sent.values():
@@ -70,13 +69,13 @@ def test_rows_have_names() -> None:
     """A rank with its stages, processes for ranks and messages."""
     trace = chrome_trace(timeline_of(make_schedule("zbv", pp=2, microbatches=2)), title="t")
     named = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert named["process_name", 0, 0] == "pipeline ranks" and named["process_name", 1, 0] == "messages"
-    assert named["thread_name", 0, 1] == "rank 1 (stages 1, 2)"
+    assert named["process_name", 1, 1] == "pipeline ranks" and named["process_name", 2, 3] == "messages"
+    assert named["thread_name", 1, 2] == "rank 1 (stages 1, 2)"
     assert trace["otherData"]["schedule"] == "zbv" and trace["otherData"]["title"] == "t"
 
 
 def test_one_rank_sends_nothing() -> None:
     """A row of micro-batches one after another."""
     trace = chrome_trace(timeline_of(make_schedule("1f1b", pp=1, microbatches=3)), title="t")
-    assert [e["name"] for e in rows_of(trace, 0)[0]] == [f"{kind} {m}" for m in range(3) for kind in ("forward", "backward")]
-    assert rows_of(trace, 1) == {}
+    assert [e["name"] for e in rows_of(trace, 1)[1]] == [f"{kind} {m}" for m in range(3) for kind in ("forward", "backward")]
+    assert rows_of(trace, 2) == {}
