@@ -69,12 +69,12 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
         inner = [priced("inner stages", (3,))] if pp > 2 else []
         return (priced("first stage", (0, 2)), *inner, priced("last stage", (1,)))
     peaks, tail = peak_in_flight(table), table.stage_ranks[-1]
-    several = tail == 0  # a V of stages: both ends are on rank 0, and the planner prices each of them
-    rows = [priced("rank 0, first stage" if several else "rank 0", (0, 2))]
+    in_a_v = tail == 0  # both ends are on rank 0
+    rows = [priced("rank 0", (0, 1, 2) if in_a_v else (0, 2))]
     assert states.inner is not None
-    between = replace(states, first=states.inner)
+    between = replace(states, first=states.inner, last=states.inner)
     rows += [priced(f"rank {rank}", (3, 2), between, peaks[rank]) for rank in range(1, pp) if rank != tail]
-    return (*rows, priced("rank 0, last stage" if several else f"rank {tail}", (1,)))
+    return tuple(rows) if in_a_v else (*rows, priced(f"rank {tail}", (1,)))
 
 
 def timeline(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> Timeline:

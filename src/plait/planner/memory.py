@@ -13,7 +13,7 @@ import numpy as np
 
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job, stage_layers
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job, stage_layers
 from plait.planner.own import kept_bytes
 from plait.planner.pipeline import in_flight, in_flight_last, in_flight_second
 from plait.units import GIB, MIB
@@ -91,10 +91,11 @@ def memory_bytes(
     logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
-    last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
+    first_states, last_states = _on_ranks(job, states)
+    first = _with_states(first_states, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    last = _with_states(last_states, counted) | {"activations": last_kept, "working": zero, "logits": logits}
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
-    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step = _with_states(first_states, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
     every = [first, last, step]
     if states.inner is not None:
@@ -114,6 +115,19 @@ def memory_bytes(
     moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
     slack = job.framework.slack * rates["memory:slack"] * moving + 0.01 * allocated
     return Memory(terms, np.array(moments)[largest], slack, context)
+
+
+def _on_ranks(job: Job, states: States) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
+    """States of the ranks that have the first and the last stage. Stages that form a V have both ends on one rank."""
+    inner = states.inner
+    if inner is None:
+        return states.first, states.last
+    in_a_v = np.isin(np.asarray(job.layouts.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")])
+    both = {name: states.first[name] + states.last[name] - inner[name] for name in states.first}
+    return (
+        {name: np.where(in_a_v, both[name], value) for name, value in states.first.items()},
+        {name: np.where(in_a_v, both[name], value) for name, value in states.last.items()},
+    )
 
 
 def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:

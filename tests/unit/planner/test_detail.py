@@ -46,14 +46,22 @@ def test_the_fullest_rank_is_the_choice(schedule, pp, vpp, stage):
         assert fullest.terms[name] == pytest.approx(size, rel=1e-12)
     for rank in ranks:
         assert rank.needed == pytest.approx(sum(rank.terms.values()))
-    v_of_stages = schedule == "zbv"
-    assert len(ranks) == (pp + 1 if v_of_stages else pp)
+    assert len(ranks) == pp
 
 
 def test_1f1b_holds_one_micro_batch_less_on_every_rank():
     request, choice = one("1f1b", pp=8)
     held = [rank.terms["activations"] for rank in rank_memory(request, choice)]
     assert np.diff(held) == pytest.approx(-held[-1])
+
+
+def test_a_v_of_stages_has_both_ends_on_rank_0():
+    """Its states are those of an inner rank with embedding and head."""
+    (first, second, *_), (plain, *_, last) = (rank_memory(*one(name, pp=4, vpp=2)) for name in ("zbv", "interleaved-zb"))
+    for name in ("weights", "gradients", "optimizer"):
+        assert first.terms[name] == pytest.approx(plain.terms[name] + last.terms[name] - second.terms[name])
+        assert first.terms[name] > last.terms[name] > second.terms[name]
+    assert first.moment == "loss of the last stage" and first.terms["logits"] > 0
 
 
 def test_an_inner_stage_with_more_layers_counts():

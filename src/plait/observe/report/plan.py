@@ -171,12 +171,11 @@ def memory_section(story: Story) -> Markup:
     numbers += [["needed", *(f"{one.needed / GIB:.2f}" for one in _ends(ranks))]]
     numbers += [["upper end of the 90 % interval", *(f"{one.needed_high / GIB:.2f}" for one in _ends(ranks))]]
     numbers += [["peak at the", *(one.moment for one in _ends(ranks))]]
-    both = " Both ends of the model are on rank 0 in this schedule, and each is priced for itself." if "," in ranks[0].rank else ""
     return page.join(
         [
             page.note(
                 f"Bytes on one device of each pipeline rank when it needs most; the fullest is {fullest.rank}, {fullest.moment}. The line "
-                f"is the device's {_gib(story.room)}; the whisker ends at the upper end of the 90 % interval.{both}"
+                f"is the device's {_gib(story.room)}; the whisker ends at the upper end of the 90 % interval."
             ),
             charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
             page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
