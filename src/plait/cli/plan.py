@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli.files import require_writable
+from plait.cli.planning.report import write_report, write_trace
 from plait.cli.planning.request import read_calibration, read_request
 from plait.cli.planning.show import print_evaluation, print_names, print_nothing_fits, print_plan, write_json
 from plait.errors import InputError
@@ -28,6 +30,8 @@ plait plan --model llama-3-8b --gpus 64 --gpu h100 --seq 8192 --batch 512 --out 
 plait plan --model ./my-model/config.json --gpus 16 --gpu a100 --why tp=4 --why stage=3
 
 plait plan run.json --gpu h200 --gpus 8 --sensitivity
+
+plait plan --model llama-3-70b --gpus 128 --gpu h100 --why neighbours --report plan.html --trace plan.json
 
 plait plan --evaluate runs.csv --calibrate measured.csv --json report.json"""
 
@@ -65,6 +69,12 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs, and FILE's .plan.json.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one HTML page: memory, time, timeline, ranks, candidates, what was left out.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline as a Chrome trace, for ui.perfetto.dev.")
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Measured runs of this GPU and framework that move the constants.")
     ] = None,
@@ -80,10 +90,14 @@ def plan(
         print_names()
         return
     if evaluate is not None:
+        if report is not None or trace is not None:
+            raise InputError("--evaluate: nothing is planned, so there is no --report or --trace of it; leave one of them out")
         print_evaluation(evaluate, calibrate, json_)
         return
     from plait.planner.space import parse_fixed
 
+    require_writable("--report", report)
+    require_writable("--trace", trace)
     wishes = [(text, parse_fixed([text])) for text in why or () if text != "neighbours"]
     request, base, notes = read_request(
         file=file,
@@ -114,6 +128,8 @@ def plan(
         sensitive=sensitivity,
         top=top,
         out=out,
+        report=report,
+        trace=trace,
         json_=json_,
     )
 
@@ -130,6 +146,8 @@ def _plan(
     sensitive: bool,
     top: int,
     out: Path | None,
+    report: Path | None,
+    trace: Path | None,
     json_: str | None,
 ) -> None:
     from plait.planner import explain, output
@@ -140,12 +158,18 @@ def _plan(
     quiet = json_ == "-"
     if not found.best:
         print_nothing_fits(found)
+        if report is not None:
+            write_report(report, found, notes=notes, fixed=fixed, calibration=calibration)
         raise typer.Exit(1)
     if neighbours:
         wishes = wishes + [(text, parse_fixed([text])) for text in explain.neighbours(found)]
-    reasons = [explain.why(found, wish, text, calibration=calibration) for text, wish in wishes]
+    reasons = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in wishes]
     changes = explain.sensitivity(found, calibration=calibration) if sensitive else []
     written = output.write(found, out, base) if out is not None else None
+    if report is not None:
+        write_report(report, found, notes=notes, reasons=reasons, changes=changes, fixed=fixed, calibration=calibration)
+    if trace is not None:
+        write_trace(trace, found, calibration=calibration)
     if json_ is not None:
         whole = output.plan_as_json(found) | {
             "config": None if request.everything else output.config_of(request, found.best[0], base),
@@ -159,3 +183,6 @@ def _plan(
         print_plan(found, notes, reasons, changes)
         if written is not None:
             print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
+        for path in (report, trace):
+            if path is not None:
+                print(f"wrote {path}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from plait.errors import InputError
+from plait.cli.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,6 +28,9 @@ def schedule(
     weight: Annotated[float, typer.Option(min=0, help="Time of the gradients of the weights, likewise.")] = 1.0,
     send: Annotated[float, typer.Option(min=0, help="Time of one message between two ranks, beside the computation.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture too.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace too, for ui.perfetto.dev; a unit of time is a second there.")
+    ] = None,
     width: Annotated[
         int | None, typer.Option(min=40, help=f"Columns to draw in. Default: the terminal's, {_PIPE_WIDTH} in a pipe.")
     ] = None,
@@ -37,6 +40,7 @@ def schedule(
     from rich.console import Console
 
     from plait.observe import schedule as drawing
+    from plait.observe.trace import chrome_trace
     from plait.parallel.schedule import make_schedule
     from plait.parallel.timeline import even, simulate
 
@@ -44,11 +48,15 @@ def schedule(
     if name == "list":
         _print_names(as_json)
         return
+    require_writable("--svg", svg)
+    require_writable("--trace", trace)
     table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
     durations = even(table, forward=forward, input=input_, weight=weight, send=send)
     timeline = simulate(table, durations)
     if svg is not None:
-        _write(svg, drawing.svg(timeline))
+        write_text("--svg", svg, drawing.svg(timeline))
+    if trace is not None:
+        write_text("--trace", trace, json.dumps(chrome_trace(timeline, title=drawing.summary(timeline))) + "\n")
     if as_json:
         print(json.dumps(drawing.as_json(timeline, durations)))
         return
@@ -68,10 +76,3 @@ def _print_names(as_json: bool) -> None:
     widths = [max(len(row[column]) for row in names()) for column in range(2)]
     for name, stages, summary in names():
         print(f"{name.ljust(widths[0])}  {stages.ljust(widths[1])}  {summary}")
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--svg {file}: {error.strerror}") from error

@@ -65,13 +65,15 @@ def as_json(timeline: Timeline, durations: Durations) -> dict[str, Any]:
     }
 
 
-def summary(timeline: Timeline) -> str:
+def summary(timeline: Timeline, *, unit: str = "") -> str:
     """One line: what it is, how long it takes, what is idle, what is held."""
     schedule = timeline.schedule
     stages = f"{schedule.stages} stages on {schedule.pp} ranks" if schedule.stages > schedule.pp else _count(schedule.pp, "stage", "s")
     work = _count(schedule.microbatches, "micro-batch", "es")
     idle = f"bubble {100 * timeline.bubble_overall:.1f} %"
-    return f"{schedule.name}, {stages}, {work}: step {timeline.total:.6g}, {idle}, at most {max(peak_in_flight(schedule)):.4g} in flight"
+    return (
+        f"{schedule.name}, {stages}, {work}: step {timeline.total:.6g}{unit}, {idle}, at most {max(peak_in_flight(schedule)):.4g} in flight"
+    )
 
 
 def _count(number: int, word: str, ending: str) -> str:
@@ -191,23 +193,27 @@ def _sliced(timeline: Timeline, row: Sequence[Span], columns: int, coloured: boo
 _ROW, _TOP, _LEFT, _WIDTH, _RIGHT = 28, 64, 96, 1200, 190
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline, *, window: tuple[float, float] | None = None, unit: str = "") -> str:
     """A picture that needs nothing else: time to the right, a row a rank, every action with a tooltip, what is idle and held beside it.
 
-    Raises InputError where nothing takes time.
+    `window` draws only what runs between two times; `unit` is written behind times. Raises InputError where nothing takes time.
     """
     _refuse_nothing(timeline)
     schedule = timeline.schedule
+    window = window or (0.0, timeline.total)
+    heading = summary(timeline, unit=unit)
+    if window != (0.0, timeline.total):
+        heading += f"; from {window[0]:.4g} to {window[1]:.4g}{unit}"
     height = _TOP + _ROW * schedule.pp + 44
     size = f"{_LEFT + _WIDTH + _RIGHT} {height}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" font-size="12">',
-        f"<title>{escape(summary(timeline))}</title>",
+        f"<title>{escape(heading)}</title>",
         f'<rect class="paper" width="100%" height="{height}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="15" fill="#1a1a1a">{escape(summary(timeline))}</text>',
+        f'<text class="ink" x="{_LEFT}" y="20" font-size="15" fill="#1a1a1a">{escape(heading)}</text>',
         *_key(schedule),
-        *_axis(timeline, height),
-        *_rows(timeline),
+        *_axis(window, unit, height),
+        *_rows(timeline, window, unit),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -221,34 +227,39 @@ def _key(schedule: Schedule) -> Iterator[str]:
     at = _LEFT
     for fill, words in entries:
         yield f'<rect class="key" x="{at}" y="34" width="12" height="12" fill="{fill}"/>'
-        yield f'<text x="{at + 17}" y="44" fill="#1a1a1a">{words}</text>'
+        yield f'<text class="ink" x="{at + 17}" y="44" fill="#1a1a1a">{words}</text>'
         at += 40 + 7 * len(words)
 
 
-def _axis(timeline: Timeline, height: int) -> Iterator[str]:
+def _axis(window: tuple[float, float], unit: str, height: int) -> Iterator[str]:
     bottom = height - 36
     for tick in range(9):
         x = _LEFT + _WIDTH * tick / 8
-        yield f'<line x1="{x:.2f}" y1="{_TOP - 6}" x2="{x:.2f}" y2="{bottom}" stroke="#dddddd"/>'
-        yield f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#555555">{timeline.total * tick / 8:.4g}</text>'
+        yield f'<line x1="{x:.2f}" y1="{_TOP - 6}" x2="{x:.2f}" y2="{bottom}" class="grid" stroke="#dddddd"/>'
+        time = window[0] + (window[1] - window[0]) * tick / 8
+        yield f'<text class="muted" x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#555555">{time:.4g}{unit}</text>'
 
 
-def _rows(timeline: Timeline) -> Iterator[str]:
+def _rows(timeline: Timeline, window: tuple[float, float], unit: str) -> Iterator[str]:
     schedule = timeline.schedule
     peaks = peak_in_flight(schedule)
-    scale = _WIDTH / timeline.total
+    first, last = window
+    scale = _WIDTH / (last - first)
     for rank, row in enumerate(timeline.ranks):
         top = _TOP + _ROW * rank
         middle = top + _ROW / 2 + 4
-        yield f'<text x="{_LEFT - 10}" y="{middle:.2f}" text-anchor="end" fill="#1a1a1a">rank {rank}</text>'
+        yield f'<text class="ink" x="{_LEFT - 10}" y="{middle:.2f}" text-anchor="end" fill="#1a1a1a">rank {rank}</text>'
         for span in row:
-            width = (span.end - span.start) * scale
+            if (span.end <= first and span.start < first) or span.start >= last:
+                continue
+            start, end = max(span.start, first), min(span.end, last)
+            width = (end - start) * scale
             later = _later(schedule, span)
-            x = _LEFT + span.start * scale
+            x = _LEFT + (start - first) * scale
             tip = f"{span.action}: {MEANINGS[span.action.kind]} of stage {span.action.stage}, micro-batch {span.action.microbatch}"
             fill = _FILLS[span.action.kind][later]
             place = f'x="{x:.3f}" y="{top}" width="{width:.3f}" height="{_ROW - 4}"'
-            tip = f"{tip}, {span.start:.6g} to {span.end:.6g}"
+            tip = f"{tip}, {span.start:.6g} to {span.end:.6g}{unit}"
             yield f'<rect class="action" {place} fill="{fill}" stroke="#ffffff" stroke-width="0.6"><title>{tip}</title></rect>'
             label = str(span.action.microbatch)
             if width >= 7 * len(label) + 3:
@@ -256,4 +267,4 @@ def _rows(timeline: Timeline) -> Iterator[str]:
                 place = f'x="{x + width / 2:.3f}" y="{middle:.2f}" text-anchor="middle"'
                 yield f'<text {place} fill="{colour}" pointer-events="none">{label}</text>'
         note = f"idle {100 * timeline.bubble(rank):.1f} %, {peaks[rank]:.4g} in flight"
-        yield f'<text x="{_LEFT + _WIDTH + 8}" y="{middle:.2f}" fill="#555555">{note}</text>'
+        yield f'<text class="muted" x="{_LEFT + _WIDTH + 8}" y="{middle:.2f}" fill="#555555">{note}</text>'

@@ -55,6 +55,17 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A message on its way from one rank to another."""
+
+    message: Message
+    source: int
+    destination: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step, from the start of the first action at 0 to the end of the last."""
@@ -62,6 +73,8 @@ class Timeline:
     schedule: Schedule
     ranks: tuple[tuple[Span, ...], ...]
     """What each pp rank does, in order."""
+    transfers: tuple[Transfer, ...] = ()
+    """What passes between ranks; those of one pair are in order."""
 
     @property
     def total(self) -> float:
@@ -89,6 +102,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """
     _check(schedule, durations)
     rows: list[list[Span]] = [[] for _ in schedule.ranks]
+    transfers: list[Transfer] = []
     free = [0.0] * len(schedule.ranks)
     link_free: dict[tuple[int, int], float] = {}
     ready: dict[Message, float] = {}  # when its producer has it
@@ -106,8 +120,10 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         to = destination(schedule, made)
         if to is not None:
             boundary = made.stage if action.kind is Kind.FORWARD else made.stage - 1
-            link_free[rank, to] = arrived[made] = max(end, link_free.get((rank, to), 0.0)) + durations.send[boundary]
-    return Timeline(schedule, tuple(tuple(row) for row in rows))
+            begins = max(end, link_free.get((rank, to), 0.0))
+            link_free[rank, to] = arrived[made] = begins + durations.send[boundary]
+            transfers.append(Transfer(made, rank, to, begins, arrived[made]))
+    return Timeline(schedule, tuple(tuple(row) for row in rows), tuple(transfers))
 
 
 def _check(schedule: Schedule, durations: Durations) -> None:

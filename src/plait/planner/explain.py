@@ -11,6 +11,7 @@ from plait.planner.calibrate import Calibration
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.offers import RECOMPUTE_NAMES
 from plait.planner.search import Choice, Plan, Request, Shortage, plan
+from plait.planner.space import written
 from plait.planner.step import TERMS
 from plait.units import GIB
 
@@ -45,13 +46,17 @@ def describe(layout: Mapping[str, object]) -> str:
     return ", ".join(parts)
 
 
-def why(found: Plan, wish: Mapping[str, int], text: str, *, calibration: Calibration | None = None) -> Comparison:
-    """Compare the winner with the best layout that has the values of `wish` (`text` is how the user wrote them)."""
+def why(
+    found: Plan, wish: Mapping[str, int], text: str, *, fixed: Mapping[str, int] | None = None, calibration: Calibration | None = None
+) -> Comparison:
+    """Compare the winner with the best layout that has the values of `wish` (`text` is how the user wrote them), and those that were
+    `fixed` for the winner where the wish does not say otherwise."""
+    fixed = fixed or {}
     winner = found.best[0]
     if all(int(winner.layout[name]) == value for name, value in wish.items()):
         return Comparison(text, winner, winner, f"{text} is what the plan chose")
     try:
-        other = plan(found.request, fixed=wish, calibration=calibration, best=1)
+        other = plan(found.request, fixed={**fixed, **wish}, calibration=calibration, best=1)
     except ConfigError as error:
         return Comparison(text, winner, None, f"{text} cannot be: {error.problems[0].rule}")
     if not other.best:
@@ -62,6 +67,11 @@ def why(found: Plan, wish: Mapping[str, int], text: str, *, calibration: Calibra
     differences = sorted(((name, winner.terms[name], one.terms[name]) for name in TERMS), key=lambda entry: -abs(entry[2] - entry[1]))
     name, ours, theirs = max(differences, key=lambda entry: entry[2] - entry[1])
     slower = one.seconds / winner.seconds - 1
+    if slower < 0:
+        against = written({key: value for key, value in fixed.items() if value != wish.get(key, value)})
+        because = f"{against} is fixed" if against else "of these the search keeps what was fastest by the closed form"
+        reason = f"{text} is {-slower:.1%} faster ({one.seconds:.3g} s, not {winner.seconds:.3g} s): {because}"
+        return Comparison(text, winner, one, reason, tuple(differences))
     reason = f"{text} is {slower:.1%} slower ({one.seconds:.3g} s, not {winner.seconds:.3g} s): "
     reason += f"{TERMS[name]} takes {theirs:.3g} s, not {ours:.3g} s"
     unsure = winner.seconds_high > one.seconds

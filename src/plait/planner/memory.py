@@ -1,8 +1,8 @@
 """Bytes on a rank as a sum of named terms at the moment that needs most, allocated and reserved.
 
-Two stages are priced, the first (most micro-batches in flight, the embedding) and the last (head and logits), at three moments: the deepest
-backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table 2, and for gated models without dropout the
-saved tensors counted one by one.
+Priced are the first stage (most micro-batches in flight, the embedding), the last (head and logits) and the second (where the ends have
+fewer layers, it holds more), at the deepest backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table
+2, and for gated models without dropout the saved tensors counted one by one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job, stage_layers
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job, stage_layers
 from plait.planner.own import kept_bytes
-from plait.planner.pipeline import in_flight, in_flight_last
+from plait.planner.pipeline import in_flight, in_flight_last, in_flight_second
 from plait.units import GIB, MIB
 
 TERMS = {
@@ -27,7 +27,7 @@ TERMS = {
     "working": "the block that is computed",
     "logits": "logits and loss",
 }
-MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step")
+MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step", "backward of an inner stage")
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,22 @@ class States:
 
     first: dict[str, Numbers]
     last: dict[str, Numbers]
+    inner: dict[str, Numbers] | None = None
+    """Of a stage between them; None leaves that out."""
 
 
-def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory:
-    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says."""
+def memory_bytes(
+    job: Job, rates: Rates, states: States | None = None, *, moments: tuple[int, ...] = (0, 1, 2, 3), held: Numbers | None = None
+) -> Memory:
+    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says.
+
+    The largest of `moments` (indices into MOMENTS) counts. `held` are the micro-batches that the inner stage holds, in whole stages; by
+    default those of the second.
+    """
     at = job.layouts
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
-    _, first_layers, last_layers = stage_layers(job)
+    most_layers, first_layers, last_layers = stage_layers(job)
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
@@ -83,23 +91,43 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
-    last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
+    first_states, last_states = _on_ranks(job, states)
+    first = _with_states(first_states, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    last = _with_states(last_states, counted) | {"activations": last_kept, "working": zero, "logits": logits}
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
-    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step = _with_states(first_states, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
-    moments = [first, last, step]
-    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in moments]))
-    moment = np.argmax(sums, axis=0)
-    shape = moment.shape
-    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in moments]) for name in TERMS}
+    every = [first, last, step]
+    if states.inner is not None:
+        inner_kept = most_layers * kept * (in_flight_second(at) if held is None else held) * factor
+        inner = _with_states(states.inner, counted) | {"activations": inner_kept, "working": working * factor, "logits": zero}
+        every.append({name: value * (np.asarray(at.pp) > 2) for name, value in inner.items()})
+    moments = tuple(index for index in moments if index < len(every))
+    priced = [every[index] for index in moments]
+    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in priced]))
+    largest = np.argmax(sums, axis=0)
+    shape = largest.shape
+    terms = {name: np.choose(largest, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in priced]) for name in TERMS}
     allocated = sum(terms.values())
     groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
     on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
     moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
     slack = job.framework.slack * rates["memory:slack"] * moving + 0.01 * allocated
-    return Memory(terms, moment, slack, context)
+    return Memory(terms, np.array(moments)[largest], slack, context)
+
+
+def _on_ranks(job: Job, states: States) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
+    """States of the ranks that have the first and the last stage. Stages that form a V have both ends on one rank."""
+    inner = states.inner
+    if inner is None:
+        return states.first, states.last
+    in_a_v = np.isin(np.asarray(job.layouts.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")])
+    both = {name: states.first[name] + states.last[name] - inner[name] for name in states.first}
+    return (
+        {name: np.where(in_a_v, both[name], value) for name, value in states.first.items()},
+        {name: np.where(in_a_v, both[name], value) for name, value in states.last.items()},
+    )
 
 
 def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:

@@ -32,7 +32,7 @@ def in_flight(layouts: Layouts) -> Numbers:
         np.asarray(pp, dtype=float),  # 1f1b
         pp + (pp - 1) / vpp,  # interleaved
         np.asarray(pp, dtype=float),  # zb-h1
-        np.asarray(pp, dtype=float) + (pp - 1) / vpp,  # interleaved-zb
+        np.asarray(pp, dtype=float),  # interleaved-zb
         np.asarray(pp, dtype=float),  # zbv
         pp + 0.5,  # dualpipev
     ]
@@ -50,8 +50,17 @@ def in_flight_last(layouts: Layouts) -> Numbers:
         one,
         1 + (pp * (vpp - 1)) / vpp,
         one,
-        1 + (pp * (vpp - 1)) / vpp,
+        np.asarray(pp, dtype=float),
         np.asarray(pp, dtype=float),
         pp + 0.5,
     ]
     return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)
+
+
+def in_flight_second(layouts: Layouts) -> Numbers:
+    """The same for the stage after the first: with 1F1B one less, with interleaving two chunks less."""
+    schedule, deepest = np.asarray(layouts.schedule), in_flight(layouts)
+    one_less = np.isin(schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("zb-h1")])
+    chunks_less = schedule == SCHEDULES.index("interleaved")
+    held = np.where(one_less, layouts.pp - 1, np.where(chunks_less, layouts.pp + (layouts.pp - 3) / layouts.vpp, deepest))
+    return np.minimum(held, deepest)

@@ -21,7 +21,7 @@ from plait.planner.estimate import Estimate, estimate
 from plait.planner.frameworks import framework
 from plait.planner.hardware import PRECISIONS, Cluster
 from plait.planner.job import SCHEDULES, Job, Layouts
-from plait.planner.memory import MOMENTS
+from plait.planner.memory import MOMENTS, States
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model
 from plait.planner.offers import EVERYTHING, Offers, offered
@@ -139,8 +139,8 @@ def plan(
     _check(request)
     calibration = calibration or uncalibrated()
     rates = merged(calibration)
-    space = _space(request, fixed)
-    seconds, needed = _price(request, space, rates)
+    space = space_of(request, fixed)
+    seconds, needed = price_space(request, space, rates)
     room = float(request.cluster.device.memory_bytes)
     fits = needed <= room
     shortages = _shortages(request, space, needed, room, rates)
@@ -169,8 +169,8 @@ class Standing:
 def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibration | None = None) -> Standing:
     """Where `layout` stands among all candidates that fit, priced as they are; it need not be one of them."""
     calibration = calibration or uncalibrated()
-    space = _space(request, None)
-    seconds, needed = _price(request, space, merged(calibration))
+    space = space_of(request)
+    seconds, needed = price_space(request, space, merged(calibration))
     fitting = seconds[needed <= float(request.cluster.device.memory_bytes)]
     choice = price(request, [layout], calibration=calibration)[0]
     return Standing(choice, int((fitting < choice.seconds * (1 - 1e-9)).sum()) + 1, len(fitting))
@@ -197,7 +197,8 @@ def job_of(request: Request, layouts: Layouts) -> Job:
     )
 
 
-def _space(request: Request, fixed: Mapping[str, int] | None) -> Space:
+def space_of(request: Request, fixed: Mapping[str, int] | None = None) -> Space:
+    """Every candidate of a request. Raises ConfigError where the rules leave none."""
     return build_space(
         request.model.architecture,
         request.cluster,
@@ -226,18 +227,29 @@ def _compute_dtype(request: Request) -> str | None:
     return {"bf16": "bfloat16", "fp16": "float16"}.get(request.precision)
 
 
-def _estimate(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
+def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
+    """What candidates of a request cost."""
     job = job_of(request, layouts)
-    return estimate(job, rates, account_states(job, compute=_compute_dtype(request)))
+    return estimate(job, rates, states_of(request, job))
 
 
-def _price(request: Request, space: Space, rates: Rates) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(seconds, bytes needed) of every candidate."""
+def states_of(request: Request, job: Job) -> States:
+    """Bytes of model states of its candidates, from the techniques' own accounts."""
+    return account_states(job, compute=_compute_dtype(request))
+
+
+def layouts_of(choice: Choice) -> Layouts:
+    """A choice as the one candidate of what is priced."""
+    return Layouts(**{f.name: np.array([choice.layout[f.name]]) for f in fields(Layouts)})
+
+
+def price_space(request: Request, space: Space, rates: Rates) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seconds, bytes needed) of every candidate; what the host cannot hold needs infinitely many."""
     seconds, needed = np.empty(space.size), np.empty(space.size)
     for start in range(0, space.size, _CHUNK):
         part = slice(start, min(start + _CHUNK, space.size))
         job = job_of(request, space.layouts.take(part))
-        states = account_states(job, compute=_compute_dtype(request))
+        states = states_of(request, job)
         found = estimate(job, rates, states)
         seconds[part] = found.seconds
         # What the host cannot hold does not fit either, whatever the device has.
@@ -277,11 +289,9 @@ def _fastest(
 def _refined(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
     """Pipelines walked by their own tables, and the order that results."""
     rates = merged(calibration)
-    names = [f.name for f in fields(Layouts)]
     refined = []
     for choice in found:
-        layouts = Layouts(**{name: np.array([choice.layout[name]]) for name in names})
-        terms = simulated_terms(job_of(request, layouts), rates, choice.terms)
+        terms = simulated_terms(job_of(request, layouts_of(choice)), rates, choice.terms)
         refined.append(choice if terms is None else _with_terms(choice, terms))
     return sorted(refined, key=lambda choice: choice.seconds)
 
@@ -302,7 +312,7 @@ def _with_terms(choice: Choice, terms: Mapping[str, float]) -> Choice:
 def _choices(request: Request, layouts: Layouts, calibration: Calibration) -> list[Choice]:
     rates = merged(calibration)
     job = job_of(request, layouts)
-    states = account_states(job, compute=_compute_dtype(request))
+    states = states_of(request, job)
     found = estimate(job, rates, states)
     count = np.size(layouts.tp)
     everywhere = _spread_out(job, count)
@@ -365,7 +375,7 @@ def _shortages(request: Request, space: Space, needed: NDArray[np.float64], room
     if not len(smallest):
         return ()
     counts = dict(zip(*np.unique(key, return_counts=True), strict=True))
-    found = _estimate(request, at.take(smallest), rates).memory
+    found = estimate_of(request, at.take(smallest), rates).memory
     shortages = []
     for position, index in enumerate(smallest):
         parts = sorted(

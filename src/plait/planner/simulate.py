@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, InputError
 from plait.parallel.schedule import make_schedule
 from plait.parallel.stages import cut
-from plait.parallel.timeline import Durations, simulate
+from plait.parallel.timeline import Durations, Timeline, simulate
 from plait.planner.compute import head_cost, layer_cost
 from plait.planner.constants import Rates
 from plait.planner.job import SCHEDULES, Job
@@ -24,25 +24,43 @@ from plait.planner.traffic import send_seconds
 
 MOST_ACTIONS = 60_000
 """Longer tables are left to the closed form: a walk takes about 5 us an action."""
-_RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
+RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
+"""Terms of a step that the walk has in its durations; `idle` is what it finds, and the others come on top."""
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
     """`terms` of one candidate with the idle time that its table leaves; None where there is no pipeline or no table to walk."""
-    at = job.layouts
-    pp, chunks, micro_batches = (int(np.ravel(value)[0]) for value in (at.pp, at.vpp, at.accumulation))
-    name = SCHEDULE_NAMES.get(SCHEDULES[int(np.ravel(at.schedule)[0])])
-    stages = pp * chunks
-    if pp == 1 or name is None or 2 * stages * micro_batches > MOST_ACTIONS or stages > int(job.model.layers):
+    if int(np.ravel(job.layouts.pp)[0]) == 1:
         return None
     try:
-        table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
-    except ConfigError:  # priced for comparison, and no table exists for these numbers
+        total = timeline_of(job, rates).total
+    except InputError:
         return None
-    durations = _durations(job, rates, stages)
-    total = simulate(table, durations).total
-    busy = sum(terms[term] for term in _RANK_TERMS)
+    busy = sum(terms[term] for term in RANK_TERMS)
     return {**terms, "idle": max(total - busy, 0.0)}
+
+
+def timeline_of(job: Job, rates: Rates) -> Timeline:
+    """When every computation of one candidate runs, in seconds. A rank without a pipeline does its micro-batches one after another.
+
+    Raises InputError where there is no table, or one longer than MOST_ACTIONS.
+    """
+    at = job.layouts
+    pp, chunks, micro_batches = (int(np.ravel(value)[0]) for value in (at.pp, at.vpp, at.accumulation))
+    kind = SCHEDULES[int(np.ravel(at.schedule)[0])]
+    name = "1f1b" if pp == 1 else SCHEDULE_NAMES.get(kind)
+    stages = pp * chunks
+    if name is None:
+        raise InputError(f"the schedule {kind} is priced by its published formula and has no table to walk")
+    if 2 * stages * micro_batches > MOST_ACTIONS:
+        raise InputError(f"{stages} stages and {micro_batches} micro-batches are more than {MOST_ACTIONS:,} actions to walk")
+    if stages > int(job.model.layers):
+        raise InputError(f"{stages} stages and {int(job.model.layers)} layers")
+    try:
+        table = make_schedule(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
+    except ConfigError as error:  # priced for comparison, and no table exists for these numbers
+        raise InputError(error.problems[0].rule) from None
+    return simulate(table, _durations(job, rates, stages))
 
 
 def _durations(job: Job, rates: Rates, stages: int) -> Durations:

@@ -75,6 +75,12 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
     return found
 
 
+def written(fixed: Mapping[str, int]) -> str:
+    """What `parse_fixed` reads, as a user writes it."""
+    words = {key: {value: name for name, value in table.items()} for key, table in _WORDS.items()}
+    return ", ".join(f"{key}={words.get(key, {}).get(value, value)}" for key, value in fixed.items())
+
+
 def divisors(count: int) -> list[int]:
     """All, ascending."""
     small = [d for d in range(1, int(count**0.5) + 1) if count % d == 0]
@@ -155,6 +161,8 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
     for name in offers.schedules:
         if name in ("interleaved", "interleaved-zb"):
             chunks = [v for v in range(2, _MOST_CHUNKS + 1) if model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0]
+            if offers.compiled is not None:  # Megatron-LM gives embedding and head stages of their own, the engine at least a layer each
+                chunks = [v for v in chunks if pp * v <= model.layers]
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= model.layers else []
         else:

@@ -85,7 +85,8 @@ def _facts(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) ->
 
 
 def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
-    """Bytes of weights, gradients, optimizer states and gathered copies on the first and last stage, for every candidate of one model.
+    """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner stage, for every candidate of
+    one model.
 
     `compute` is the dtype of forward and backward; None computes in float32.
     """
@@ -126,7 +127,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
     dense, routed = account(block_parameters(model), 0), account(block_parameters(model, experts=True), 0) if share else {}
     block = {name: (1 - share) * value + share * routed.get(name, 0) for name, value in dense.items()}
     front, back = (account(entries, -1) for entries in end_parameters(model))
-    _, first_layers, last_layers = (np.broadcast_to(np.asarray(x, dtype=float), (size,)) for x in stage_layers(job))
+    most_layers, first_layers, last_layers = (np.broadcast_to(np.asarray(x, dtype=float), (size,)) for x in stage_layers(job))
     single = np.broadcast_to(np.asarray(at.pp) == 1, (size,))
     third = fields[3] == 3
     casts = compute is not None or bool((fields[2] > 1).any())
@@ -153,4 +154,4 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
     tied_tail = np.where(single, none, one) if model.tied else none
     first_stage = held(np.where(single, float(model.layers), first_layers), (front, one), (back, np.where(single, one, none)))
     last_stage = held(np.where(single, float(model.layers), last_layers), (back, one), (front, np.where(single, one, tied_tail)))
-    return States(first_stage, last_stage)
+    return States(first_stage, last_stage, held(most_layers))

@@ -83,6 +83,15 @@ def test_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ElementTree.parse(file).getroot().tag.endswith("svg")
 
 
+def test_trace(tmp_path: Path) -> None:
+    """Units of time are seconds in it."""
+    file = tmp_path / "trace.json"
+    assert run("1f1b", "--pp", "2", "--microbatches", "2", "--forward", "0.5", "--trace", str(file)) == 0
+    trace = json.loads(file.read_text())
+    assert trace["otherData"]["step_seconds"] == 7.5
+    assert sum(event.get("cat") == "forward" and event["dur"] == 0.5e6 for event in trace["traceEvents"]) == 4
+
+
 def test_colours_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As wide as the terminal; a narrow one gets a letter a column."""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -115,7 +124,8 @@ def test_list(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", "--forward", "0", "--input", "0", "--weight", "0"], "every duration is 0"),
         (["1f1b", "--forward", "inf"], "durations.forward"),
         (["1f1b", "--send", "nan"], "--send"),
-        (["1f1b", "--svg", "/no/such/folder/x.svg"], "--svg /no/such/folder/x.svg: No such file or directory"),
+        (["1f1b", "--svg", "/no/such/folder/x.svg"], "--svg /no/such/folder/x.svg: there is no folder /no/such/folder"),
+        (["1f1b", "--trace", "/no/such/folder/x.json"], "--trace /no/such/folder/x.json: there is no folder /no/such/folder"),
         (["1f1b", "--forward", "-1"], "--forward"),
         ([], "NAME"),
     ],

@@ -114,6 +114,22 @@ def test_svg(schedule: Schedule) -> None:
         assert f"idle {100 * timeline.bubble(rank):.1f} %, {peak_in_flight(schedule)[rank]:.4g} in flight" in text
 
 
+def test_a_window_draws_what_runs_in_it() -> None:
+    """Cut at its ends, on its own axis, with units."""
+    timeline = timeline_of(make_schedule("1f1b", pp=2, microbatches=8))
+    root = ElementTree.fromstring(svg(timeline, window=(4.0, 10.0), unit=" s"))
+    actions = [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == "action"]
+    inside = [span for row in timeline.ranks for span in row if span.end > 4 and span.start < 10]
+    assert len(actions) == len(inside) < 32
+    for rect, span in zip(actions, inside, strict=True):
+        assert float(rect.attrib["x"]) - 96 == pytest.approx((max(span.start, 4) - 4) * 200, abs=0.001)
+        assert float(rect.attrib["width"]) == pytest.approx((min(span.end, 10) - max(span.start, 4)) * 200, abs=0.001)
+        assert (rect.findtext(f"{SVG}title") or "").endswith(f"{span.start:.6g} to {span.end:.6g} s")
+    text = [element.text or "" for element in root.iter(f"{SVG}text")]
+    assert text[0] == summary(timeline, unit=" s") + "; from 4 to 10 s" and "step 27 s" in text[0]
+    assert "4 s" in text and "10 s" in text and "27 s" not in text
+
+
 def test_kinds_and_later_stages_have_their_own_colours() -> None:
     """As the key says."""
     root = ElementTree.fromstring(svg(timeline_of(make_schedule("dualpipev", pp=2, microbatches=4))))

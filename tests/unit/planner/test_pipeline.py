@@ -1,8 +1,11 @@
 import numpy as np
 import pytest
 
+from plait.parallel.schedule import make_schedule
+from plait.parallel.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES, Layouts
-from plait.planner.pipeline import idle_share, in_flight, in_flight_last
+from plait.planner.offers import SCHEDULE_NAMES
+from plait.planner.pipeline import idle_share, in_flight, in_flight_last, in_flight_second
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
@@ -40,3 +43,19 @@ def test_the_last_stage_of_1f1b_holds_one():
 
 def test_never_more_in_flight_than_there_are():
     assert in_flight(at("1f1b", m=3))[0] == 3
+
+
+@pytest.mark.parametrize(("pp", "m"), [(4, 8), (4, 16), (8, 32), (3, 12)])
+@pytest.mark.parametrize(
+    ("schedule", "vpp"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2)],
+)
+def test_in_flight_is_what_the_table_holds(schedule, vpp, pp, m):
+    """Rank 0 has the first stage; the last is on the last rank, or on rank 0 where stages form a V."""
+    table = make_schedule(SCHEDULE_NAMES[schedule], pp=pp, microbatches=m, stages_per_rank=vpp)
+    peaks, layouts = peak_in_flight(table), at(schedule, pp=pp, m=m, vpp=vpp)
+    assert in_flight(layouts)[0] == pytest.approx(peaks[0])
+    assert in_flight_second(layouts)[0] == pytest.approx(peaks[1])
+    # The last stage of interleaved 1F1B is priced with up to one chunk more than it holds.
+    last, spare = peaks[table.stage_ranks[-1]], 1 - 1 / vpp if schedule == "interleaved" else 0
+    assert in_flight_last(layouts)[0] == pytest.approx(last + spare)

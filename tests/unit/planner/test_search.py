@@ -12,7 +12,7 @@ from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.offers import EVERYTHING, offered
 from plait.planner.search import Request, plan, price, standing
-from plait.planner.space import build_space, divisors, parse_fixed
+from plait.planner.space import build_space, divisors, parse_fixed, written
 from plait.units import GIB
 
 
@@ -40,6 +40,15 @@ def test_every_candidate_is_a_layout_of_the_cluster():
     assert np.all((at.pp == 1) | (at.accumulation >= at.pp))
     assert np.all((at.stage > 0) | (at.dp_shard == 1))
     assert len({tuple(row) for row in zip(*(np.asarray(getattr(at, f)) for f in at.at(0)), strict=True)}) == len(at.tp)
+
+
+def test_no_more_stages_than_layers():
+    """126 layers and two for the ends divide into 128 chunks; the engine gives every stage a layer."""
+    asked = request("llama-3-405b", gpus=2048, batch=512)
+    at = build_space(asked.model.architecture, asked.cluster, global_batch=512, offers=asked.offers, split=asked.split).layouts
+    assert (at.pp * at.vpp).max() == 64
+    at = build_space(asked.model.architecture, asked.cluster, global_batch=512, offers=EVERYTHING, split=asked.split).layouts
+    assert (at.pp * at.vpp).max() == 128
 
 
 def test_only_what_this_version_runs_is_offered():
@@ -182,6 +191,18 @@ def test_sensitivity_goes_the_right_way():
     assert changes["half the network"].seconds >= 0.99 * changes["twice the network"].seconds
     assert changes["half the links"].seconds >= 0.99 * changes["twice the links"].seconds
     assert changes["twice the batch"].seconds > changes["half the batch"].seconds
+
+
+def test_why_keeps_what_is_fixed():
+    """And says so where a wish against it is faster."""
+    fixed = {"pp": 4, "recompute": 2}
+    found = plan(request(), fixed=fixed)
+    same = explain.why(found, {"stage": 0}, "stage=0", fixed=fixed)
+    assert same.other is not None and same.other.layout["pp"] == 4 and same.other.layout["recompute"] == 2
+    against = explain.why(found, {"recompute": 0}, "recompute=none", fixed=fixed)
+    assert against.other is not None and against.other.layout["pp"] == 4 and against.other.seconds < found.best[0].seconds
+    assert "% faster" in against.reason and against.reason.endswith("recompute=full is fixed")
+    assert parse_fixed([written(fixed)]) == fixed
 
 
 def test_neighbours_are_one_step_away():

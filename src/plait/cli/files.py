@@ -1,0 +1,33 @@
+"""Files that a command writes because an option names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.errors import InputError
+
+
+def require_writable(option: str, path: Path | None) -> None:
+    """Find out whether a file can be written before anything takes time; no trace is left of that. Raises InputError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{option} {path}: is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p {path.parent})")
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write a file. Raises InputError that names the option where that cannot be."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{option} {path}: cannot be written ({error.strerror})") from None

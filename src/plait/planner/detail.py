@@ -1,0 +1,157 @@
+"""What a report shows of a plan beyond the search's own figures: the bytes of every pipeline rank, the walk of its table, and a sample of
+all candidates with what each loses most by.
+
+Nothing is predicted anew: the same closed forms as in the search, asked for more of their terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from plait.errors import InputError
+from plait.parallel.timeline import Timeline, peak_in_flight
+from plait.planner.calibrate import Calibration, merged, uncalibrated
+from plait.planner.memory import MOMENTS, TERMS, States, memory_bytes
+from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
+from plait.planner.simulate import RANK_TERMS, timeline_of
+from plait.planner.step import TERMS as TERM_MEANINGS
+
+COSTS = {
+    "recompute": ("recompute",),
+    "launches": ("host",),
+    "tensor traffic": ("tp",),
+    "data traffic": ("dp", "contention"),
+    "pipeline": ("idle", "p2p"),
+    "optimizer": ("optimizer", "offload"),
+    "other": ("cp", "ep", "stragglers", "fixed"),
+}
+"""What a step takes beside the computation of the model itself: a group to its terms of `step.TERMS`."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one pipeline rank at the moment that needs most of it."""
+
+    rank: str
+    """Which one, in words."""
+    moment: str
+    terms: Mapping[str, float]
+    """By `memory.TERMS`, then `slack` (reserved and not allocated) and `context` (outside the allocator)."""
+    needed: float
+    """Their sum."""
+    needed_high: float
+    """The upper end of the 90 % interval."""
+
+
+def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> tuple[RankMemory, ...]:
+    """Every pipeline rank of a choice, the first first. Ranks between the ends hold as many micro-batches as the schedule's table says;
+    they are one row where it has none. The largest is the choice's own figure."""
+    rates = merged(calibration or uncalibrated())
+    job = job_of(request, layouts_of(choice))
+    states = states_of(request, job)
+    pp, spread = int(choice.layout["pp"]), choice.needed_high / choice.needed
+
+    def priced(rank: str, moments: tuple[int, ...], states: States = states, held: float | None = None) -> RankMemory:
+        found = memory_bytes(job, rates, states, moments=moments, held=held)
+        terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
+        needed = sum(terms.values())
+        return RankMemory(rank, MOMENTS[int(_one(found.moment))], terms, needed, needed * spread)
+
+    if pp == 1:
+        return (priced("every rank", (0, 1, 2)),)
+    try:
+        table = timeline_of(job, rates).schedule
+    except InputError:
+        inner = [priced("inner stages", (3,))] if pp > 2 else []
+        return (priced("first stage", (0, 2)), *inner, priced("last stage", (1,)))
+    peaks, tail = peak_in_flight(table), table.stage_ranks[-1]
+    in_a_v = tail == 0  # both ends are on rank 0
+    rows = [priced("rank 0", (0, 1, 2) if in_a_v else (0, 2))]
+    assert states.inner is not None
+    between = replace(states, first=states.inner, last=states.inner)
+    rows += [priced(f"rank {rank}", (3, 2), between, peaks[rank]) for rank in range(1, pp) if rank != tail]
+    return tuple(rows) if in_a_v else (*rows, priced(f"rank {tail}", (1,)))
+
+
+def timeline(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> Timeline:
+    """When every computation of a choice runs. Raises InputError where its schedule has no table that can be walked."""
+    return timeline_of(job_of(request, layouts_of(choice)), merged(calibration or uncalibrated()))
+
+
+def beyond(choice: Choice, walked: Timeline) -> dict[str, float]:
+    """Seconds of a choice's step that are not in the walk of its pipeline, by meaning; with the walk they are the step."""
+    rest = {TERM_MEANINGS[name]: size for name, size in choice.terms.items() if name not in (*RANK_TERMS, "idle") and size > 0}
+    # The closed form spreads the layers evenly; the walk cuts them as the engine does, and gives the stage with the head fewer.
+    missing = choice.seconds - walked.total - sum(rest.values())
+    return rest | ({"layers that the closed form leaves on the slowest stage": missing} if missing > 1e-9 * choice.seconds else {})
+
+
+@dataclass(frozen=True)
+class Point:
+    """One candidate of the sample."""
+
+    layout: Mapping[str, Any]
+    seconds: float
+    """By the closed form."""
+    needed: float
+    fits: bool
+    cost: str
+    """The largest of COSTS."""
+    cost_share: float
+    """Of the step."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The fastest candidate of every cell of a grid over memory and step time."""
+
+    points: tuple[Point, ...]
+    candidates: int
+    outside: int
+    """Candidates that need more memory or time than the grid spans."""
+
+
+_COLUMNS, _ROWS = 80, 32
+_WIDEST, _SLOWEST = 2.5, 30.0
+"""The grid ends at so many times the device's memory, and so many times the fastest candidate's step."""
+
+
+def sample(request: Request, *, fixed: Mapping[str, int] | None = None, calibration: Calibration | None = None) -> Sample:
+    """At most `_COLUMNS` x `_ROWS` of all candidates, spread over what they cost."""
+    rates = merged(calibration or uncalibrated())
+    space = space_of(request, fixed)
+    seconds, needed = price_space(request, space, rates)
+    room = float(request.cluster.device.memory_bytes)
+    depth = np.log(seconds / seconds.min()) / np.log(_SLOWEST)
+    inside = np.flatnonzero((needed < _WIDEST * room) & (depth < 1))
+    cell = np.floor(needed[inside] / (_WIDEST * room) * _COLUMNS) * _ROWS + np.floor(depth[inside] * _ROWS)
+    cell = cell * 2 + (needed[inside] <= room)  # the limit never cuts a cell
+    order = np.lexsort((seconds[inside], cell))
+    chosen = inside[order[np.concatenate([[True], np.diff(cell[order]) != 0])]] if len(inside) else inside
+    if not len(chosen):
+        return Sample((), space.size, space.size)
+    at = space.layouts.take(chosen)
+    terms = estimate_of(request, at, rates).step.terms
+    groups = np.stack([sum(np.broadcast_to(terms[name], len(chosen)) for name in names) for names in COSTS.values()])
+    largest = groups.argmax(axis=0)
+    names = list(COSTS)
+    points = tuple(
+        Point(
+            at.at(i),
+            float(seconds[index]),
+            float(needed[index]),
+            bool(needed[index] <= room),
+            names[largest[i]],
+            float(groups[largest[i], i] / seconds[index]),
+        )
+        for i, index in enumerate(chosen)
+    )
+    return Sample(points, space.size, space.size - len(inside))
+
+
+def _one(value: Any) -> float:
+    return float(np.ravel(value)[0])
