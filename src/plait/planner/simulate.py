@@ -19,7 +19,7 @@ from plait.planner.compute import head_cost, layer_cost
 from plait.planner.constants import Rates
 from plait.planner.job import SCHEDULES, Job
 from plait.planner.offers import SCHEDULE_NAMES
-from plait.planner.step import layer_traffic
+from plait.planner.step import host_wait, layer_traffic
 from plait.planner.traffic import send_seconds
 
 MOST_ACTIONS = 60_000
@@ -40,9 +40,11 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
     except ConfigError:  # priced for comparison, and no table exists for these numbers
         return None
     durations = _durations(job, rates, stages)
-    total = simulate(table, durations).total
-    busy = sum(terms[term] for term in _RANK_TERMS)
-    return {**terms, "idle": max(total - busy, 0.0)}
+    timeline = simulate(table, durations)
+    busiest = max(timeline.busy(rank) for rank in range(pp))
+    # The closed form counts equal stages; the cut that the engine makes has a pace of its own.
+    share = busiest / sum(terms[term] for term in _RANK_TERMS)
+    return {**terms, **{term: terms[term] * share for term in _RANK_TERMS}, "idle": timeline.total - busiest}
 
 
 def _durations(job: Job, rates: Rates, stages: int) -> Durations:
@@ -51,7 +53,7 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     forward = _one(layer.forward) + between / 2
     weight = _one(layer.products_backward) / 2
     backward = _one(layer.backward) + between / 2
-    wait = max(2 * _one(layer.host) - forward - backward, 0.0) / 2
+    wait = _one(host_wait(job, layer, forward + backward)) / 2
     head = _one(head_cost(job, rates))
     per_layer = forward + backward + 2 * wait
     counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
