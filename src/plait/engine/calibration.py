@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from plait.cluster.layout import Layout

@@ -18,7 +18,7 @@ _ROUNDS = 7
 
 def measure_products(shapes: list[tuple[int, int, int]], *, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """FLOP/s of [rows, inner] x [inner, columns] for every (rows, inner, columns): that of the slowest rank."""
-    operations = {}
+    operations: dict[str, Callable[[], object]] = {}
     for rows, inner, columns in shapes:
         left, right = torch.randn(rows, inner, dtype=dtype, device=device), torch.randn(inner, columns, dtype=dtype, device=device)
         operations[f"{rows} x {inner} x {columns}"] = partial(torch.mm, left, right)

@@ -1,7 +1,7 @@
 """What a run that `plait plan --out` wrote really took, beside what the plan said: one line, and a line in the history of runs.
 
-A listener for one rank. The first steps, in which buffers come into being, do not count. A run that is not the one that was planned (another
-layout, model or device) is not compared, and told so.
+A listener for one rank. The first steps, in which buffers come into being, do not count. A run that is not the one that was planned
+(another layout, model or device) is not compared, and told so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of Plait itself that were measured, a JSON object a line: what a plan said, what came of it, and all that is needed to price it anew.
+"""Runs of Plait itself that were measured, a JSON object a line: what a plan said, what came of it, and all that prices it anew.
 
 `append` writes a line in one call, so that runs that end together do not mix. A line that cannot be read is skipped and told. `runs_of`
 makes rows of it that calibration takes as it takes those of a CSV.

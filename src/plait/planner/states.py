@@ -91,7 +91,7 @@ def account_rows(job: Job) -> States:
     """The same for a job of which every entry may have a model and a precision of its own, as measured runs do."""
     size = np.size(job.sequence)
     names = [f.name for f in fields(Architecture)]
-    keys = [tuple(np.asarray(getattr(job.model, name))[i].item() for name in names) + (int(job.precision[i]),) for i in range(size)]
+    keys = [(*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i])) for i in range(size)]
     first: dict[str, np.ndarray] = {}
     last: dict[str, np.ndarray] = {}
     for key in dict.fromkeys(keys):
