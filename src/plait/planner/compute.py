@@ -135,7 +135,8 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
-    ramp = rates["ramp"] * np.minimum(peak / 100e12, 1)  # of devices that are fast enough to have one
+    # Of devices that are fast enough to have one; what a core takes to begin is in the host's time.
+    ramp = np.where(job.device.on_cpu, 0.0, rates["ramp"] * np.minimum(peak / 100e12, 1))
     seconds = (flops / filled + ramp) / (peak * _gemm_share(job, rates))
     moved = job.element_bytes * (rows * inner + inner * columns + rows * columns) / (memory_rate(job, rates))
     casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * 3 * rows * inner / (memory_rate(job, rates))

@@ -59,6 +59,7 @@ CONSTANTS: dict[str, Constant] = {
     "memory.cpu": Constant(0.50, 0.6, "share of a core's memory bandwidth that element-wise kernels reach"),
     "link.cpu": Constant(0.30, 0.8, "share of the memory's bandwidth that processes of one machine exchange at"),
     "latency.cpu": Constant(30.0, 1.0, "steps of a collective between processes, of 3.4 us"),
+    "packing.cpu": Constant(3.0, 0.6, "times that sharded gradients pass through memory, on their way to their collective and back"),
     "crowding.cpu": Constant(0.10, 0.8, "computing slows with the processes of a machine to this power: they share its memory"),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
     **{f"stack.{name}": Constant(1.0, 0.15, f"speed of the kernels of {name}") for name in stacks()},

@@ -156,6 +156,12 @@ def price(request: Request, layouts: Sequence[Mapping[str, Any]], *, calibration
     return _choices(request, whole, calibration or uncalibrated())
 
 
+def priced_space(request: Request) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seconds, bytes needed) of every candidate in closed form: all of a search but its choice."""
+    _check(request)
+    return _price(request, _space(request, None), merged(uncalibrated()))
+
+
 @dataclass(frozen=True)
 class Standing:
     """Where one layout stands in a plan's order."""
@@ -272,7 +278,7 @@ def _fastest(
 
 
 def walked(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
-    """Pipelines walked by their own tables, and the order that results."""
+    """Choices with their pipelines walked by their own tables, fastest first."""
     rates = merged(calibration)
     names = [f.name for f in fields(Layouts)]
     refined = []

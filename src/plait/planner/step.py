@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.compute import LayerCost, accumulation_seconds, head_cost, layer_cost, optimizer_seconds
+from plait.planner.compute import LayerCost, accumulation_seconds, head_cost, layer_cost, memory_rate, optimizer_seconds
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import Job, stage_layers
@@ -171,6 +171,10 @@ def _data_traffic(
     scatter_all = collective_seconds(job, rates, whole, gradient_bytes, "one_way")
     scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
     gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
+    # Gradients of a block are packed for their collective and unpacked; on a GPU beside other kernels and hardly seen.
+    packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
+    packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
+    scatter, scatter_all = scatter + packed, scatter_all + packed
     between = np.where(replicated, np.maximum(reduce_all - 2 * scatter, 0.5 * reduce_all / at.dp_shard), 0)
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
     grads = np.where(stage == 2, scatter * (at.accumulation - 1) + grads, grads)

@@ -97,3 +97,16 @@ def calibration():
     from plait.planner.calibrate import uncalibrated
 
     return uncalibrated()
+
+
+def test_sharded_gradients_are_packed_on_a_cpu():
+    for stage, packs in ((1, False), (2, True), (3, True)):
+        one, more = (terms(request(), changed(packing_cpu=factor), dp_shard=2, stage=stage, micro_batch=4)["dp"] for factor in (1, 2))
+        assert (more > one) == packs
+    gpu = request("h100", precision="bf16")
+    assert terms(gpu, changed(packing_cpu=2), dp_shard=2, stage=3) == terms(gpu, dp_shard=2, stage=3)
+
+
+def test_small_products_lose_no_ramp_on_a_cpu():
+    small, large = (terms(request(), micro_batch=micro, accumulation=8 // micro)["products"] for micro in (1, 8))
+    assert small == pytest.approx(large, rel=0.02)
