@@ -25,11 +25,13 @@ def measured(rank: int, world_size: int) -> Any:
     request = live.trial_request(cluster("cpu", world_size))
     pace = live.Pace(rounds=1, steps=1, link_seconds=0.2)
     found = live.measure(request, machine="here", pace=pace, done=told.append)
-    return *found, len(told), live.measurements(request, pace)
+    return found, len(told), live.measurements(request, pace)
 
 
 def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
-    rates, runs, told, expected = pool.run(2, measured)[0]
+    found, told, expected = pool.run(2, measured)[0]
+    rates, runs = found.rates, found.runs
+    assert 0 <= found.waiting < 1
     assert told == expected
     assert {(one.layout["tp"], one.layout["pp"], one.layout["stage"]) for one in runs} == {
         (1, 1, 0), (1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 0), (1, 2, 0),
@@ -37,7 +39,7 @@ def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
     assert all(one.seconds > 0 and one.predicted_seconds > 0 and one.machine == "here" and one.bytes is None for one in runs)
     assert rates.all_reduce is not None and all(rate > 0 for rate in rates.products.values())
     known = believed(knowledge(), cluster("cpu", 2).device, rates, processes=2, precision="fp32")
-    found = calibrate(runs_of(runs), known=known)
-    assert found.time.rows == len(runs)
-    assert errors_with(runs_of(runs), found)[1] < errors_with(runs_of(runs), uncalibrated())[1]
-    assert np.all(np.diag(found.time.covariance) > 0)
+    fitted = calibrate(runs_of(runs), known=known)
+    assert fitted.time.rows == len(runs)
+    assert errors_with(runs_of(runs), fitted)[1] < errors_with(runs_of(runs), uncalibrated())[1]
+    assert np.all(np.diag(fitted.time.covariance) > 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,9 @@ from plait.errors import InputError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_DISTURBED = 0.15
+"""Share of the steps in which no rank computed, from which on the user is told."""
+
 _EPILOG = """Examples:
 
 plait calibrate --processes 2 --out here.json
@@ -26,7 +30,7 @@ plait plan --model llama-3-8b --gpus 8 --gpu h100 --calibrate here.json
 
 plait calibrate runs.csv --gpu h100 --out h100.json
 
-plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2 2.0"""
+plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2    (rounds, steps)"""
 
 
 @app.command(epilog=_EPILOG)
@@ -97,17 +101,20 @@ def _work(out: str, rounds: str, steps: str) -> None:
     request, pace = trial_request(cluster), Pace(rounds=int(rounds), steps=int(steps))
     machine = machine_name(here.local_world_size)
     with progress(measurements(request, pace), shown=here.rank == 0) as done:
-        rates, measured = measure(request, machine=machine, pace=pace, done=done)
+        measured = measure(request, machine=machine, pace=pace, done=done)
     if here.rank:
         return
-    known = believed(knowledge(), cluster.device, rates, processes=cluster.devices, precision=request.precision)
-    runs = runs_of(measured)
+    known = believed(knowledge(), cluster.device, measured.rates, processes=cluster.devices, precision=request.precision)
+    runs = runs_of(measured.runs)
     found = calibrate(runs, known=known)
     is_cpu = cluster.device.name == "cpu"
-    facts = {"at": measured[0].at, "devices": cluster.devices, "runs": len(measured), "rates": rates.__dict__}
+    facts = {"at": measured.runs[0].at, "devices": cluster.devices, "runs": len(measured.runs), "rates": asdict(measured.rates)}
     save(Path(out), found, Origin(str(cluster.device.name), machine if is_cpu else "", facts))
-    print_rates(rates)
+    print_rates(measured.rates)
     print_calibration(found, runs, known=known)
+    if measured.waiting > _DISTURBED:
+        taken = f"other programs took up to {measured.waiting:.0%} of the steps' time"
+        print(f"\nplait: {taken}: the constants are of a disturbed machine; calibrate again when it is quiet", file=sys.stderr)
     print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
 
 

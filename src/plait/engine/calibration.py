@@ -46,6 +46,17 @@ class Pace:
     link_seconds: float = 2.0
 
 
+@dataclass(frozen=True)
+class Found:
+    """What was measured."""
+
+    rates: DeviceRates
+    runs: list[Measured]
+    waiting: float
+    """On CPU cores the share of data-parallel steps in which no rank computed: what other programs took, and a little of the links. 0 on
+    GPUs, where it cannot be seen."""
+
+
 def trial_request(cluster: Cluster) -> Request:
     """What the trials train: a Llama of 17 M parameters on CPU cores, of 0.5 B on GPUs."""
     fields = dict(ON_CPU if cluster.device.name == "cpu" else ON_GPU)
@@ -59,7 +70,7 @@ def measurements(request: Request, pace: Pace) -> int:
     return 2 + pace.rounds * len(_layouts(request))
 
 
-def measure(request: Request, *, machine: str, pace: Pace, done: Callable[[str], None]) -> tuple[DeviceRates, list[Measured]]:
+def measure(request: Request, *, machine: str, pace: Pace, done: Callable[[str], None]) -> Found:
     """The rates, and every trial layout's step. Collective over `request.cluster.devices` processes."""
     processes = request.cluster.devices
     with _processes(processes) as mesh:
@@ -78,7 +89,15 @@ def measure(request: Request, *, machine: str, pace: Pace, done: Callable[[str],
             for index, layout in enumerate(layouts):
                 times[index].append(time_layout(request, layout, steps=pace.steps))
                 done(f"layout {index + 1} of {len(layouts)}")
-        return rates, [measured_of(request, layout, found, machine=machine) for layout, found in zip(layouts, times, strict=True)]
+        runs = [measured_of(request, layout, found, machine=machine) for layout, found in zip(layouts, times, strict=True)]
+        alone = [found for layout, each in zip(layouts, times, strict=True) if layout["tp"] * layout["pp"] == 1 for found in each]
+        return Found(rates, runs, waiting_share(alone) if device.type == "cpu" else 0.0)
+
+
+def waiting_share(times: Sequence[TimedSteps]) -> float:
+    """The share of these steps in which the busiest rank's processor had something else to do, or nothing."""
+    wall, used = (sum(sum(getattr(found, name)) for found in times) for name in ("seconds", "processor_seconds"))
+    return max(0.0, 1 - used / wall)
 
 
 def _layouts(request: Request) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from plait.cli import calibrate as command
 from plait.cli.main import main
 from plait.cluster.topology import machine_name
 from plait.engine import calibration as live
+from plait.engine.trial_steps import TimedSteps
 from plait.planner.calibration_file import load
 from plait.planner.history import append
 from tests.unit.cli.test_plan import ASKED, runs_file
@@ -105,8 +106,10 @@ def test_a_live_calibration_of_one_process(tmp_path: Path, capsys: pytest.Captur
     monkeypatch.setattr(live, "ON_CPU", TINY)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = tmp_path / "here.json"
+    monkeypatch.setattr(command, "_DISTURBED", -1.0)  # always told
     command._work(str(out), "1", "1")
     shown = capsys.readouterr()
+    assert "of a disturbed machine" in shown.err
     for text in ("GFLOP/s", "GB/s", "gemm.cpu", "rates measured", "error left out"):
         assert text in shown.out, text
     assert "all-reduce" not in shown.out
@@ -117,3 +120,10 @@ def test_a_live_calibration_of_one_process(tmp_path: Path, capsys: pytest.Captur
     model.write_text(json.dumps(TINY))
     asked = ("plan", "--model", model, "--gpus", "1", "--gpu", "cpu", "--batch", "4", "--seq", "16", "--per-node", "1")
     assert run(*asked, "--calibrate", out) == 0
+
+
+def test_steps_that_wait_are_told_apart_from_steps_that_compute() -> None:
+    busy, waiting = TimedSteps((1.0, 1.0), (1.0, 0.98)), TimedSteps((2.0, 2.0), (1.0, 1.0))
+    assert live.waiting_share([busy]) == pytest.approx(0.01)
+    assert live.waiting_share([busy, waiting]) == pytest.approx(1 - 3.98 / 6)
+    assert live.waiting_share([TimedSteps((1.0,), (1.1,))]) == 0

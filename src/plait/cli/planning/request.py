@@ -130,7 +130,8 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
     from plait.planner.calibration_file import load, refuse_other
 
     gpu = str(request.cluster.device.name)
-    machine = machine_name(int(request.cluster.device.devices_per_node)) if gpu == "cpu" else ""
+    together = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
+    machine = machine_name(together) if gpu == "cpu" else ""
     if path is None:
         history = default_history()
         return from_history(history, gpu=gpu, machine=machine) if history.is_file() else (None, [])
