@@ -30,7 +30,7 @@ plait plan --model llama-3-8b --gpus 8 --gpu h100 --calibrate here.json
 
 plait calibrate runs.csv --gpu h100 --out h100.json
 
-plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2    (rounds, steps)"""
+plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2"""
 
 
 @app.command(epilog=_EPILOG)
@@ -41,7 +41,7 @@ def calibrate(
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Which device's rows of the table; needed where it has several.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="How many to start. [default: one a GPU; without GPUs two]")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="How many to start; by default one a GPU, without GPUs two.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every layout takes its turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")] = 2,
 ) -> None:

@@ -69,8 +69,8 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants of this GPU: what `plait calibrate` wrote, or measured runs (.csv, .jsonl). [default: the planned runs that "
-            "`plait train` measured here; none leaves them out]",
+            help="Constants of this GPU: what `plait calibrate` wrote, or measured runs (.csv, .jsonl); by default the planned runs that "
+            "`plait train` measured here, none leaves them out.",
         ),
     ] = None,
     evaluate: Annotated[Path | None, typer.Option(metavar="CSV", help="Predict these measured runs and print the errors.")] = None,

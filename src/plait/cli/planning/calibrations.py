@@ -105,7 +105,8 @@ def from_history(path: Path, *, gpu: str, machine: str) -> tuple[Calibration | N
     rows = [row for row in history if same_machine(row, gpu=gpu, machine=machine)][-_NEWEST:]
     if not rows:
         return None, notes
-    return calibrate(runs_of(rows)), [*notes, f"{len(rows)} measured {'run' if len(rows) == 1 else 'runs'} in {path} move the constants"]
+    count = "1 measured run in {} moves" if len(rows) == 1 else f"{len(rows)} measured runs in {{}} move"
+    return calibrate(runs_of(rows)), [*notes, f"{count.format(path)} the constants"]
 
 
 # ---- on the screen -------------------------------------------------------------------------------------------------------------------
@@ -151,16 +152,21 @@ def print_calibration(found: Calibration, runs: Runs, *, known: Knowledge | None
     from plait.planner.constants import knowledge
 
     shipped, prior = knowledge().constants, (known or knowledge()).constants
-    rows = []
+    rows, kept = [], 0
     for fit in (found.time, found.memory):
         if not fit.rows:
             continue
         for name, deviation in zip(fit.names, np.sqrt(np.diag(fit.covariance)), strict=True):
-            before = prior[name]
+            before, value = prior[name], float(fit.rates[name])
+            if before == shipped[name] and deviation > 0.98 * before.width and abs(np.log(value / before.median)) < 0.02 * before.width:
+                kept += 1
+                continue
             measured = "" if before == shipped[name] else f"{before.median:.3g} ±{100 * before.width:.0f} %"
             shipped_text = f"{shipped[name].median:.3g} ±{100 * shipped[name].width:.0f} %"
-            rows.append([name, shipped_text, measured, f"{float(fit.rates[name]):.3g} ±{100 * deviation:.0f} %", shipped[name].meaning])
+            rows.append([name, shipped_text, measured, f"{value:.3g} ±{100 * deviation:.0f} %", shipped[name].meaning])
     print_table(Console(soft_wrap=True, highlight=False), ["constant", "shipped", "rates measured", "fitted", "meaning"], rows)
+    if kept:
+        print(f"{kept} constants of which these runs say nothing stay as shipped\n")
     lines = [("before", errors_with(runs, uncalibrated())), ("after", errors_with(runs, found)), ("left out", errors_left_out(runs, known))]
     words = {"before": "by the constants that ship", "after": "of the rows fitted", "left out": "each row by a fit to all others"}
     for name, (count, middle, largest) in lines:
