@@ -6,20 +6,10 @@ import os
 import platform
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 
-
-def cpu_model() -> str:
-    """The processor's name as the kernel tells it, or the platform's word for it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+from plait.cluster.topology import processor_name
 
 
 def version_of(package: str) -> str | None:
@@ -34,7 +24,7 @@ def facts(*packages: str) -> dict[str, object]:
     """Processor, cores, memory in bytes, operating system, Python, the versions of `packages`, and the time (UTC, ISO 8601)."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": cpu_model(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",

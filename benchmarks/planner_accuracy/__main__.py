@@ -18,6 +18,7 @@ from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
 from benchmarks.planner_accuracy.report import markdown
+from benchmarks.planner_accuracy.sweep import slow_runs
 from plait.planner.evaluate import fit_of, summary
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,7 @@ def main() -> None:
         fit = fit_of([p for evaluation in found.values() for p in evaluation.predictions])
         result[name]["fit"] = asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms}
         if not calibrated:
+            result["slow"] = slow_runs(found["sweep"])
             experts = left_out([r for r in runs if r["moe"]], calibrated=False)
             result["experts"] = summary(experts)
     result["published"] = published.rows()

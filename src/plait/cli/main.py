@@ -20,6 +20,7 @@ from plait.errors import PlaitError
 
 VERBS = {
     "plan": ("plait.cli.plan", "Find the layout that fits and is fastest, before a GPU is booked."),
+    "calibrate": ("plait.cli.calibrate", "Fit the planner to this machine, or to a table of measured runs."),
     "train": ("plait.cli.train", "Train a model as one JSON file says."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),

@@ -76,7 +76,12 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="CSV", help="Measured runs of this GPU and framework that move the constants.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Constants of this GPU: what `plait calibrate` wrote, or measured runs (.csv, .jsonl); by default the planned runs that "
+            "`plait train` measured here, none leaves them out.",
+        ),
     ] = None,
     evaluate: Annotated[Path | None, typer.Option(metavar="CSV", help="Predict these measured runs and print the errors.")] = None,
     json_: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")] = None,
@@ -116,11 +121,11 @@ def plan(
     )
     if everything and out is not None:
         raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
-    calibration = read_calibration(calibrate, request)
+    calibration, of_runs = read_calibration(calibrate, request)
     _plan(
         request,
         base,
-        notes,
+        [*notes, *of_runs],
         fixed=parse_fixed(fix or []),
         wishes=wishes,
         neighbours="neighbours" in (why or ()),

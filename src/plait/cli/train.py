@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from plait.config.schema import Config
+    from plait.events import Listener
     from plait.train.session import Checked
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -61,7 +63,7 @@ def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
         return 0
     _announce(checked, console, processes=processes)
     if processes == 1:
-        return _train(checked, console, again=_command(file, overrides), patient=True)
+        return _train(checked, console, file=file, again=_command(file, overrides), patient=True)
     return launch.run(["-m", "plait.cli.train", str(file), *overrides], processes=processes)
 
 
@@ -83,7 +85,7 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
         return 0
     if not announced:
         _announce(checked, console, processes=here.world_size)
-    return _train(checked, console, again=_command(file, overrides), patient=False)
+    return _train(checked, console, file=file, again=_command(file, overrides), patient=False)
 
 
 def _check(config: Config, *, world_size: int, console: Console, fresh: bool = False) -> Checked:
@@ -94,7 +96,7 @@ def _check(config: Config, *, world_size: int, console: Console, fresh: bool = F
     return check(config, world_size=world_size, cache=cache, fresh=fresh, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 
-def _train(checked: Checked, console: Console, *, again: str, patient: bool) -> int:
+def _train(checked: Checked, console: Console, *, file: Path, again: str, patient: bool) -> int:
     """The loop on this process. patient: nobody else tells the user that the signal was heard."""
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
@@ -108,7 +110,9 @@ def _train(checked: Checked, console: Console, *, again: str, patient: bool) -> 
     metrics, progress = MetricsFile(checked.folder.metrics), ProgressLines(console, every=checked.section.log_every)
     with StopRequest(on_request=heard if patient else None) as stop:
         try:
-            signal_number = run(checked, stop=stop, listeners=() if console.quiet else (metrics, progress))
+            signal_number = run(
+                checked, stop=stop, listeners=() if console.quiet else (metrics, progress, *_residuals(file, checked, console))
+            )
         finally:
             progress.close()
             metrics.close()
@@ -117,6 +121,25 @@ def _train(checked: Checked, console: Console, *, again: str, patient: bool) -> 
         return 128 + signal_number
     console.print(f"{checked.folder.path} holds metrics.jsonl, checkpoints and tokenizer", soft_wrap=True, highlight=False)
     return 0
+
+
+def _residuals(file: Path, checked: Checked, console: Console) -> tuple[Listener, ...]:
+    """Who compares the run with its plan, where `plait plan --out` wrote the file."""
+    from plait.cli.planning.calibrations import default_history, live_cluster
+    from plait.cluster.topology import machine_name, place
+    from plait.observe.residual import residual_of
+
+    if not file.with_suffix(".plan.json").is_file():
+        return ()
+    try:
+        gpu = str(live_cluster().device.name)
+    except PlaitError as error:
+        console.print(f"plan    not compared with this run: {error}", soft_wrap=True)
+        return ()
+    machine = machine_name(place().local_world_size)
+    say = partial(console.print, soft_wrap=True)
+    found = residual_of(file, checked, gpu=gpu, machine=machine, history=default_history(), say=say)
+    return (found,) if found is not None else ()
 
 
 def _processes(config: Config) -> int:

@@ -8,6 +8,7 @@ names the variable to set.
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import sys
 from contextlib import suppress
@@ -29,7 +30,9 @@ __all__ = [
     "discover",
     "init_method",
     "load",
+    "machine_name",
     "place",
+    "processor_name",
     "thread_count",
 ]
 
@@ -95,6 +98,24 @@ def cpu_count() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def processor_name() -> str:
+    """The processor as the kernel tells it, or the platform's word for it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine_name(processes: int) -> str:
+    """The processor, and the threads that each of `processes` on it computes with: as OMP_NUM_THREADS says, else an equal share."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(told) if told.isdigit() and int(told) else max(1, cpu_count() // processes)
+    return f"{processor_name()}, {threads} {'thread' if threads == 1 else 'threads'} a process"
 
 
 def thread_count(here: Place) -> int:

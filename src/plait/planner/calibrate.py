@@ -20,6 +20,7 @@ from plait.planner.frameworks import stacks
 from plait.planner.hardware import FAMILIES, PRECISIONS
 from plait.planner.job import Job
 from plait.planner.runs import Runs, measured_bytes, measured_seconds
+from plait.planner.states import account_rows
 
 Array = NDArray[np.float64]
 _FREEDOM = 4.0
@@ -147,12 +148,17 @@ def time_of(job: Job) -> Callable[[Rates], Array]:
 def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
     """Logarithms of predicted bytes, of the kind (allocated, reserved, total) that each row measured."""
     chosen = np.array([("allocated", "reserved", "total").index(kind) for kind in kinds])
+    states = account_rows(job) if job.own else None
 
     def predict(rates: Rates) -> Array:
-        memory = estimate(job, rates).memory
+        memory = estimate(job, rates, states).memory
         return np.log(np.choose(chosen, np.broadcast_arrays(memory.allocated, memory.reserved, memory.total)).astype(float))
 
     return predict
+
+
+_OF_GPUS = ("ramp", "contention")
+"""Constants that cancel on a CPU, beside those that it has its own of."""
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
@@ -161,8 +167,12 @@ def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
     kinds = {stacks()[index] for index in np.unique(job.framework.stack)}
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
 
+    cpu = {"cpu"}
+
     def concerns(name: str) -> bool:
         head, _, tail = name.partition(".")
+        if families == cpu and (f"{name}.cpu" in CONSTANTS or name in _OF_GPUS):
+            return False
         if head == "stack":
             return tail in kinds
         if tail in FAMILIES:
@@ -263,3 +273,32 @@ def choose(runs: Runs, cost: tuple[Array, Array]) -> dict[int, int]:
         if variant.row not in best or key < best[variant.row][0]:
             best[variant.row] = (key, index)
     return {row: index for row, (_, index) in best.items()}
+
+
+# ---- how good it is --------------------------------------------------------------------------------------------------------------------
+
+
+def errors_with(runs: Runs, calibration: Calibration) -> tuple[int, float, float]:
+    """(rows with a time, median, largest) of the size of predicted / measured - 1."""
+    found = np.array(list(_ratios(runs, calibration).values()))
+    size = np.abs(found - 1)
+    return len(size), float(np.median(size)), float(size.max())
+
+
+def errors_left_out(runs: Runs, known: Knowledge | None = None) -> tuple[int, float, float]:
+    """The same with every row predicted by a fit to the others: what an unseen layout of this kind is off by."""
+    assert runs.job is not None
+    rows = list(_ratios(runs, uncalibrated(known)))
+    size = []
+    for row in rows:
+        kept = np.array([index for index, variant in enumerate(runs.variants) if variant.row != row])
+        rest = Runs(runs.rows, tuple(runs.variants[i] for i in kept), runs.job.take(kept), {})
+        size.append(abs(_ratios(runs, calibrate(rest, known=known))[row] - 1))
+    return len(size), float(np.median(size)), float(np.max(size))
+
+
+def _ratios(runs: Runs, calibration: Calibration) -> dict[int, float]:
+    """Row to predicted over measured seconds."""
+    seconds, needed = costs(runs, calibration)
+    measured = {row: measured_seconds(runs.rows[row]) for row in range(len(runs.rows))}
+    return {row: float(seconds[at] / measured[row]) for row, at in choose(runs, (seconds, needed)).items() if measured[row]}

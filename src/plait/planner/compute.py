@@ -16,7 +16,7 @@ from plait.planner.job import RECOMPUTE, Job
 
 _TILE = (128, 256)
 """Rows and columns of a product that one multiprocessor computes at a time: the usual tile of cuBLAS from Ampere on."""
-_FP8, _FP4, _FP32 = (PRECISIONS.index(name) for name in ("fp8", "fp4", "fp32"))
+_FP8, _FP4 = (PRECISIONS.index(name) for name in ("fp8", "fp4"))
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,32 @@ def head_cost(job: Job, rates: Rates) -> Numbers:
     flops = 6 * tokens * job.model.hidden * columns
     products = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
     moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
-    return products + moved / (job.device.memory_bandwidth * rates["memory"])
+    return products + moved / (memory_rate(job, rates))
 
 
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
     """The step over `parameters` on a rank: bytes over the bandwidth of the memory that holds the states."""
-    device = parameters * job.framework.step_bytes / (job.device.memory_bandwidth * rates["memory"])
+    device = parameters * job.framework.step_bytes / (memory_rate(job, rates))
     # On the host: 30 bytes a parameter over its memory, of which devices of a node have their share; gradients down, weights up.
     host = parameters * (30 / 20e9 + 6 / job.device.host_bandwidth)
     return rates["optimizer"] * ((1 - job.layouts.offload) * device + job.layouts.offload * host)
+
+
+def memory_rate(job: Job, rates: Rates) -> Numbers:
+    """Bytes/s that element-wise kernels reach."""
+    return job.device.memory_bandwidth * rates.on("memory", job.device) / _crowd(job, rates)
+
+
+def accumulation_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:
+    """To add the gradients of every micro-batch but the first to those before it: both are read, and the sum is written."""
+    moved = job.framework.accumulate_bytes * parameters * np.maximum(job.layouts.accumulation - 1, 0)
+    return moved / memory_rate(job, rates)
+
+
+def _crowd(job: Job, rates: Rates) -> Numbers:
+    """How much slower a process computes than alone on its machine, where processes share the memory: on CPU cores."""
+    together = np.minimum(job.layouts.world, job.device.devices_per_node)
+    return np.where(job.device.on_cpu, np.power(together, rates["crowding.cpu"]), 1.0)
 
 
 def _gemm_share(job: Job, rates: Rates) -> Numbers:
@@ -107,7 +124,7 @@ def _gemm_share(job: Job, rates: Rates) -> Numbers:
 
 
 def _speed(job: Job, rates: Rates) -> Numbers:
-    return rates["overall"] * rates.by_stack(job.framework)
+    return rates["overall"] * rates.by_stack(job.framework) / _crowd(job, rates)
 
 
 def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
@@ -118,11 +135,11 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     # Libraries choose other tiles and split the inner dimension where a wave is poorly filled: half of the loss remains.
     filled = np.sqrt(waves / np.ceil(waves))
     flops = 2 * rows * inner * columns
-    ramp = rates["ramp"] * np.minimum(peak / 100e12, 1)  # of devices that are fast enough to have one
+    # Of devices that are fast enough to have one; what a core takes to begin is in the host's time.
+    ramp = np.where(job.device.on_cpu, 0.0, rates["ramp"] * np.minimum(peak / 100e12, 1))
     seconds = (flops / filled + ramp) / (peak * _gemm_share(job, rates))
-    size = np.where(np.asarray(job.precision) == _FP32, 4, 2)
-    moved = size * (rows * inner + inner * columns + rows * columns) / (job.device.memory_bandwidth * rates["memory"])
-    casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * 3 * rows * inner / (job.device.memory_bandwidth * rates["memory"])
+    moved = job.element_bytes * (rows * inner + inner * columns + rows * columns) / (memory_rate(job, rates))
+    casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * 3 * rows * inner / (memory_rate(job, rates))
     return np.maximum(seconds, moved) + casts
 
 
@@ -134,8 +151,8 @@ def _experts(job: Job, rates: Rates, share: Numbers) -> Numbers:
     routed = 2 * job.tokens * model.active * (2 + model.gated) * model.hidden * model.expert_ffn / tp
     shared = 2 * job.tokens * model.shared_parameters / tp
     seconds = (routed / 0.55 + shared) / (job.linear_flops * _gemm_share(job, rates))
-    moved = 2 * job.tokens * model.active * model.hidden * 8 / tp  # permuted, and back
-    return share * (seconds + moved / (job.device.memory_bandwidth * rates["memory"]))
+    moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp  # permuted, and back
+    return share * (seconds + moved / (memory_rate(job, rates)))
 
 
 def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
@@ -147,7 +164,7 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
     reached = job.other_flops * rates.by_family("attention", job.device) * job.framework.flash * _speed(job, rates)
     flash = 0.5 * flops / reached
     passes = np.choose(np.asarray(job.framework.attention), [0, 11, 18])
-    scores = job.tokens * job.sequence * model.heads / tp * passes / (job.device.memory_bandwidth * rates["memory"])
+    scores = job.tokens * job.sequence * model.heads / tp * passes * job.element_bytes / 2 / (memory_rate(job, rates))
     gemm = job.other_flops * 0.6 * rates.by_family("gemm", job.device) * _speed(job, rates)
     unfused = flops / gemm + scores
     one_kernel = np.asarray(job.framework.attention) == 0
@@ -161,5 +178,5 @@ def _elementwise(job: Job, rates: Rates) -> Numbers:
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
     split = ((4 + 2 * model.gated) * ffn + 4 * (model.heads + model.kv_heads) * model.head_dim) / at.tp
-    moved = job.tokens * (whole + split) * job.framework.eager
-    return moved / (job.device.memory_bandwidth * rates["memory"])
+    moved = job.tokens * (whole + split) * job.framework.eager * job.element_bytes / 2
+    return moved / (memory_rate(job, rates))

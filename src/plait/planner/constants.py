@@ -56,6 +56,11 @@ CONSTANTS: dict[str, Constant] = {
     "optimizer": Constant(1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"),
     "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
     "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),
+    "memory.cpu": Constant(0.50, 0.6, "share of a core's memory bandwidth that element-wise kernels reach"),
+    "link.cpu": Constant(0.30, 0.8, "share of the memory's bandwidth that processes of one machine exchange at"),
+    "latency.cpu": Constant(30.0, 1.0, "steps of a collective between processes, of 3.4 us"),
+    "packing.cpu": Constant(3.0, 0.6, "times that sharded gradients pass through memory, on their way to their collective and back"),
+    "crowding.cpu": Constant(0.10, 0.8, "computing slows with the processes of a machine to this power: they share its memory"),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
     **{f"stack.{name}": Constant(1.0, 0.15, f"speed of the kernels of {name}") for name in stacks()},
 }
@@ -82,6 +87,10 @@ class Rates:
     def by_family(self, name: str, device: Device) -> Numbers:
         """The constant `name` of every candidate's family of devices."""
         return np.choose(np.asarray(device.family), [self.values[f"{name}.{family}"] for family in FAMILIES])
+
+    def on(self, name: str, device: Device) -> Numbers:
+        """The constant `name` of GPUs, or of processes on CPU cores, which are too different to share one."""
+        return np.where(device.on_cpu, self.values[f"{name}.cpu"], self.values[name])
 
     def by_stack(self, framework: Framework) -> Numbers:
         """The speed of every candidate's framework."""

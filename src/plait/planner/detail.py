@@ -27,7 +27,7 @@ COSTS = {
     "data traffic": ("dp", "contention"),
     "pipeline": ("idle", "p2p"),
     "optimizer": ("optimizer", "offload"),
-    "other": ("cp", "ep", "stragglers", "fixed"),
+    "other": ("cp", "ep", "accumulate", "stragglers", "fixed"),
 }
 """What a step takes beside the computation of the model itself: a group to its terms of `step.TERMS`."""
 

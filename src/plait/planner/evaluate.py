@@ -26,7 +26,8 @@ from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds, read
 Array = NDArray[np.float64]
 _NINETY = 1.645
 """Standard deviations of a two-sided 90 % interval."""
-_LIKELY = 0.6
+LIKELY = 0.6
+"""A row is called fitting from this probability on; chosen on the published rows of which it is known."""
 _KINDS = ("allocated", "reserved", "total")
 
 
@@ -64,7 +65,7 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Likely enough: a run that dies costs more than a layout that was not tried."""
-        return self.fit_probability >= _LIKELY
+        return self.fit_probability >= LIKELY
 
     @property
     def memory_bytes(self) -> float:

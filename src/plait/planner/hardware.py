@@ -61,6 +61,11 @@ class Device:
     """Precision to peak FLOP/s; NaN or absent: it cannot compute so."""
     source: Any = ""
 
+    @property
+    def on_cpu(self) -> Numbers:
+        """Whether it is a process on CPU cores: kernels are not queued, and traffic takes the cores that compute."""
+        return np.asarray(self.family) == FAMILIES.index("cpu")
+
 
 @cache
 def _catalogue() -> dict[str, Any]:

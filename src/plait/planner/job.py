@@ -97,6 +97,11 @@ class Job:
         return self.layouts.micro_batch * self.sequence / self.layouts.cp
 
     @property
+    def element_bytes(self) -> Numbers:
+        """Of an activation."""
+        return np.where(np.asarray(self.precision) == PRECISIONS.index("fp32"), 4, 2)
+
+    @property
     def linear_flops(self) -> Numbers:
         """Peak FLOP/s of the layers' products."""
         return np.choose(self.precision, [self.device.flops.get(p, np.nan) for p in PRECISIONS]) * self.device.power

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError
+from plait.planner.history import facts_of, layout_facts
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
@@ -69,6 +70,8 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
         "global_batch": request.global_batch,
         "sequence": request.sequence,
         "precision": request.precision,
+        "compiled": request.compile,
+        "priced": {"architecture": facts_of(request.model.architecture), "layout": layout_facts(choice.layout)},
         **choice_as_json(choice),
     }
 

@@ -40,6 +40,8 @@ class Variant:
     sequence: int
     precision: int
     assumed: tuple[str, ...]
+    own: bool = False
+    """Plait's own blocks, as `job.Job` has it."""
 
 
 def variants_of(index: int, row: Row) -> list[Variant]:

@@ -66,10 +66,11 @@ def read_runs(rows: Sequence[Row]) -> Runs:
             variants += variants_of(index, row)
         except NotPriced as reason:
             reasons[index] = str(reason)
-    return Runs(tuple(rows), tuple(variants), _job(variants) if variants else None, reasons)
+    return Runs(tuple(rows), tuple(variants), job_of_variants(variants) if variants else None, reasons)
 
 
-def _job(variants: Sequence[Variant]) -> Job:
+def job_of_variants(variants: Sequence[Variant]) -> Job:
+    """One job with an entry a variant."""
     names = variants[0].layout.keys()
     return Job(
         model=architecture.stack([v.model for v in variants]),
@@ -78,6 +79,7 @@ def _job(variants: Sequence[Variant]) -> Job:
         layouts=Layouts(**{name: np.array([v.layout[name] for v in variants]) for name in names}),
         sequence=np.array([v.sequence for v in variants]),
         precision=np.array([v.precision for v in variants]),
+        own=all(v.own for v in variants),
     )
 
 

@@ -18,7 +18,7 @@ from plait.planner.architecture import Architecture
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.constants import Rates
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.frameworks import framework
+from plait.planner.frameworks import framework, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS, Cluster
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.memory import MOMENTS, States
@@ -179,12 +179,9 @@ def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibr
 def job_of(request: Request, layouts: Layouts) -> Job:
     """Candidates of a request as something to price."""
     model = request.model.architecture
-    name = "plait"
-    found = framework(name)
+    found = framework("plait", precision=request.precision)
     if request.compile:
-        found = replace(found, eager=1.1, host_seconds=150e-6, norms=8)  # blocks are fused, as torchtitan's are
-    if request.precision == "fp32":
-        found = replace(found, wire_gather=4, gathered=0)
+        found = with_compiled_blocks(found)
     return Job(
         model=model,
         device=request.cluster.device,
@@ -280,14 +277,14 @@ def _fastest(
                 seen.add(kind)
                 found.append(choice)
                 if len(found) == wanted:
-                    return _refined(request, found, calibration)[:best]
+                    return walked(request, found, calibration)[:best]
         if start >= 4096 and found:
             break
-    return _refined(request, found, calibration)[:best]
+    return walked(request, found, calibration)[:best]
 
 
-def _refined(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
-    """Pipelines walked by their own tables, and the order that results."""
+def walked(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
+    """Choices with their pipelines walked by their own tables, fastest first."""
     rates = merged(calibration)
     refined = []
     for choice in found:

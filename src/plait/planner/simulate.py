@@ -19,7 +19,7 @@ from plait.planner.compute import head_cost, layer_cost
 from plait.planner.constants import Rates
 from plait.planner.job import SCHEDULES, Job
 from plait.planner.offers import SCHEDULE_NAMES
-from plait.planner.step import layer_traffic
+from plait.planner.step import host_wait, layer_traffic
 from plait.planner.traffic import send_seconds
 
 MOST_ACTIONS = 60_000
@@ -33,11 +33,13 @@ def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[
     if int(np.ravel(job.layouts.pp)[0]) == 1:
         return None
     try:
-        total = timeline_of(job, rates).total
+        timeline = timeline_of(job, rates)
     except InputError:
         return None
-    busy = sum(terms[term] for term in RANK_TERMS)
-    return {**terms, "idle": max(total - busy, 0.0)}
+    busiest = max(timeline.busy(rank) for rank in range(len(timeline.ranks)))
+    # The closed form counts equal stages; the cut that the engine makes has a pace of its own.
+    share = busiest / sum(terms[term] for term in RANK_TERMS)
+    return {**terms, **{term: terms[term] * share for term in RANK_TERMS}, "idle": timeline.total - busiest}
 
 
 def timeline_of(job: Job, rates: Rates) -> Timeline:
@@ -69,7 +71,7 @@ def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     forward = _one(layer.forward) + between / 2
     weight = _one(layer.products_backward) / 2
     backward = _one(layer.backward) + between / 2
-    wait = max(2 * _one(layer.host) - forward - backward, 0.0) / 2
+    wait = _one(host_wait(job, layer, forward + backward)) / 2
     head = _one(head_cost(job, rates))
     per_layer = forward + backward + 2 * wait
     counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)

@@ -6,6 +6,8 @@ The facts are written from an Architecture, so no model is built; tests compare 
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
@@ -13,6 +15,7 @@ from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.precision import Precision
 from plait.planner.architecture import Architecture
+from plait.planner.hardware import PRECISIONS
 from plait.planner.job import Job, stage_layers
 from plait.planner.memory import States
 
@@ -82,6 +85,23 @@ def end_parameters(
 def _facts(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> tuple[ModelFacts, Split]:
     parameters = tuple(ParameterFacts(name, shape, _MASTER_BYTES, True, unit) for name, shape, _ in entries)
     return ModelFacts(parameters, ("block",) if unit >= 0 else ()), {name: dim for name, _, dim in entries}
+
+
+def account_rows(job: Job) -> States:
+    """The same for a job of which every entry may have a model and a precision of its own, as measured runs do."""
+    size = np.size(job.sequence)
+    names = [f.name for f in fields(Architecture)]
+    keys = [(*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i])) for i in range(size)]
+    first: dict[str, np.ndarray] = {}
+    last: dict[str, np.ndarray] = {}
+    for key in dict.fromkeys(keys):
+        index = np.array([i for i, other in enumerate(keys) if other == key])
+        part = replace(job.take(index), model=Architecture(*key[:-1]))
+        found = account_states(part, compute={"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[key[-1]]))
+        for whole, some in ((first, found.first), (last, found.last)):
+            for name, value in some.items():
+                whole.setdefault(name, np.zeros(size))[index] = value
+    return States(first, last)
 
 
 def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:

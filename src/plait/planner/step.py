@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.compute import head_cost, layer_cost, optimizer_seconds
+from plait.planner.compute import LayerCost, accumulation_seconds, head_cost, layer_cost, memory_rate, optimizer_seconds
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import Job, stage_layers
@@ -32,6 +32,7 @@ TERMS = {
     "dp": "exposed traffic of data parallelism",
     "contention": "computation slowed by traffic under it",
     "offload": "activations to the host and back",
+    "accumulate": "gradients of micro-batches added up",
     "optimizer": "optimizer step",
     "stragglers": "waiting for the slowest node",
     "fixed": "what every step costs",
@@ -54,14 +55,13 @@ class Step:
 def step_seconds(job: Job, rates: Rates) -> Step:
     """Price every candidate."""
     at, model = job.layouts, job.model
-    layers, _, last_layers = stage_layers(job)
+    layers, last_layers = _pace_layers(job)
     layer, head = layer_cost(job, rates), head_cost(job, rates)
     per_layer = layer_traffic(job, rates)
     m = at.accumulation
 
     device_layer = layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
-    host_layer = layer.host * (2.0 + at.recompute_share * (np.asarray(at.recompute) > 0))
-    wait = np.maximum(host_layer - device_layer, 0)
+    wait = host_wait(job, layer, device_layer)
     sends = 2 * at.vpp * send_seconds(job, rates) * rates["p2p"]
     inner = layers * (device_layer + wait) + sends
     last = last_layers * (device_layer + wait) + head + sends
@@ -91,11 +91,37 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     )
     terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, rates, compute)}
     sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
+    terms["accumulate"] = accumulation_seconds(job, rates, parameters)
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
     nodes = np.maximum(at.world / job.device.devices_per_node, 1)
-    terms["stragglers"] = sum(terms.values()) * (rates["straggler"] + job.framework.stragglers) * np.log2(nodes)
+    terms["stragglers"] = sum(terms.values()) * rates["straggler"] * np.log2(nodes)
     terms["fixed"] = rates["fixed"] + np.zeros_like(np.asarray(slowest, dtype=float))
     return Step(terms)
+
+
+def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
+    """(most layers of a stage before the last, layers of the last stage). Plait cuts where the slowest stage is fastest, the head counted
+    (`parallel.stages`): with one chunk a stage that is so many layers fewer on the last stage as the head is worth."""
+    most, _, last = stage_layers(job)
+    at, model = job.layouts, job.model
+    if not job.own:
+        return most, last
+    head = model.vocab * model.hidden / (model.block_parameters / model.layers - model.small_parameters)
+    stages = np.maximum(at.pp, 2)
+    others = stages - 1
+    fewest = np.clip(np.floor((model.layers + head) / stages - head), 1, np.maximum(model.layers - others, 1))
+    pace_of = [np.maximum(np.ceil((model.layers - ends) / others), ends + head) for ends in (fewest, fewest + 1)]
+    ends = np.where(pace_of[1] < pace_of[0], fewest + 1, fewest)
+    balanced = (np.asarray(at.pp) > 1) & (np.asarray(at.vpp) == 1)
+    return np.where(balanced, np.ceil((model.layers - ends) / others), most), np.where(balanced, ends, last)
+
+
+def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
+    """Seconds that a layer's forward and backward wait for the host. A GPU has a queue, and waits for what does not fit under
+    `device_seconds`; on a CPU who launches a kernel also computes it."""
+    at = job.layouts
+    host = layer.host * (2.0 + at.recompute_share * (np.asarray(at.recompute) > 0))
+    return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))
 
 
 def rank_parameters(job: Job) -> Numbers:
@@ -114,7 +140,7 @@ def rank_parameters(job: Job) -> Numbers:
 def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
     """Exposed seconds of a layer's own collectives, forward and backward, for a micro-batch."""
     model, at = job.model, job.layouts
-    hidden_bytes = 2 * job.tokens * model.hidden
+    hidden_bytes = job.element_bytes * job.tokens * model.hidden
     tp = group(job, "tp")
     again = at.recompute_share * (np.asarray(at.recompute) == 2)
     reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
@@ -125,9 +151,9 @@ def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
     tensor = (4 + 2 * again) * np.where(sequence, 2 * one_way, reduce) + np.where(sequence, one_way, 0)
     if job.whole_attention:  # queries, keys and values gathered in the forward, the output's gradient in the backward
         tensor = tensor + 4 * one_way
-    kv_bytes = 4 * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
+    kv_bytes = 2 * job.element_bytes * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
-    routed = 2 * job.tokens * model.active * model.hidden / np.where(sequence, at.tp, 1)
+    routed = job.element_bytes * job.tokens * model.active * model.hidden / np.where(sequence, at.tp, 1)
     exchange = collective_seconds(job, rates, group(job, "ep"), routed, "all_to_all") * (4 + 2 * again)
     return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
 
@@ -145,11 +171,15 @@ def _data_traffic(
     scatter_all = collective_seconds(job, rates, whole, gradient_bytes, "one_way")
     scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
     gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
+    # Gradients of a block are packed for their collective and unpacked; on a GPU beside other kernels and hardly seen.
+    packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
+    packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
+    scatter, scatter_all = scatter + packed, scatter_all + packed
     between = np.where(replicated, np.maximum(reduce_all - 2 * scatter, 0.5 * reduce_all / at.dp_shard), 0)
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
     grads = np.where(stage == 2, scatter * (at.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
-    hide = framework.hidden_dp
+    hide = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)  # there the cores that compute also carry the traffic
     window_back = np.where(stage == 2, at.accumulation, 1) * backward
     shown_grads = grads - np.minimum(grads * hide, window_back * hide)
     shown_weights = weights - np.minimum(weights * hide, forward * hide)

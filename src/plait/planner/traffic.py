@@ -49,7 +49,7 @@ def collective_seconds(
     n, inside = where.size, where.inside
     domains = np.ceil(n / inside)
     # Few ranks reach less of a link: 268, 325 and 345 GB/s of 450 with 2, 4 and 8 H100 (NCCL's table for them).
-    link = job.device.link_bandwidth * rates["link"] * inside / (inside + 0.5)
+    link = job.device.link_bandwidth * rates.on("link", job.device) * inside / (inside + 0.5)
     network = job.device.nic_bandwidth * rates["nic"] * inside / np.power(domains, rates["congestion"])
     bandwidth = np.where(domains > 1, np.minimum(link, network), link)
     rounds = 2.0 if kind == "all_reduce" else 1.0
@@ -64,14 +64,14 @@ def collective_seconds(
         steps = _BASE + rounds * (
             crossings * job.device.network_step + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * _INSIDE_STEP
         )
-    return np.where(n > 1, wire + rates["latency"] * steps, 0.0)
+    return np.where(n > 1, wire + rates.on("latency", job.device) * steps, 0.0)
 
 
 def send_seconds(job: Job, rates: Rates) -> Numbers:
     """One hidden state from a stage to the next: between domains unless two stages fit in one."""
     at = job.layouts
-    size = 2 * job.tokens * job.model.hidden / at.tp  # scattered over tp on the way
+    size = job.element_bytes * job.tokens * job.model.hidden / at.tp  # scattered over tp on the way
     per_stage = at.tp * at.cp * at.dp
     near = per_stage * 2 <= job.device.domain
-    bandwidth = np.where(near, job.device.link_bandwidth * rates["link"], job.device.nic_bandwidth * rates["nic"])
+    bandwidth = np.where(near, job.device.link_bandwidth * rates.on("link", job.device), job.device.nic_bandwidth * rates["nic"])
     return np.where(np.asarray(at.pp) > 1, size / bandwidth + job.framework.send_seconds, 0.0)

@@ -121,24 +121,30 @@ def _cluster(
     return cluster_of(topology, name, **changes)
 
 
-def read_calibration(path: Path | None, request: Request) -> Calibration | None:
-    """Constants of this device from measured rows; None without a file. Raises InputError for a file without such rows."""
-    if path is None:
-        return None
+def read_calibration(path: Path | None, request: Request) -> tuple[Calibration | None, list[str]]:
+    """(constants of this device, notes): from a calibration file (.json), a history of runs (.jsonl) or a table (.csv); without a path from
+    the runs that `plait train` has measured here, if there are any. Raises InputError for a file that says nothing of this device."""
+    from plait.cli.planning.calibrations import default_history, from_history, runs_of_table
+    from plait.cluster.topology import machine_name
     from plait.planner.calibrate import calibrate
-    from plait.planner.runs import read_rows, read_runs
+    from plait.planner.calibration_file import load, refuse_other
 
-    name = request.cluster.device.name
-    rows = [row for row in read_rows(path) if _same_device(row, str(name))]
-    if not rows:
-        raise InputError(f"{path}: no row was measured on {name}; give rows whose `gpu` is one")
-    return calibrate(read_runs(rows))
-
-
-def _same_device(row: Any, name: str) -> bool:
-    from plait.planner.hardware import device
-
-    try:
-        return str(device(row.get("gpu") or "").name) == name
-    except InputError:
-        return False
+    gpu = str(request.cluster.device.name)
+    together = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
+    machine = machine_name(together) if gpu == "cpu" else ""
+    if path is None:
+        history = default_history()
+        return from_history(history, gpu=gpu, machine=machine) if history.is_file() else (None, [])
+    if str(path) == "none":
+        return None, []
+    if path.suffix == ".json":
+        calibration, origin = load(path)
+        refuse_other(path, origin, gpu=gpu, machine=machine)
+        return calibration, []
+    if path.suffix == ".jsonl":
+        found, notes = from_history(path, gpu=gpu, machine=machine)
+        if found is None:
+            where = f"{gpu} ({machine})" if machine else gpu
+            raise InputError(f"{path}: no run in it was measured on {where}; leave --calibrate out, or give a file that has some")
+        return found, notes
+    return calibrate(runs_of_table(path, gpu)[0]), []

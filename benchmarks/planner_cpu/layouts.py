@@ -1,0 +1,77 @@
+"""The layouts of the benchmark: those that the planner is calibrated on, and those that it is asked about. Chosen before anything was
+measured; every kind of traffic that is asked about is among the calibrated in another micro-batch, stage or schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from plait.engine.calibration import ON_CPU
+from plait.planner.hardware import cluster
+from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.models import Model, from_config
+from plait.planner.search import Request
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout on so many processes."""
+
+    name: str
+    processes: int
+    layout: dict[str, Any]
+    seen: bool
+    """The planner is calibrated on it."""
+
+
+def request(processes: int) -> Request:
+    """A Llama of 17 M parameters, 8 sequences of 128 tokens a step, float32."""
+    model = Model(from_config(dict(ON_CPU), source="benchmark"), {"config": dict(ON_CPU)})
+    return Request(model, cluster("cpu", processes, devices_per_node=processes), BATCH, int(ON_CPU["max_position_embeddings"]), "fp32")
+
+
+def _case(processes: int, *, seen: bool = False, micro: int, stage: int = 0, tp: int = 1, sp: int = 0, pp: str = "none",
+          recompute: str = "none") -> Case:  # fmt: skip
+    stages = 1 if pp == "none" else 2
+    dp = processes // (tp * stages)
+    layout = {
+        "pp": stages, "schedule": SCHEDULES.index(pp), "tp": tp, "sp": sp, "stage": stage, "recompute": RECOMPUTE.index(recompute),
+        "dp_replicate": 1 if stage else dp, "dp_shard": dp if stage else 1, "micro_batch": micro, "accumulation": BATCH // dp // micro,
+    }  # fmt: skip
+    words = [
+        f"tp {tp}{' + sp' if sp else ''}" if tp > 1 else "",
+        f"pp 2 {pp}" if stages > 1 else "",
+        f"dp {dp} ZeRO {stage}" if dp > 1 else "",
+    ]
+    words += [f"{micro} x {BATCH // dp // micro}", {"none": "", "full": "recompute full", "operators": "recompute selective"}[recompute]]
+    return Case(", ".join(word for word in words if word), processes, layout, seen)
+
+
+CASES = (
+    _case(1, micro=8, seen=True),
+    _case(1, micro=1, seen=True),
+    _case(1, micro=4, recompute="full", seen=True),
+    _case(2, micro=4, seen=True),
+    _case(2, micro=1, stage=2, seen=True),
+    _case(2, micro=4, stage=3, seen=True),
+    _case(2, micro=8, tp=2, seen=True),
+    _case(2, micro=1, tp=2, seen=True),
+    _case(2, micro=2, pp="1f1b", seen=True),
+    _case(1, micro=2),
+    _case(1, micro=4, recompute="operators"),
+    _case(2, micro=1),
+    _case(2, micro=4, stage=1),
+    _case(2, micro=2, stage=2),
+    _case(2, micro=1, stage=3),
+    _case(2, micro=4, recompute="full"),
+    _case(2, micro=2, stage=3, recompute="full"),
+    _case(2, micro=2, tp=2),
+    _case(2, micro=4, tp=2, sp=1),
+    _case(2, micro=4, tp=2, recompute="full"),
+    _case(2, micro=1, pp="1f1b"),
+    _case(2, micro=2, pp="gpipe"),
+)
+QUICK = ("8 x 1", "1 x 8", "dp 2 ZeRO 0, 4 x 1", "dp 2 ZeRO 3, 4 x 1", "dp 2 ZeRO 1, 4 x 1")
+"""Names that show that the benchmark runs."""

@@ -1,0 +1,125 @@
+"""`plait calibrate`: fit the planner's constants to this machine, or to a table of measured runs, and write them to a file.
+
+Without a table it starts processes (under a launcher they exist), measures rates, links and a few real training steps, and fits. The file
+is what `plait plan --calibrate FILE` takes. What is measured is in `engine.calibration`, the fit in `planner.calibrate`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.cluster.launchers import claim
+from plait.errors import InputError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_DISTURBED = 0.15
+"""Share of the steps in which no rank computed, from which on the user is told."""
+
+_EPILOG = """Examples:
+
+plait calibrate --processes 2 --out here.json
+
+plait plan --model llama-3-8b --gpus 8 --gpu h100 --calibrate here.json
+
+plait calibrate runs.csv --gpu h100 --out h100.json
+
+plait launch --hostfile hosts -m plait.cli.calibrate here.json 3 2"""
+
+
+@app.command(epilog=_EPILOG)
+def calibrate(
+    table: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CSV]", help="Measured runs, or a history of them (.jsonl); without it this machine is measured."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Which device's rows of the table; needed where it has several.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="How many to start; by default one a GPU, without GPUs two.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every layout takes its turn.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")] = 2,
+) -> None:
+    """Fit the planner's constants to this machine.
+
+    Constants keep what is known of such devices as far as the measurements do not contradict it. Their values and uncertainties, and the
+    errors before and after, are printed.
+    """
+    from plait.cli import launch
+    from plait.cluster.topology import default_processes
+
+    if table is not None:
+        if processes is not None:
+            raise InputError("--processes: with a table nothing is measured here; leave one of the two out")
+        _from_table(table, out, gpu)
+        return
+    if gpu is not None:
+        raise InputError("--gpu: without a table this machine is measured, whatever it has; leave it out, or name a table")
+    arguments = [str(out), str(rounds), str(steps)]
+    if claim(os.environ) is not None:
+        _work(*arguments)
+        return
+    count = processes or default_processes()
+    if count == 1:
+        _work(*arguments)
+        return
+    code = launch.run(["-m", "plait.cli.calibrate", *arguments], processes=count)
+    if code:
+        raise typer.Exit(code)
+
+
+def _from_table(table: Path, out: Path, gpu: str | None) -> None:
+    from plait.cli.planning.calibrations import print_calibration, runs_of_table
+    from plait.planner.calibrate import calibrate
+    from plait.planner.calibration_file import save
+
+    runs, origin = runs_of_table(table, gpu)
+    found = calibrate(runs)
+    save(out, found, origin)
+    print_calibration(found, runs)
+    print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
+
+
+def _work(out: str, rounds: str, steps: str) -> None:
+    """What each process runs; the first one fits, writes and prints."""
+    from plait.cli.planning.calibrations import live_cluster, print_calibration, print_rates, progress
+    from plait.cluster.topology import machine_name, place
+    from plait.engine.calibration import Pace, measure, measurements, trial_request
+    from plait.planner.calibrate import calibrate
+    from plait.planner.calibration_file import Origin, save
+    from plait.planner.constants import knowledge
+    from plait.planner.history import runs_of
+    from plait.planner.trials import believed
+
+    here = place()
+    cluster = live_cluster()
+    request, pace = trial_request(cluster), Pace(rounds=int(rounds), steps=int(steps))
+    machine = machine_name(here.local_world_size)
+    with progress(measurements(request, pace), shown=here.rank == 0) as done:
+        measured = measure(request, machine=machine, pace=pace, done=done)
+    if here.rank:
+        return
+    known = believed(knowledge(), cluster.device, measured.rates, processes=cluster.devices, precision=request.precision)
+    runs = runs_of(measured.runs)
+    found = calibrate(runs, known=known)
+    is_cpu = cluster.device.name == "cpu"
+    facts = {"at": measured.runs[0].at, "devices": cluster.devices, "runs": len(measured.runs), "rates": asdict(measured.rates)}
+    save(Path(out), found, Origin(str(cluster.device.name), machine if is_cpu else "", facts))
+    print_rates(measured.rates)
+    print_calibration(found, runs, known=known)
+    if measured.waiting > _DISTURBED:
+        taken = f"other programs took up to {measured.waiting:.0%} of the steps' time"
+        print(f"\nplait: {taken}: the constants are of a disturbed machine; calibrate again when it is quiet", file=sys.stderr)
+    print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
+
+
+if __name__ == "__main__":  # a process that `calibrate` has started
+    from plait.cluster.ending import end_process
+
+    _work(*sys.argv[1:])
+    end_process(0)

@@ -1,0 +1,173 @@
+"""Where calibrations come from on the command line (a file, a table, a history, this machine), and what is printed of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.errors import InputError
+
+if TYPE_CHECKING:
+    from plait.planner.calibrate import Calibration
+    from plait.planner.calibration_file import Origin
+    from plait.planner.constants import Knowledge
+    from plait.planner.hardware import Cluster
+    from plait.planner.runs import Runs
+    from plait.planner.trials import DeviceRates
+
+FEWEST_ROWS = 3
+"""Fewer tell constants from chance too badly to write a file of them."""
+_NEWEST = 200
+"""Rows of a history that count."""
+
+
+def default_history() -> Path:
+    """Where `plait train` adds what it measured of planned runs, and `plait plan` looks."""
+    return Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser() / "history.jsonl"
+
+
+def live_cluster() -> Cluster:
+    """The devices of the processes that run now. Raises InputError for GPUs that are not in the catalogue."""
+    from plait.cluster.topology import discover
+    from plait.planner.hardware import cluster_of
+
+    topology = discover()
+    name = "cpu"
+    if topology.device_type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name()
+    return cluster_of(topology, name)
+
+
+def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
+    """The rows of one device. Raises InputError for a file without enough of them, or with rows of several devices."""
+    from plait.planner.calibration_file import Origin
+    from plait.planner.hardware import device
+    from plait.planner.history import read, runs_of
+    from plait.planner.runs import measured_seconds, read_rows, read_runs
+
+    machine = ""
+    if table.suffix == ".jsonl":
+        history, warnings = read(table)
+        for warning in warnings:
+            print(f"plait: {warning}", file=sys.stderr)
+        names = sorted({row.gpu for row in history})
+        wanted = _wanted(table, names, gpu)
+        rows = [row for row in history if row.gpu == wanted]
+        machines = sorted({row.machine for row in rows})
+        if len(machines) > 1:
+            raise InputError(f"{table}: its runs are of {len(machines)} processors ({'; '.join(machines)}); calibrate each on its own")
+        machine = machines[0]
+        runs = runs_of(rows)
+    else:
+        of: dict[str, list[Any]] = {}
+        for row in read_rows(table):
+            try:
+                of.setdefault(str(device(row.get("gpu") or "").name), []).append(row)
+            except InputError:
+                continue
+        wanted = _wanted(table, sorted(of), gpu)
+        runs = read_runs(of[wanted])
+    usable = {variant.row for variant in runs.variants if measured_seconds(runs.rows[variant.row]) is not None}
+    if len(usable) < FEWEST_ROWS:
+        reasons = "".join(f"; row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
+        rule = f"{len(usable)} rows of {wanted} can be priced and say a time, and a calibration needs at least {FEWEST_ROWS}"
+        raise InputError(f"{table}: {rule}; measure more layouts{reasons}")
+    return runs, Origin(wanted, machine, {"from": table.name, "rows": len(usable)})
+
+
+def _wanted(table: Path, names: list[str], gpu: str | None) -> str:
+    from plait.planner.hardware import device
+
+    if not names:
+        raise InputError(f"{table}: no row names a device of the catalogue; `plait plan --list` prints their names")
+    if gpu is not None:
+        wanted = str(device(gpu).name)
+        if wanted not in names:
+            raise InputError(f"--gpu {gpu}: {table} has rows of {', '.join(names)} only; name one of them, or measure on {wanted}")
+        return wanted
+    if len(names) > 1:
+        raise InputError(f"{table}: has rows of {', '.join(names)}; choose with --gpu {names[0]}")
+    return names[0]
+
+
+def from_history(path: Path, *, gpu: str, machine: str) -> tuple[Calibration | None, list[str]]:
+    """(constants from the runs of this device in a history, notes); None where it has none."""
+    from plait.planner.calibrate import calibrate
+    from plait.planner.history import read, runs_of, same_machine
+
+    history, notes = read(path)
+    rows = [row for row in history if same_machine(row, gpu=gpu, machine=machine)][-_NEWEST:]
+    if not rows:
+        return None, notes
+    count = "1 measured run in {} moves" if len(rows) == 1 else f"{len(rows)} measured runs in {{}} move"
+    return calibrate(runs_of(rows)), [*notes, f"{count.format(path)} the constants"]
+
+
+# ---- on the screen -------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error that counts to `total`; a line a measurement where that is no terminal."""
+    if not shown:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def done(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield done
+
+
+def print_rates(rates: DeviceRates) -> None:
+    """What was measured of the device."""
+    for name, value in rates.products.items():
+        print(f"product {name:<22} {value / 1e9:10.1f} GFLOP/s")
+    print(f"memory {'':<23} {rates.memory_bytes_per_second / 1e9:10.1f} GB/s")
+    if rates.all_reduce is not None:
+        fixed, per_byte = rates.all_reduce
+        print(f"all-reduce {'':<19} {fixed * 1e6:10.0f} us" + (f" + {1 / per_byte / 1e9:.2f} GB/s" if per_byte else ""))
+    print()
+
+
+def print_calibration(found: Calibration, runs: Runs, *, known: Knowledge | None = None) -> None:
+    """The constants that moved with their priors and uncertainties, and errors before, after, and with each row left out."""
+    import numpy as np
+    from rich.console import Console
+
+    from plait.cli.planning.tables import print_table
+    from plait.planner.calibrate import errors_left_out, errors_with, uncalibrated
+    from plait.planner.constants import knowledge
+
+    shipped, prior = knowledge().constants, (known or knowledge()).constants
+    rows, kept = [], 0
+    for fit in (found.time, found.memory):
+        if not fit.rows:
+            continue
+        for name, deviation in zip(fit.names, np.sqrt(np.diag(fit.covariance)), strict=True):
+            before, value = prior[name], float(fit.rates[name])
+            if before == shipped[name] and deviation > 0.98 * before.width and abs(np.log(value / before.median)) < 0.02 * before.width:
+                kept += 1
+                continue
+            measured = "" if before == shipped[name] else f"{before.median:.3g} ±{100 * before.width:.0f} %"
+            shipped_text = f"{shipped[name].median:.3g} ±{100 * shipped[name].width:.0f} %"
+            rows.append([name, shipped_text, measured, f"{value:.3g} ±{100 * deviation:.0f} %", shipped[name].meaning])
+    print_table(Console(soft_wrap=True, highlight=False), ["constant", "shipped", "rates measured", "fitted", "meaning"], rows)
+    if kept:
+        print(f"{kept} constants of which these runs say nothing stay as shipped\n")
+    lines = [("before", errors_with(runs, uncalibrated())), ("after", errors_with(runs, found)), ("left out", errors_left_out(runs, known))]
+    words = {"before": "by the constants that ship", "after": "of the rows fitted", "left out": "each row by a fit to all others"}
+    for name, (count, middle, largest) in lines:
+        print(f"error {name:<9} median {middle:6.1%}, largest {largest:6.1%} over {count} rows, {words[name]}")

@@ -1,0 +1,153 @@
+"""What a run that `plait plan --out` wrote really took, beside what the plan said: one line, and a line in the history of runs.
+
+A listener for one rank. The first steps, in which buffers come into being, do not count. A run that is not the one that was planned
+(another layout, model or device) is not compared, and told so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from plait.errors import InputError
+from plait.events import Event, RunEnded, StepDone
+from plait.planner.history import Measured, append
+from plait.planner.job import SCHEDULES
+from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
+from plait.units import format_bytes
+
+if TYPE_CHECKING:
+    from plait.config.resolve import Resolved
+    from plait.train.session import Checked
+
+WARM, STEPS, FEWEST = 2, 8, 3
+"""Steps that do not count, that do, and fewer than which say too little."""
+
+
+class Residual:
+    """Hears steps; after `STEPS` of them says and keeps how far the plan was off."""
+
+    def __init__(self, planned: Measured, *, needed_bytes: float, history: Path, say: Callable[[str], None]) -> None:
+        self._planned, self._needed, self._history, self._say = planned, needed_bytes, history, say
+        self._seen = 0
+        self._seconds: list[float] = []
+        self._peak = 0
+        self._told = False
+
+    def __call__(self, event: Event) -> None:
+        if self._told:
+            return
+        if isinstance(event, StepDone):
+            self._seen += 1
+            self._peak = max(self._peak, event.memory_bytes)
+            if self._seen > WARM and not event.skipped:
+                self._seconds.append(event.seconds)
+        if len(self._seconds) >= STEPS or (isinstance(event, RunEnded) and len(self._seconds) >= FEWEST):
+            self._told = True
+            self._tell()
+
+    def _tell(self) -> None:
+        planned, seconds = self._planned, median(self._seconds)
+        on_cpu = planned.gpu == "cpu"
+        # On a CPU what is seen is the process, libraries included: for the eye, not for the fit.
+        predicted_bytes = self._needed if on_cpu else planned.predicted_bytes
+        measured = replace(
+            planned,
+            seconds=seconds,
+            bytes=None if on_cpu else float(self._peak),
+            steps=len(self._seconds),
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        parts = [_beside("step", planned.predicted_seconds, seconds, lambda value: f"{value:.4g} s")]
+        parts += [_beside("memory", predicted_bytes, float(self._peak), format_bytes)]
+        try:
+            append(self._history, measured)
+            kept = f"kept in {self._history}"
+        except InputError as error:  # the run is worth more than the note about it
+            kept = str(error)
+        self._say(f"plan    {'; '.join(parts)}; {len(self._seconds)} steps, {kept}")
+
+
+def _beside(name: str, predicted: float | None, measured: float, words: Callable[[float], str]) -> str:
+    if not predicted:
+        return f"{name} {words(measured)}"
+    return f"{name} predicted {words(predicted)}, measured {words(measured)}, x {measured / predicted:.2f}"
+
+
+def residual_of(file: Path, checked: Checked, *, gpu: str, machine: str, history: Path, say: Callable[[str], None]) -> Residual | None:
+    """The listener for a run of `file`, whose plan stands beside it; None where there is none, or the run is another one.
+
+    `gpu` is the catalogue's name of the device that runs, `machine` what it is where that is a CPU.
+    """
+    beside = file.with_suffix(".plan.json")
+    if not beside.is_file():
+        return None
+    try:
+        plan = json.loads(beside.read_text(encoding="utf-8"))
+        differences = _differences(plan, checked, gpu=gpu)
+        if differences:
+            say(f"plan    {beside} is not compared with this run: {differences[0]}")
+            return None
+        planned = Measured(
+            gpu=gpu,
+            machine=machine if gpu == "cpu" else "",
+            devices=plan["cluster"]["devices"],
+            devices_per_node=plan["cluster"]["devices_per_node"],
+            precision=plan["precision"],
+            compiled=plan["compiled"],
+            sequence=plan["sequence"],
+            architecture=plan["priced"]["architecture"],
+            layout=plan["priced"]["layout"],
+            seconds=0.0,
+            predicted_seconds=plan["step"]["seconds"],
+            predicted_bytes=plan["memory"]["allocated_bytes"],
+        )
+        return Residual(planned, needed_bytes=plan["memory"]["needed_bytes"], history=history, say=say)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        say(f"plan    {beside} is not compared with this run: it cannot be read ({type(error).__name__}: {error})")
+        return None
+
+
+def _differences(plan: Mapping[str, Any], checked: Checked, *, gpu: str) -> list[str]:
+    planned = dict(plan["priced"]["layout"])
+    mine = _layout(checked.resolved)
+    pairs: list[tuple[str, Any, Any]] = [
+        ("device", plan["cluster"]["device"], gpu),
+        ("processes", plan["cluster"]["devices"], checked.resolved.layout.world_size),
+        ("parameters", plan["parameters"], checked.parameters),
+        ("sequence", plan["sequence"], checked.data.train.length),
+        ("precision", plan["precision"], {"bfloat16": "bf16", "float16": "fp16"}.get(checked.resolved.precision.compute or "", "fp32")),
+        ("compiled", plan["compiled"], checked.resolved.compile.enabled),
+        # What no plan prices would be taken for an error of the plan.
+        ("activation_offload", type(checked.resolved.activation_offload)(), checked.resolved.activation_offload),
+        ("loss_chunk_tokens", 0, checked.resolved.loss_chunk_tokens),
+        ("recompute.every", 1, checked.resolved.recompute.every),
+        *((name, planned[name], value) for name, value in mine.items()),
+    ]
+    return [f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now]
+
+
+def _layout(resolved: Resolved) -> dict[str, Any]:
+    at, pipeline = resolved.layout, resolved.pipeline
+    schedules = {named: priced for priced, named in SCHEDULE_NAMES.items()}
+    modes = {named: priced for priced, named in RECOMPUTE_NAMES.items()}
+    several = at.pp > 1
+    found = {
+        "pp": at.pp,
+        "schedule": schedules.get(pipeline.schedule, pipeline.schedule) if several else SCHEDULES[0],
+        "tp": at.tp,
+        "sp": int(resolved.tensor_parallel.sequence_parallel),
+        "dp_replicate": at.dp_replicate,
+        "dp_shard": at.dp_shard,
+        "stage": resolved.data_parallel.stage,
+        "recompute": modes.get(resolved.recompute.mode, resolved.recompute.mode),
+        "micro_batch": resolved.batch.micro_batch_size,
+        "accumulation": resolved.batch.accumulation,
+        "offload": int(resolved.optimizer_offload.device != "none"),
+    }
+    return found | ({"vpp": pipeline.stages_per_rank} if several and pipeline.stages_per_rank is not None else {})

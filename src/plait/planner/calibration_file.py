@@ -1,0 +1,109 @@
+"""A calibration as a file (JSON): the constants of one kind of device, how certain they are, and what they were fitted to.
+
+`save` and `load` are inverse. A file of another device, or of another processor where it is a CPU, is refused: its constants would be
+wrong without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait.errors import InputError
+from plait.planner.calibrate import Calibration, Fit
+from plait.planner.constants import Rates, knowledge
+
+FORMAT = "plait calibration 1"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a calibration is of."""
+
+    gpu: str
+    machine: str = ""
+    """The processor and its threads a process, where the device is a CPU."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """When and from what; for people."""
+
+
+def save(path: Path, calibration: Calibration, origin: Origin) -> None:
+    """Write the file. Raises InputError where it cannot be."""
+    content = {
+        "format": FORMAT,
+        "gpu": origin.gpu,
+        "machine": origin.machine,
+        "facts": dict(origin.facts),
+        "time": _fit_facts(calibration.time),
+        "memory": _fit_facts(calibration.memory),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def load(path: Path) -> tuple[Calibration, Origin]:
+    """Raises InputError for a file that is missing or holds no calibration of this version's constants."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; name a calibration that `plait calibrate` wrote, or a CSV of runs") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); name a calibration that `plait calibrate` wrote, or a CSV of runs") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(f"{path}: holds no {FORMAT!r}; write one with `plait calibrate`")
+    try:
+        calibration = Calibration(_fit(content["time"]), _fit(content["memory"]))
+        return calibration, Origin(content["gpu"], content["machine"], content["facts"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({type(error).__name__}: {error}); write it anew with `plait calibrate`") from None
+
+
+def refuse_other(path: Path, origin: Origin, *, gpu: str, machine: str) -> None:
+    """Raises InputError where a calibration is of another device than the plan's."""
+    if origin.gpu != gpu:
+        raise InputError(f"{path}: is a calibration of {origin.gpu}, and the plan is for {gpu}; calibrate on that device")
+    if gpu == "cpu" and origin.machine != machine:
+        raise InputError(f"{path}: is a calibration of {origin.machine!r}, and this is {machine!r}; calibrate here")
+
+
+def _fit_facts(found: Fit) -> dict[str, Any]:
+    known = knowledge().constants
+    deviations = np.sqrt(np.diag(found.covariance))
+    return {
+        "constants": {
+            name: {
+                "value": float(found.rates[name]),
+                "deviation": float(deviation),
+                "shipped": known[name].median,
+                "shipped_deviation": known[name].width,
+                "meaning": known[name].meaning,
+            }
+            for name, deviation in zip(found.names, deviations, strict=True)
+        },
+        "covariance": found.covariance.tolist(),
+        "spread": found.spread,
+        "rows": found.rows,
+    }
+
+
+def _fit(content: Mapping[str, Any]) -> Fit:
+    known = knowledge()
+    names = tuple(content["constants"])
+    unknown = [name for name in names if name not in known.constants]
+    if unknown:
+        raise ValueError(f"no such constant: {', '.join(unknown)}")
+    covariance = np.array(content["covariance"], dtype=np.float64)
+    if covariance.shape != (len(names), len(names)):
+        raise ValueError(f"a covariance of {covariance.shape} for {len(names)} constants")
+    values = {**known.rates.values, **{name: float(entry["value"]) for name, entry in content["constants"].items()}}
+    if not all(np.isfinite(value) and value > 0 for value in values.values()):
+        raise ValueError("a constant is not a positive number")
+    return Fit(names, Rates(values), covariance, float(content["spread"]), int(content["rows"]))

@@ -1,0 +1,45 @@
+"""A live calibration on two processes: every trial layout runs, and what is handed on is enough to fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from plait.engine import calibration as live
+from plait.planner.calibrate import calibrate, errors_with, uncalibrated
+from plait.planner.constants import knowledge
+from plait.planner.hardware import cluster
+from plait.planner.history import runs_of
+from plait.planner.trials import believed
+from tests.pool import Pool
+
+TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "tie_word_embeddings": False}  # fmt: skip
+
+
+def measured(rank: int, world_size: int) -> Any:
+    """What rank 0 gets, and how often it was told."""
+    live.ON_CPU = TINY
+    told: list[str] = []
+    request = live.trial_request(cluster("cpu", world_size))
+    pace = live.Pace(rounds=1, steps=1, link_seconds=0.2)
+    found = live.measure(request, machine="here", pace=pace, done=told.append)
+    return found, len(told), live.measurements(request, pace)
+
+
+def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
+    found, told, expected = pool.run(2, measured)[0]
+    rates, runs = found.rates, found.runs
+    assert 0 <= found.waiting < 1
+    assert told == expected
+    assert {(one.layout["tp"], one.layout["pp"], one.layout["stage"]) for one in runs} == {
+        (1, 1, 0), (1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 0), (1, 2, 0),
+    }  # fmt: skip
+    assert all(one.seconds > 0 and one.predicted_seconds > 0 and one.machine == "here" and one.bytes is None for one in runs)
+    assert rates.all_reduce is not None and all(rate > 0 for rate in rates.products.values())
+    known = believed(knowledge(), cluster("cpu", 2).device, rates, processes=2, precision="fp32")
+    fitted = calibrate(runs_of(runs), known=known)
+    assert fitted.time.rows == len(runs)
+    assert errors_with(runs_of(runs), fitted)[1] < errors_with(runs_of(runs), uncalibrated())[1]
+    assert np.all(np.diag(fitted.time.covariance) > 0)

@@ -1,0 +1,127 @@
+"""A run beside its plan: one line, one row in the history, and nothing for a run that is another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plait.config.resolve import load, resolve
+from plait.events import RunEnded, StepDone
+from plait.observe.residual import WARM, residual_of
+from plait.planner import output
+from plait.planner.hardware import cluster
+from plait.planner.history import read
+from plait.planner.models import Model, from_config
+from plait.planner.search import Plan, Request, plan
+
+FIELDS = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": False}  # fmt: skip
+
+
+def planned(folder: Path, fixed: dict[str, int]) -> tuple[Path, Plan]:
+    """A plan for two processes on CPU cores, written."""
+    request = Request(Model(from_config(FIELDS, source="test"), {"config": FIELDS}), cluster("cpu", 2), 8, 64, "fp32")
+    found = plan(request, fixed=fixed)
+    return output.write(found, folder / "run.json", {"optimizer": {"type": "AdamW"}})[0], found
+
+
+def checked(file: Path, found: Plan, *overrides: str, parameters: int | None = None, length: int = 64) -> Any:
+    """What `plait train` has checked."""
+    resolved = resolve(load(file, list(overrides)), world_size=2)
+    own = int(found.request.model.architecture.parameters)
+    return SimpleNamespace(
+        resolved=resolved,
+        parameters=own if parameters is None else parameters,
+        data=SimpleNamespace(train=SimpleNamespace(length=length)),
+    )
+
+
+def step(number: int, seconds: float, *, skipped: bool = False) -> StepDone:
+    """One step."""
+    return StepDone(number, 3.0, 0.5, 1e-3, 1.0, skipped, 10.0, 512, seconds, 300 * 1024**2)
+
+
+@pytest.mark.parametrize("fixed", [{"tp": 2}, {"pp": 2, "recompute": 2}, {"stage": 3, "micro_batch": 2}, {"stage": 0}])
+def test_a_planned_run_is_compared_and_kept(tmp_path: Path, fixed: dict[str, int]) -> None:
+    file, found = planned(tmp_path, fixed)
+    said: list[str] = []
+    history = tmp_path / "cache" / "history.jsonl"
+    listener = residual_of(file, checked(file, found), gpu="cpu", machine="EPYC", history=history, say=said.append)
+    assert listener is not None and not said
+    for number, seconds in enumerate([9.0] * WARM + [0.5] * 4 + [0.7, 0.7, 7.0, 0.6], start=1):
+        listener(step(number, seconds, skipped=seconds == 7.0))
+    assert not said
+    listener(step(20, 0.6))
+    listener(step(21, 99.0))
+    best = found.best[0]
+    assert len(said) == 1
+    assert f"step predicted {best.seconds:.4g} s, measured 0.55 s, x {0.55 / best.seconds:.2f}" in said[0]
+    assert "memory predicted" in said[0] and "measured 300.0 MiB" in said[0] and str(history) in said[0]
+    rows, warnings = read(history)
+    assert not warnings and len(rows) == 1
+    assert (rows[0].seconds, rows[0].predicted_seconds, rows[0].steps) == (pytest.approx(0.55), best.seconds, 8)
+    assert rows[0].bytes is None and rows[0].machine == "EPYC"
+
+
+def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path: Path) -> None:
+    file, found = planned(tmp_path, {})
+    for steps, lines in ((WARM + 2, 0), (WARM + 3, 1)):
+        said: list[str] = []
+        listener = residual_of(file, checked(file, found), gpu="cpu", machine="", history=tmp_path / "h.jsonl", say=said.append)
+        assert listener is not None
+        for number in range(steps):
+            listener(step(number, 0.5))
+        listener(RunEnded(steps, "finished", 1.0, "x"))
+        assert len(said) == lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "words"),
+    [
+        (("train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=4"), {}, "micro_batch was planned as 4 and is 1"),
+        (("zero_optimization.stage=2",), {}, "stage was planned as 3 and is 2"),
+        (("parallel.recompute.mode=full",), {}, "recompute was planned as none and is full"),
+        ((), {"parameters": 7}, "and is 7"),
+        ((), {"length": 32}, "sequence was planned as 64 and is 32"),
+        (("bf16.enabled=true",), {}, "precision was planned as fp32 and is bf16"),
+        (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk_tokens was planned as 0 and is 16"),
+    ],
+)
+def test_another_run_is_not_compared(tmp_path: Path, overrides: tuple[str, ...], changes: dict[str, Any], words: str) -> None:
+    file, found = planned(tmp_path, {"stage": 3, "micro_batch": 4})
+    said: list[str] = []
+    run = checked(file, found, *overrides, **changes)
+    assert residual_of(file, run, gpu="cpu", machine="", history=tmp_path / "h.jsonl", say=said.append) is None
+    assert len(said) == 1 and words in said[0]
+
+
+def test_another_device_and_a_broken_plan_are_told(tmp_path: Path) -> None:
+    file, found = planned(tmp_path, {})
+    said: list[str] = []
+    assert residual_of(file, checked(file, found), gpu="h100", machine="", history=tmp_path / "h", say=said.append) is None
+    assert "device was planned as cpu and is h100" in said[-1]
+    run = checked(file, found)
+    for text in ("{", json.dumps({"cluster": {}}), "[]"):
+        file.with_suffix(".plan.json").write_text(text)
+        assert residual_of(file, run, gpu="cpu", machine="", history=tmp_path / "h", say=said.append) is None
+        assert "cannot be read" in said[-1]
+    file.with_suffix(".plan.json").unlink()
+    count = len(said)
+    assert residual_of(file, run, gpu="cpu", machine="", history=tmp_path / "h", say=said.append) is None
+    assert len(said) == count
+
+
+def test_a_history_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    file, found = planned(tmp_path, {})
+    said: list[str] = []
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    listener = residual_of(file, checked(file, found), gpu="cpu", machine="", history=blocked / "h.jsonl", say=said.append)
+    assert listener is not None
+    for number in range(WARM + 8):
+        listener(step(number, 0.5))
+    assert "cannot be added" in said[0] and "PLAIT_CACHE" in said[0]

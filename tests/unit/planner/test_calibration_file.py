@@ -1,0 +1,105 @@
+"""Calibrations as files, and what a live measurement says of the constants."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.errors import InputError
+from plait.planner.calibrate import calibrate, errors_left_out, errors_with, uncalibrated
+from plait.planner.calibration_file import Origin, load, refuse_other, save
+from plait.planner.constants import knowledge
+from plait.planner.hardware import cluster
+from plait.planner.history import runs_of
+from plait.planner.job import Layouts
+from plait.planner.models import find_model
+from plait.planner.search import Request, job_of, price
+from plait.planner.traffic import collective_seconds, group
+from plait.planner.trials import DeviceRates, believed, trial_layouts
+from tests.unit.planner.test_history import measured
+
+
+def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:
+    found = calibrate(runs_of([measured(factor=1.2, index=index) for index in range(4)]))
+    save(tmp_path / "here.json", found, Origin("h100", "", {"rows": 4}))
+    again, origin = load(tmp_path / "here.json")
+    assert origin == Origin("h100", "", {"rows": 4})
+    request = Request(find_model("llama-3-8b"), cluster("h100", 16), 64, 2048)
+    layout = {"dp_shard": 16, "stage": 3, "micro_batch": 1, "accumulation": 4}
+    assert price(request, [layout], calibration=again) == price(request, [layout], calibration=found)
+    assert price(request, [layout], calibration=again) != price(request, [layout])
+
+
+def test_a_file_of_another_device_or_form_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    save(file, calibrate(runs_of([measured()])), Origin("h100"))
+    origin = load(file)[1]
+    refuse_other(file, origin, gpu="h100", machine="")
+    with pytest.raises(InputError, match="calibration of h100, and the plan is for a100"):
+        refuse_other(file, origin, gpu="a100", machine="")
+    with pytest.raises(InputError, match="'EPYC', and this is 'Xeon'"):
+        refuse_other(file, Origin("cpu", "EPYC"), gpu="cpu", machine="Xeon")
+    content = json.loads(file.read_text())
+    for change, words in (
+        ({"format": "other"}, "holds no"),
+        ({"time": {}}, "KeyError"),
+        ({"time": content["time"] | {"covariance": [[1.0]]}}, "covariance"),
+        ({"time": content["time"] | {"constants": {"warp": {"value": 1}}}}, "no such constant: warp"),
+    ):
+        file.write_text(json.dumps(content | change))
+        with pytest.raises(InputError, match=words):
+            load(file)
+    content["time"]["constants"]["link"]["value"] = -1
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="not a positive number"):
+        load(file)
+    file.write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        load(file)
+    with pytest.raises(InputError, match="No such file"):
+        load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("name", ["cpu", "h100"])
+def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
+    here = cluster(name, 2)
+    precision = "fp32" if name == "cpu" else "bf16"
+    rates = DeviceRates({"small": 1e9, "large": 0.5 * here.device.flops[precision]}, 0.4 * here.device.memory_bandwidth, (2e-4, 1 / 3e9))
+    known = believed(knowledge(), here.device, rates, processes=2, precision=precision)
+    request = Request(find_model("llama-3-8b"), here, 8, 512, precision)
+    job = job_of(request, Layouts(dp_replicate=np.array([2])))
+    for nbytes in (1e4, 1e6, 1e8):
+        assert collective_seconds(job, known.rates, group(job, "dp"), nbytes, "all_reduce") == pytest.approx(2e-4 + nbytes / 3e9)
+    family = "gemm.cpu" if name == "cpu" else "gemm.hopper"
+    crowd = 2 ** knowledge().constants["crowding.cpu"].median if name == "cpu" else 1
+    assert known.constants[family].median / crowd == pytest.approx(0.5)
+    assert known.constants[family].width < knowledge().constants[family].width or name == "h100"
+    alone = believed(knowledge(), here.device, replace(rates, all_reduce=None), processes=1, precision=precision)
+    assert alone.constants["link"] == knowledge().constants["link"] and alone.constants["link.cpu"] == knowledge().constants["link.cpu"]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
+def test_trials_are_of_all_processes_and_of_one_batch(processes: int) -> None:
+    layouts = trial_layouts(processes, batch=4 * processes, heads=6)
+    for at in layouts:
+        dp = at["dp_replicate"] * at["dp_shard"]
+        assert at["tp"] * at["pp"] * dp == processes
+        assert at["micro_batch"] * at["accumulation"] * dp == 4 * processes
+        assert at["accumulation"] >= at["pp"]
+    assert len({tuple(at.items()) for at in layouts}) == len(layouts)
+    kinds = {(at["tp"], at["pp"], at["stage"]) for at in layouts}
+    wanted = {(1, 1, 0)} | ({(1, 1, stage) for stage in (1, 2, 3)} if processes > 1 else set())
+    assert kinds == wanted | ({(2, 1, 0), (1, 2, 0)} if processes % 2 == 0 else set())
+
+
+def test_errors_of_rows_left_out_are_not_those_of_the_fit() -> None:
+    runs = runs_of([measured(factor=factor, index=index) for index, factor in enumerate((1.3, 1.32, 1.28, 1.3, 1.6))])
+    count, before, _ = errors_with(runs, uncalibrated())
+    assert count == 5 and before == pytest.approx(1 - 1 / 1.3, abs=0.01)
+    _, after, largest = errors_with(runs, calibrate(runs))
+    assert after < 0.05
+    assert errors_left_out(runs)[2] >= largest
