@@ -1,22 +1,23 @@
 """Which way to sum gradients over a group, how large a message, and whether to compress it: from the links' costs. Pure, and every choice
 says why.
 
-A way is priced as the operations that it is made of. Compression changes what is trained, a little, so it is only chosen where the caller
-allows it. Ties go to the way with the fewest parts.
+A way that was measured as it is has that price; any other is priced as the operations that it is made of. Compression changes what is
+trained, a little, so it is only chosen where the caller allows it. Ties go to the way with the fewest parts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.comm.links import GroupLinks
 from plait.comm.quantise import packed_bytes
-from plait.units import MIB, format_bytes
+from plait.units import KIB, MIB, format_bytes
 
-FIXED_SHARE = 0.1
-"""A bucket is so large that the fixed time is at most this part of its time."""
-_LARGEST_BUCKET = 100 * MIB
+LARGEST_BUCKET_BYTES = 100 * MIB
+SMALLEST_BUCKET_BYTES = 256 * KIB
+"""Below this, what Python does for a bucket counts, and no link's price has it."""
 QUANTISE_SECONDS_PER_BYTE = 2e-9
 """Of float32, there and back, twice: about 2 GB/s a core. A GPU is a hundred times as fast; measured values replace it."""
 
@@ -28,19 +29,30 @@ class Choice:
     algorithm: str
     """A name of `comm.algorithms`, `shared-memory`, or `int8` (quantised to owners and back)."""
     seconds: float
+    """Of all messages together."""
     bucket_bytes: int
+    """Of one message."""
     reason: str
     others: tuple[tuple[str, float], ...]
     """Every other way that was priced, cheapest first."""
 
 
 def prices(
-    nbytes: int, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
+    nbytes: float, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
 ) -> dict[str, float]:
     """Way to seconds for an all-reduce of `nbytes` of float32, in the order in which ties are decided."""
+    measured = {way: cost.at(nbytes) for way, cost in group.whole.costs.items() if way in _WAYS}
+    composed = _composed(nbytes, group, quantise_seconds_per_byte) if "exchange" in group.whole.costs else {}
+    found = composed | measured
+    return {way: found[way] for way in _WAYS if way in found and (lossy or way != "int8")}
+
+
+_WAYS = ("shared-memory", "all-reduce", "reduce-scatter+all-gather", "two-level", "recursive-doubling", "ring", "int8")
+
+
+def _composed(nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float) -> dict[str, float]:
     costs, ranks = group.whole.costs, group.ranks
-    found = {"shared-memory": costs["shared_memory"].at(nbytes)} if "shared_memory" in costs else {}
-    found["all-reduce"] = costs["all_reduce"].at(nbytes)
+    found = {"all-reduce": costs["all_reduce"].at(nbytes)}
     found["reduce-scatter+all-gather"] = costs["reduce_scatter"].at(nbytes) + costs["all_gather"].at(nbytes)
     if group.inside is not None and group.across is not None:
         inside, across = group.inside.costs, group.across.costs
@@ -51,24 +63,61 @@ def prices(
     nearby = (group.inside or group.whole).costs["exchange"]
     found["recursive-doubling"] = near * nearby.at(nbytes) + (far * costs["far_exchange"].at(nbytes) if far else 0)
     found["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
-    if lossy:
-        packed = packed_bytes(nbytes // 4, 8)
-        sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
-        found["int8"] = sent + quantise_seconds_per_byte * nbytes
+    packed = packed_bytes(int(nbytes) // 4, 8)
+    sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
+    found["int8"] = sent + quantise_seconds_per_byte * nbytes
     return found
 
 
 def choose_all_reduce(
     nbytes: int, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
 ) -> Choice:
-    """The cheapest way to sum `nbytes` of float32 gradients over the group. `lossy` allows compression."""
+    """The cheapest way to sum `nbytes` of float32 over the group in one message. `lossy` allows compression."""
     priced = prices(nbytes, group, lossy=lossy, quantise_seconds_per_byte=quantise_seconds_per_byte)
+    return _choice(nbytes, 1, priced, group)
+
+
+def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None, lossy: bool = False) -> Choice:
+    """The cheapest way to sum `gradient_bytes` of gradients in buckets, and how large these should be where `bucket_bytes` does not say.
+
+    A bucket can be sent when backward has filled it. More of them begin earlier and each costs its fixed time once more. For a backward
+    that takes as long as the whole sum T(G), where this matters most, N buckets end T(G) / N + N T(G / N) after its begin: least at
+    N = sqrt(b G / a) for T = a + b x.
+    """
+    total = max(gradient_bytes, 1)
+    if bucket_bytes is not None:
+        count = math.ceil(total / min(bucket_bytes, total))
+        return _choice(total, count, _together(total, count, group, lossy), group)
+    fewest = math.ceil(total / LARGEST_BUCKET_BYTES)
+    counts = [fewest]
+    while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
+        counts.append(2 * counts[-1])
+    whole = prices(total, group, lossy=lossy)
+    ends = {(count, way): whole[way] / count + s for count in counts for way, s in _together(total, count, group, lossy).items()}
+    count, _ = min(ends, key=lambda at: ends[at])
+    return _choice(total, count, _together(total, count, group, lossy), group)
+
+
+def int8_saves(gradient_bytes: int, group: GroupLinks, choice: Choice) -> float | None:
+    """Seconds that int8 would take less than the choice for all gradients, in the same buckets; None where it has no price."""
+    total = max(gradient_bytes, 1)
+    priced = _together(total, math.ceil(total / choice.bucket_bytes), group, True)
+    return choice.seconds - priced["int8"] if "int8" in priced else None
+
+
+def _together(total: int, count: int, group: GroupLinks, lossy: bool) -> dict[str, float]:
+    return {way: count * seconds for way, seconds in prices(total / count, group, lossy=lossy).items()}
+
+
+def _choice(nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks) -> Choice:
     best = min(priced, key=lambda way: priced[way])
     others = tuple(sorted(((way, seconds) for way, seconds in priced.items() if way != best), key=lambda item: item[1]))
-    bucket = _bucket_bytes(group, best, lossy)
     where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
     beaten = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])
-    reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {best} {_milliseconds(priced[best])}; {beaten}. {_why(best, group)}"
+    bucket = math.ceil(nbytes / count)
+    parts = f" in {count} buckets of {format_bytes(bucket)}" if count > 1 else ""
+    taken = f"{best} {_milliseconds(priced[best])}{parts}"
+    reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {taken}; {beaten}. {_why(best, group)}"
     return Choice(best, priced[best], bucket, reason, others)
 
 
@@ -82,16 +131,6 @@ def _why(best: str, group: GroupLinks) -> str:
     if best == "shared-memory":
         return "All ranks are on one machine and share memory."
     return "Nothing that it is made of is cheaper apart."
-
-
-def _bucket_bytes(group: GroupLinks, way: str, lossy: bool) -> int:
-    """From the way's own price at two sizes: fixed and per byte; a power of two of MiB."""
-    small, large = (prices(size * MIB, group, lossy=lossy)[way] for size in (1, 64))
-    per_byte = (large - small) / (63 * MIB)
-    fixed = max(0.0, small - per_byte * MIB)
-    wanted = (1 / FIXED_SHARE - 1) * fixed / per_byte if per_byte > 0 else _LARGEST_BUCKET
-    power = 2 ** math.ceil(math.log2(max(1.0, wanted / MIB)))
-    return min(_LARGEST_BUCKET, power * MIB)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -1,12 +1,13 @@
 """Which collectives the data-parallel technique uses on the groups that exist, and a sentence that says so and why.
 
 Decided once, when the model is sharded, and alike on every rank of a group. Compression that was asked for comes first, then an algorithm
-that was asked for, then what measured links say, then shared memory or torch.
+that was asked for, then a file of links, then shared memory, then what a measurement at the start says, then torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,9 +18,10 @@ from plait._torch import sharded_modules
 from plait.cluster.mesh import Levels, Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
-from plait.comm.choose import choose_all_reduce
+from plait.comm.choose import choose_buckets, int8_saves
 from plait.comm.compress import QuantisedReduceScatter
-from plait.comm.links import load
+from plait.comm.links import GroupLinks, load
+from plait.comm.startup import Found, find_links
 from plait.comm.transport import connect
 from plait.errors import ConfigError, InputError, Problem
 
@@ -29,46 +31,80 @@ if TYPE_CHECKING:
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
 
 
-def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> tuple[MakeBuckets, str]:
-    """(what makes the reducer's buckets, how gradients are summed). Collective over the group."""
+@dataclass(frozen=True)
+class Summing:
+    """How the gradients of replicated parameters are summed."""
+
+    make_buckets: MakeBuckets
+    bucket_bytes: int
+    said: str
+    """For people."""
+    int8_saves_seconds: float | None = None
+    """What int8 would take less for all gradients of a step; None where it may not be chosen or was not measured."""
+
+
+def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
+    """Collective over the group. `gradient_bytes`: of all gradients that this rank sums."""
     compression = technique.compression
     if compression.gradients:
         how = f"PowerSGD of rank {compression.powersgd_rank}" if compression.powersgd_rank else f"int{compression.gradient_bits}"
-        return lambda flats: compression.buckets(group, flats, mesh.device), f"gradients are summed as {how}"
+        said = f"gradients are summed as {how}"
+        return Summing(lambda flats: compression.buckets(group, flats, mesh.device), technique.bucket_bytes, said)
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
+    bucket_bytes, saves, shared = technique.bucket_bytes, None, None
     if wanted == "two-level" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
-    if wanted == "by-machines" and technique.links is not None:
-        wanted, why = _by_links(technique.links, technique.bucket_bytes, group, levels)
-    elif wanted == "by-machines" and levels is not None:
+    if wanted == "by-machines" and dist.get_backend(group) != "fake":
+        found = None
+        if technique.links is not None:
+            found = Found(_from_file(technique.links, group, levels), f"by {technique.links}")
+        else:
+            shared = connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
+            if shared.name == "torch" and technique.measure_seconds:
+                found = find_links(
+                    "dp_replicate",
+                    group,
+                    levels,
+                    device=mesh.device,
+                    seconds=technique.measure_seconds,
+                    kept=Path(technique.kept_links) if technique.kept_links else None,
+                    lossy=technique.may_compress,
+                )
+        if found is not None:
+            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=None if technique.bucket_by_links else bucket_bytes)
+            wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
+            saves = int8_saves(gradient_bytes, found.links, choice) if technique.may_compress else None
+    if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
-        way = connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
-        return way.buckets, f"gradients are summed by {way.name}: {way.reason if wanted == 'by-machines' else why}"
+        way = shared or connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
+        note = "; the links were not measured, because nothing here is faster" if way.name == "shared-memory" else ""
+        why = way.reason + note if wanted == "by-machines" else why
+        return Summing(way.buckets, bucket_bytes, f"gradients are summed by {way.name}: {why}", saves)
     algorithm = cast(Name, wanted)
-    return (
-        lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels),
-        f"gradients are summed by {algorithm}: {why}",
+    said = f"gradients are summed by {algorithm}: {why}"
+    return Summing(
+        lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels), bucket_bytes, said, saves
     )
 
 
-def _by_links(path: str, bucket_bytes: int, group: dist.ProcessGroup, levels: Levels | None) -> tuple[str, str]:
-    """(way, why) from measured links. The group's first rank reads the file, for all."""
-    answer: list[tuple[str, str] | ConfigError | None] = [None]
+def _from_file(path: str, group: dist.ProcessGroup, levels: Levels | None) -> GroupLinks:
+    """The measured links of a file that the configuration names. The group's first rank reads it, for all."""
+    answer: list[GroupLinks | ConfigError | None] = [None]
     if group.rank() == 0:
-        answer = [_chosen(path, bucket_bytes, group.size(), levels.across.size() if levels is not None else 1)]
-    if dist.get_backend(group) != "fake":
-        dist.broadcast_object_list(answer, group_src=0, group=group)
+        answer = [_read(path, group.size(), levels.across.size() if levels is not None else 1)]
+    dist.broadcast_object_list(answer, group_src=0, group=group)
     found = answer[0]
     if isinstance(found, ConfigError):
         raise found
-    return found or ("by-machines", "")
+    assert found is not None
+    return found
 
 
-def _chosen(path: str, bucket_bytes: int, ranks: int, machines: int) -> tuple[str, str] | ConfigError:
+def _read(path: str, ranks: int, machines: int) -> GroupLinks | ConfigError:
     try:
         measured = load(Path(path)).get("dp_replicate")
     except InputError as error:
@@ -77,8 +113,7 @@ def _chosen(path: str, bucket_bytes: int, ranks: int, machines: int) -> tuple[st
         there = f"{measured.ranks} ranks on {measured.machines}" if measured is not None else "no group dp_replicate on any"
         rule = f"it was measured for {there} machine(s), and gradients are summed over {ranks} on {machines}"
         return ConfigError(Problem("parallel.links", path, rule, "measure again with `plait doctor --links`, or leave it out"))
-    choice = choose_all_reduce(bucket_bytes, measured)
-    return choice.algorithm, choice.reason
+    return measured
 
 
 def sharded(technique: DataParallel, model: nn.Module, mesh: Mesh) -> tuple[Mapping[str, QuantisedReduceScatter], str]:

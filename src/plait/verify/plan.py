@@ -136,10 +136,12 @@ def prepare(
         rest += more
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
+    changed: dict[str, Any] = {"may_compress": False}  # what is compared computes the same numbers from the first step to the last
     if choice.share < 1:
         # As many buckets for the small model as the large one has.
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
-        resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update={"bucket_bytes": size})})
+        changed |= {"bucket_bytes": size, "bucket_by_links": False}
+    resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
     layout, batch = resolved.layout, resolved.batch
     pieces = layout.dp * batch.accumulation
     data = f"{_counted(steps, 'step')} of {_counted(pieces, 'micro-batch')} of {_counted(batch.micro_batch_size, 'sample')}, ragged"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.comm.choose import choose_all_reduce, prices
+from plait.comm.choose import choose_all_reduce, choose_buckets, int8_saves, prices
 from plait.comm.links import Cost, GroupLinks, Level, Link, describe
 from plait.units import KIB, MIB
 
@@ -59,15 +59,49 @@ def test_it_changes_when_the_links_change() -> None:
 
 
 def test_shared_memory_where_it_was_measured() -> None:
-    whole = Level(2, {**PCIE_NODE.whole.costs, "shared_memory": Cost(1e-5, 1e-11)})
+    whole = Level(2, {**PCIE_NODE.whole.costs, "shared-memory": Cost(1e-6, 1e-12)})
     choice = choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, whole))
     assert choice.algorithm == "shared-memory"
 
 
-def test_buckets_grow_with_latency() -> None:
-    """The fixed time is at most a tenth."""
-    near, far = choose_all_reduce(25 * MIB, PCIE_NODE), choose_all_reduce(25 * MIB, SIXTY_FOUR_NODES)
+def test_what_was_measured_beats_what_it_is_made_of() -> None:
+    whole = Level(4, {**PCIE_NODE.whole.costs, "ring": Cost(0, 1e-13)})
+    assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 4, whole)).algorithm == "ring"
+    only = GroupLinks("dp_replicate", 1, 4, Level(4, {"ring": Cost(0, 1e-9), "all-reduce": Cost(1e-3, 1e-10)}))
+    assert prices(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
+
+
+def test_buckets_of_a_model_known_to_take_as_long_as_its_gradients() -> None:
+    """sqrt(a G / b) for a message of a + b x seconds, to the next power of two of buckets."""
+    for fixed, per_byte, total in ((1e-4, 1e-9, 100 * MIB), (1e-3, 1e-9, 100 * MIB), (1e-3, 1e-8, 1000 * MIB)):
+        group = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(fixed, per_byte)}))
+        best = (fixed * total / per_byte) ** 0.5
+        assert best / 2**0.5 <= choose_buckets(total, group).bucket_bytes <= best * 2**0.5 + 1
+
+
+def test_buckets_follow_the_links() -> None:
+    near = choose_buckets(100 * MIB, PCIE_NODE)
+    far = choose_buckets(100 * MIB, describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(1e-4, 8 * 45e9)))
     assert near.bucket_bytes < far.bucket_bytes
-    for group, choice in ((PCIE_NODE, near), (TWO_NODES_ON_ETHERNET, choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET))):
-        fixed = prices(0, group)[choice.algorithm]
-        assert fixed <= 0.11 * prices(choice.bucket_bytes, group)[choice.algorithm]
+    assert f"in {100 * MIB // near.bucket_bytes} buckets of" in near.reason
+    assert choose_buckets(100 * KIB, PCIE_NODE).bucket_bytes == 100 * KIB, "no bucket is larger than all gradients"
+
+
+def test_a_given_bucket_decides_the_way() -> None:
+    """Small messages take fewest steps."""
+    assert choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=4 * KIB).algorithm == "recursive-doubling"
+    whole = choose_buckets(25 * MIB, NVLINK_NODE, bucket_bytes=100 * MIB)
+    assert (whole.algorithm, whole.bucket_bytes) == ("all-reduce", 25 * MIB)
+    assert whole.seconds == prices(25 * MIB, NVLINK_NODE)["all-reduce"]
+
+
+def test_what_int8_saves() -> None:
+    slow = choose_buckets(100 * MIB, TWO_NODES_ON_ETHERNET)
+    saved = int8_saves(100 * MIB, TWO_NODES_ON_ETHERNET, slow)
+    assert saved is not None
+    assert 0 < saved < slow.seconds
+    fast = choose_buckets(100 * MIB, NVLINK_NODE)
+    saved = int8_saves(100 * MIB, NVLINK_NODE, fast)
+    assert saved is not None
+    assert saved < 0, "quantising on one core takes longer than NVLink"
+    assert int8_saves(MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)})), fast) is None
