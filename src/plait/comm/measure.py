@@ -47,8 +47,7 @@ def measure_group(axis: str, group: dist.ProcessGroup, levels: Levels | None, *,
     if levels is None:
         return GroupLinks(axis, 1, group.size(), whole)
     inside, across = (
-        _level(partial(_basic, level, device), level, device, seconds, most_rounds=_MOST_ROUNDS)
-        for level in (levels.inside, levels.across)
+        _level(partial(_basic, level, device), level, device, seconds, most_rounds=_MOST_ROUNDS) for level in (levels.inside, levels.across)
     )
     return GroupLinks(axis, machines, levels.inside.size(), whole, inside, across)
 

@@ -128,7 +128,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (("parallel.compress_weights",), lambda r: r.data_parallel.stage == 0, "stage 0 gathers no parameters"),
     (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
-    (("parallel.error_feedback",), lambda r: r.data_parallel.compression.gradient_bits == 0, "gradients are not quantised"),
+    (
+        ("parallel.error_feedback",),
+        lambda r: r.data_parallel.compression.gradient_bits == 0 and not r.data_parallel.may_compress,
+        "gradients are not quantised",
+    ),
     (("parallel.powersgd_rank",), lambda r: r.data_parallel.compression.powersgd_rank == 0, "compress_gradients is not powersgd"),
     (
         ("parallel.transport",),

@@ -231,7 +231,8 @@ class ParallelSection(Policy):
     memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
     all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
     """How gradients are summed at stage 0 in the model's own dtype. "auto": through shared memory, or what is cheapest by the links that
-    were measured; where none were, in two levels (inside machines, across, inside) if the processes span machines with several of them each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    were measured. Where none were, in two levels (inside machines, across, inside) if the processes span machines with several of them
+    each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
     measure_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), Number] = 1.0
     """About how long "auto" in all_reduce measures the links of the run's own processes when it starts, where they share no memory and
     links names no file. 0: it does not, and decides by the machines."""

@@ -22,7 +22,6 @@ from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB, dtype_of
 
-
 DEFAULT_BUCKET_BYTES = 25 * MIB
 """That of DistributedDataParallel."""
 
@@ -113,7 +112,7 @@ def _compression(found: Findings, dtypes: Precision) -> Compression:
         gradient_bits=bits[gradients],
         weight_bits=bits[parallel.compress_weights] if stage else 0,
         powersgd_rank=parallel.powersgd_rank if gradients == "powersgd" else 0,
-        error_feedback=bool(feedback) and gradients in ("int8", "int4"),
+        error_feedback=bool(feedback) and gradients in ("int8", "int4", "auto"),
     )
 
 

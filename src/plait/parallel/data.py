@@ -87,10 +87,11 @@ class DataParallel(Technique):
                 separate_vectors=self.compression.gradients,
                 reduce_dtype=parts.reduce_dtype,
                 track_unused=self.unused_parameters,
+                waits=parts.waits,
             )
-            return parts.with_(reducer=reducer, communication=summing.said)
+            return parts.with_(reducer=reducer, trial=summing.trial_of(reducer), communication=summing.said)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
-        compressors, said = wiring.sharded(self, parts.model, mesh)
+        compressors, said = wiring.sharded(self, parts, mesh)
         return parts.with_(compressors=compressors, communication=said)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:

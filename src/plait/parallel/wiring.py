@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Levels, Mesh
@@ -23,7 +23,12 @@ from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links
 from plait.comm.transport import connect
+from plait.comm.waits import TimedAllGather, TimedReduceScatter
 from plait.errors import ConfigError, InputError, Problem
+from plait.parallel.compression import Compression
+from plait.parallel.reducer import Reducer
+from plait.parallel.technique import Parts
+from plait.parallel.trial import Trial
 
 if TYPE_CHECKING:
     from plait.parallel.data import DataParallel
@@ -39,8 +44,14 @@ class Summing:
     bucket_bytes: int
     said: str
     """For people."""
-    int8_saves_seconds: float | None = None
-    """What int8 would take less for all gradients of a step; None where it may not be chosen or was not measured."""
+    compressed: MakeBuckets | None = None
+    """What may take the buckets' place after the first steps; None where that is not open."""
+    int8_saves_seconds: float = 0.0
+    """What it would take less for all gradients of a step."""
+
+    def trial_of(self, reducer: Reducer) -> Trial | None:
+        """The steps that decide."""
+        return Trial(reducer, self.compressed, self.int8_saves_seconds) if self.compressed is not None else None
 
 
 def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
@@ -54,6 +65,7 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     wanted: str = technique.all_reduce
     why = "set in the configuration"
     bucket_bytes, saves, shared = technique.bucket_bytes, None, None
+    no_int8 = "the links were not measured"
     if wanted == "two-level" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
@@ -76,19 +88,29 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
         if found is not None:
             choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=None if technique.bucket_by_links else bucket_bytes)
             wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
-            saves = int8_saves(gradient_bytes, found.links, choice) if technique.may_compress else None
+            saves = int8_saves(gradient_bytes, found.links, choice)
+            no_int8 = f"int8 would take {-saves * 1e3:.3g} ms longer" if saves is not None else f"{found.how} has no price of int8"
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
         way = shared or connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
         note = "; the links were not measured, because nothing here is faster" if way.name == "shared-memory" else ""
         why = way.reason + note if wanted == "by-machines" else why
-        return Summing(way.buckets, bucket_bytes, f"gradients are summed by {way.name}: {why}", saves)
-    algorithm = cast(Name, wanted)
-    said = f"gradients are summed by {algorithm}: {why}"
-    return Summing(
-        lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels), bucket_bytes, said, saves
-    )
+        if way.name == "shared-memory":
+            saves, no_int8 = None, "shared memory is faster than quantising"
+        make, said = way.buckets, f"gradients are summed by {way.name}: {why}"
+    else:
+        make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
+        said = f"gradients are summed by {wanted}: {why}"
+    if not technique.may_compress:
+        return Summing(make, bucket_bytes, said)
+    if mesh.device.type != "cpu":
+        saves, no_int8 = None, f"what a step waits for is not measured on {mesh.device.type}"
+    if saves is None or saves <= 0:
+        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: {no_int8}")
+    int8 = Compression(gradient_bits=8, error_feedback=technique.compression.error_feedback)
+    said = f"{said}. The first steps decide whether int8 takes its place, which would save up to {saves * 1e3:.3g} ms"
+    return Summing(make, bucket_bytes, said, lambda flats: int8.buckets(group, flats, mesh.device), saves)
 
 
 def _from_file(path: str, group: dist.ProcessGroup, levels: Levels | None) -> GroupLinks:
@@ -116,7 +138,7 @@ def _read(path: str, ranks: int, machines: int) -> GroupLinks | ConfigError:
     return measured
 
 
-def sharded(technique: DataParallel, model: nn.Module, mesh: Mesh) -> tuple[Mapping[str, QuantisedReduceScatter], str]:
+def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> tuple[Mapping[str, QuantisedReduceScatter], str]:
     """(units' compressed collectives that may keep errors, how shards travel). Collective over `dp_shard`."""
     group = mesh.group("dp_shard")
     if group is None:
@@ -125,13 +147,14 @@ def sharded(technique: DataParallel, model: nn.Module, mesh: Mesh) -> tuple[Mapp
             raise ConfigError(Problem("parallel.transport", "shared-memory", rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
         return {}, ""
     way = connect(group, label="dp_shard", device=mesh.device, wanted=technique.transport)
-    for module in sharded_modules(model):
-        # Shared memory is laid out for one group, and the second copy is gathered over another.
-        if way.all_gather is not None and not (technique.stage == 3 and technique.second_copy):
-            module.set_custom_all_gather(way.all_gather)
+    # Shared memory is laid out for one group, and the second copy is gathered over another.
+    all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
+    for module in sharded_modules(parts.model):
+        if mesh.device.type == "cpu":
+            module.set_custom_all_gather(TimedAllGather(all_gather, parts.waits, "dp_shard"))
         if way.reduce_scatter is not None:
-            module.set_custom_reduce_scatter(way.reduce_scatter)
+            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, parts.waits, "dp_shard"))
     compression = technique.compression
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
     said = f"parameters are gathered {names[compression.weight_bits]}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
-    return compression.install(model, mesh.levels("dp_shard") if compression.gradient_bits else None), said
+    return compression.install(parts.model, mesh.levels("dp_shard") if compression.gradient_bits else None, parts.waits), said

@@ -34,6 +34,8 @@ class FakeEngine:
     before: Callable[[int], None] = lambda step: None
     loss: Callable[[int], float] = lambda step: 1.0 / step
     skipped: bool = False
+    waits: Callable[[int], dict[str, float]] = lambda step: {}
+    decides: Callable[[int], str] = lambda step: ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     batches: list[list[int]] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
@@ -49,6 +51,8 @@ class FakeEngine:
             skipped=self.skipped,
             learning_rate=0.1,
             loss_scale=1.0,
+            waited_seconds=self.waits(step),
+            decided=self.decides(step),
         )
 
     def eval_batch(self, batch: Any) -> tuple[float, float]:
@@ -198,7 +202,9 @@ def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path
         engine.batches.append([])
         loss = Loss()
         loss.step = len(engine.batches)
-        return SimpleNamespace(loss=loss, weight=1.0, grad_norm=1.0, skipped=False, learning_rate=0.1, loss_scale=1.0)
+        return SimpleNamespace(
+            loss=loss, weight=1.0, grad_norm=1.0, skipped=False, learning_rate=0.1, loss_scale=1.0, waited_seconds={}, decided=""
+        )
 
     engine.train_batch = train_batch  # type: ignore[method-assign]
     engine.device = torch.device("meta")
