@@ -1,15 +1,15 @@
 """Times of collectives between the processes that run now, fitted to costs. Collective, and the only module here that looks at a clock.
 
-Sizes are taken in turn, several rounds of all of them, and the median of a size is its time: a disturbance hits all sizes, not one. A time
-is the slowest rank's. Rounds end at a budget, which the first rank watches for all; on slow links the largest sizes are left out.
+Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A time is the slowest rank's, and the lower
+quartile of the rounds counts, because what disturbs only adds. Rounds end at a budget, which the first rank watches for all; on slow links
+the largest sizes are left out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from typing import cast, get_args
 
 import torch
@@ -53,24 +53,31 @@ def measure_group(axis: str, group: dist.ProcessGroup, levels: Levels | None, *,
 
 
 def measure_ways(
-    axis: str, group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, seconds: float, lossy: bool = False
+    axis: str,
+    group: dist.ProcessGroup,
+    levels: Levels | None,
+    *,
+    device: torch.device,
+    seconds: float,
+    lossy: bool = False,
+    shared_memory: bool = False,
 ) -> GroupLinks:
-    """Only the ways of summing, through torch's collectives, for a choice between them; `lossy` has compression among them. Collective
-    over the group, about `seconds`."""
+    """Only the ways of summing, for a choice between them; `lossy` has compression among them, `shared_memory` that where there is some.
+    Collective over the group, about `seconds`."""
     machines = levels.across.size() if levels is not None else 1
-    ways = ways_of(group, levels, device=device, shared_memory=False, lossy=lossy)
+    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=lossy)
     whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS)
     return GroupLinks(axis, machines, group.size() // machines, whole)
 
 
 def probe(group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.device, times: int = 5) -> list[float]:
-    """Seconds of an all-reduce of each size, the median of `times` after a first one, which opens connections. Collective over the
+    """Seconds of an all-reduce of each size, from `times` after a first one, which opens connections. Collective over the
     group; milliseconds on links that are not slow."""
-    found = {}
+    found = []
     for nbytes in sizes:
         operation = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device), group=group)
-        found["all-reduce", nbytes] = median([_timed(operation, group, device) for _ in range(times + 1)][1:])
-    return list(_slowest(found, group, device).values())
+        found.append([_timed(operation, group, device) for _ in range(times + 1)][1:])
+    return _undisturbed(found, group, device)
 
 
 def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, shared_memory: bool, lossy: bool) -> Operations:
@@ -122,11 +129,11 @@ def _level(of: Operations, group: dist.ProcessGroup, device: torch.device, secon
         rounds += 1
         going.fill_(time.perf_counter() - began < seconds and (most_rounds is None or rounds < most_rounds))
         dist.broadcast(going, group_src=0, group=group)
-    medians = _slowest({key: median(found[1:] or found) for key, found in times.items()}, group, device)
+    typical = dict(zip(operations, _undisturbed([found[1:] or found for found in times.values()], group, device), strict=True))
     return Level(
         group.size(),
         {
-            name: measured_cost([(nbytes, max(taken, 1e-9)) for (other, nbytes), taken in medians.items() if other == name])
+            name: measured_cost([(nbytes, max(taken, 1e-9)) for (other, nbytes), taken in typical.items() if other == name])
             for name in smallest
         },
     )
@@ -172,7 +179,9 @@ def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device)
     return time.perf_counter() - began
 
 
-def _slowest(times: Mapping[tuple[str, int], float], group: dist.ProcessGroup, device: torch.device) -> dict[tuple[str, int], float]:
-    values = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
+def _undisturbed(times: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Of each list, equally long on all ranks: the lower quartile of the slowest rank's."""
+    values = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(times, values.tolist(), strict=True))
+    found: list[float] = values.quantile(0.25, dim=1).tolist()
+    return found

@@ -113,6 +113,18 @@ def test_a_whole_run_in_order(tmp_path: Path) -> None:
     assert next(event for event in events if isinstance(event, Validated)).loss == 2.0
 
 
+def test_waits_are_told_step_by_step_and_in_all_and_a_decision_after_its_step(tmp_path: Path) -> None:
+    engine = FakeEngine(waits=lambda step: {"all_reduce dp_replicate": float(step)}, decides=lambda step: "int8" if step == 2 else "")
+    _, events = _run(tmp_path, engine, steps=3)
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert [event.waited_seconds for event in steps] == [{"all_reduce dp_replicate": float(step)} for step in (1, 2, 3)]
+    assert _told(events)[1:5] == [("StepDone", 1), ("StepDone", 2), ("CommunicationDecided", 2), ("StepDone", 3)]
+    end = events[-1]
+    assert isinstance(end, RunEnded)
+    assert end.waited_seconds == {"all_reduce dp_replicate": 6.0}
+    assert end.steps_seconds == sum(event.seconds for event in steps)
+
+
 def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:
     _, events = _run(tmp_path, FakeEngine(), steps=4, validate_every=2, checkpoint_every=2)
     assert _told(events)[-4:] == [("StepDone", 4), ("Validated", 4), ("CheckpointSaved", 4), ("RunEnded", 4)]
