@@ -26,7 +26,7 @@ from tests.pool import Pool, WorkerFailed
 def measured(rank: int, ranks: int, per_machine: int) -> GroupLinks:
     """Runs in a worker."""
     levels = split_by_node(dist.group.WORLD, [r // per_machine for r in range(ranks)])
-    return measure_group("dp_replicate", dist.group.WORLD, levels, device=torch.device("cpu"), seconds=0.2)
+    return measure_group("dp_replicate", dist.group.WORLD, levels, machines=ranks // per_machine, device=torch.device("cpu"), seconds=0.2)
 
 
 def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> None:

@@ -8,7 +8,7 @@ trained, a little, so it is only chosen where the caller allows it. Ties go to t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from plait.comm.links import GroupLinks
@@ -18,6 +18,7 @@ from plait.units import KIB, MIB, format_bytes
 LARGEST_BUCKET_BYTES = 100 * MIB
 SMALLEST_BUCKET_BYTES = 256 * KIB
 """Below this, what Python does for a bucket counts, and no link's price has it."""
+_TIE = 1e-9
 QUANTISE_SECONDS_PER_BYTE = 2e-9
 """Of float32, there and back, twice: about 2 GB/s a core. A GPU is a hundred times as fast; measured values replace it."""
 
@@ -35,6 +36,8 @@ class Choice:
     reason: str
     others: tuple[tuple[str, float], ...]
     """Every other way that was priced, cheapest first."""
+    why: str
+    """The last sentence of the reason."""
 
 
 def prices(
@@ -77,40 +80,54 @@ def choose_all_reduce(
     return _choice(nbytes, 1, priced, group)
 
 
-def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None, lossy: bool = False) -> Choice:
+def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None) -> Choice:
     """The cheapest way to sum `gradient_bytes` of gradients in buckets, and how large these should be where `bucket_bytes` does not say.
 
     A bucket can be sent when backward has filled it. More of them begin earlier and each costs its fixed time once more. For a backward
     that takes as long as the whole sum T(G), where this matters most, N buckets end T(G) / N + N T(G / N) after its begin: least at
     N = sqrt(b G / a) for T = a + b x.
     """
-    total = max(gradient_bytes, 1)
+    return _in_buckets(gradient_bytes, group, lambda nbytes: prices(nbytes, group), bucket_bytes)
+
+
+def price_int8(
+    gradient_bytes: int,
+    group: GroupLinks,
+    *,
+    bucket_bytes: int | None = None,
+    quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
+) -> Choice | None:
+    """The same for int8 alone; None where the links have no price of it."""
+
+    def price(nbytes: float) -> dict[str, float]:
+        found = prices(nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte)
+        return {way: seconds for way, seconds in found.items() if way == "int8"}
+
+    return _in_buckets(gradient_bytes, group, price, bucket_bytes) if price(gradient_bytes) else None
+
+
+def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str, float]], bucket_bytes: int | None) -> Choice:
+    total = max(total, 1)
+    whole = price(total)
+
+    def together(count: int) -> dict[str, float]:
+        # Small messages may pass through the buffers of a switch; many of them in a row are no faster than one of all bytes.
+        return {way: max(count * seconds, whole[way]) for way, seconds in price(total / count).items()}
+
     if bucket_bytes is not None:
         count = math.ceil(total / min(bucket_bytes, total))
-        return _choice(total, count, _together(total, count, group, lossy), group)
-    fewest = math.ceil(total / LARGEST_BUCKET_BYTES)
-    counts = [fewest]
+        return _choice(total, count, together(count), group)
+    counts = [math.ceil(total / LARGEST_BUCKET_BYTES)]
     while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
         counts.append(2 * counts[-1])
-    whole = prices(total, group, lossy=lossy)
-    ends = {(count, way): whole[way] / count + s for count in counts for way, s in _together(total, count, group, lossy).items()}
-    count, _ = min(ends, key=lambda at: ends[at])
-    return _choice(total, count, _together(total, count, group, lossy), group)
-
-
-def int8_saves(gradient_bytes: int, group: GroupLinks, choice: Choice) -> float | None:
-    """Seconds that int8 would take less than the choice for all gradients, in the same buckets; None where it has no price."""
-    total = max(gradient_bytes, 1)
-    priced = _together(total, math.ceil(total / choice.bucket_bytes), group, True)
-    return choice.seconds - priced["int8"] if "int8" in priced else None
-
-
-def _together(total: int, count: int, group: GroupLinks, lossy: bool) -> dict[str, float]:
-    return {way: count * seconds for way, seconds in prices(total / count, group, lossy=lossy).items()}
+    ends = {count: min(whole[way] / count + seconds for way, seconds in together(count).items()) for count in counts}
+    best = min(ends, key=lambda count: ends[count])
+    return _choice(total, best, together(best), group)
 
 
 def _choice(nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks) -> Choice:
-    best = min(priced, key=lambda way: priced[way])
+    cheapest = min(priced.values())
+    best = next(way for way, seconds in priced.items() if seconds <= cheapest * (1 + _TIE))
     others = tuple(sorted(((way, seconds) for way, seconds in priced.items() if way != best), key=lambda item: item[1]))
     where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
     beaten = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])
@@ -118,7 +135,7 @@ def _choice(nbytes: int, count: int, priced: Mapping[str, float], group: GroupLi
     parts = f" in {count} buckets of {format_bytes(bucket)}" if count > 1 else ""
     taken = f"{best} {_milliseconds(priced[best])}{parts}"
     reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {taken}; {beaten}. {_why(best, group)}"
-    return Choice(best, priced[best], bucket, reason, others)
+    return Choice(best, priced[best], bucket, reason, others, _why(best, group))
 
 
 def _why(best: str, group: GroupLinks) -> str:
@@ -130,7 +147,9 @@ def _why(best: str, group: GroupLinks) -> str:
         return "A quarter of the bytes; the links are slower than quantising."
     if best == "shared-memory":
         return "All ranks are on one machine and share memory."
-    return "Nothing that it is made of is cheaper apart."
+    if best == "all-reduce":
+        return "The backend's own call; nothing that is made of parts is cheaper."
+    return "As many bytes as one call of the backend, and less time on these links."
 
 
 def _milliseconds(seconds: float) -> str:

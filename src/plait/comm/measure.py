@@ -37,15 +37,16 @@ Operations = Callable[[int], dict[str, Operation]]
 """Of a number of bytes: name to what is timed. Collective to make and to call."""
 
 
-def measure_group(axis: str, group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, seconds: float = 4.0) -> GroupLinks:
-    """The costs of every operation and of every way of summing, and of the group's levels. Collective over the group. `seconds` is about
-    how long each level takes."""
-    machines = levels.across.size() if levels is not None else 1
+def measure_group(
+    axis: str, group: dist.ProcessGroup, levels: Levels | None, *, machines: int = 1, device: torch.device, seconds: float = 4.0
+) -> GroupLinks:
+    """The costs of every operation and of every way of summing, and of the group's levels. Collective over the group, which spans
+    `machines`, equally many ranks on each. `seconds` is about how long each level takes."""
     basic = partial(_basic, group, device, far=machines)
     ways = ways_of(group, levels, device=device, shared_memory=True, lossy=True)
     whole = _level(lambda nbytes: basic(nbytes) | ways(nbytes), group, device, seconds)
     if levels is None:
-        return GroupLinks(axis, 1, group.size(), whole)
+        return GroupLinks(axis, machines, group.size() // machines, whole)
     inside, across = (
         _level(partial(_basic, level, device), level, device, seconds, most_rounds=_MOST_ROUNDS) for level in (levels.inside, levels.across)
     )
@@ -57,6 +58,7 @@ def measure_ways(
     group: dist.ProcessGroup,
     levels: Levels | None,
     *,
+    machines: int = 1,
     device: torch.device,
     seconds: float,
     lossy: bool = False,
@@ -64,7 +66,6 @@ def measure_ways(
 ) -> GroupLinks:
     """Only the ways of summing, for a choice between them; `lossy` has compression among them, `shared_memory` that where there is some.
     Collective over the group, about `seconds`."""
-    machines = levels.across.size() if levels is not None else 1
     ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=lossy)
     whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS)
     return GroupLinks(axis, machines, group.size() // machines, whole)

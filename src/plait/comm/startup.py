@@ -39,6 +39,7 @@ def find_links(
     group: dist.ProcessGroup,
     levels: Levels | None,
     *,
+    machines: int = 1,
     device: torch.device,
     seconds: float,
     kept: Path | None = None,
@@ -48,7 +49,6 @@ def find_links(
     rank, and written by rank 0 of all where it was measured."""
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    machines = levels.across.size() if levels is not None else 1
     before, why = _shared(group, _read(kept, axis, group.size(), machines, hosts, lossy) if group.rank() == 0 else None)
     if before is not None:
         sizes = (SIZES[0], MIB)
@@ -59,13 +59,13 @@ def find_links(
         worst = max(zip(now, expected, strict=True), key=lambda pair: max(pair[0] / pair[1], pair[1] / pair[0]))
         why = f", because a probe took {worst[0] * 1e3:.3g} ms and the kept measurement says {worst[1] * 1e3:.3g} ms"
     began = time.perf_counter()
-    links, _ = _shared(group, (measure_ways(axis, group, levels, device=device, seconds=seconds, lossy=lossy), ""))
+    mine = measure_ways(axis, group, levels, machines=machines, device=device, seconds=seconds, lossy=lossy)
+    links, how = _shared(group, (mine, f"measured at the start in {time.perf_counter() - began:.1f} s{why}"))
     assert links is not None
-    taken = time.perf_counter() - began
     if kept is not None and dist.get_rank() == 0:
         kept.parent.mkdir(parents=True, exist_ok=True)
         save(kept, [links], facts={"at": datetime.now(UTC).isoformat(timespec="seconds"), "device": device.type, "hosts": hosts})
-    return Found(links, f"measured at the start in {taken:.1f} s{why}")
+    return Found(links, how)
 
 
 def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str], lossy: bool) -> tuple[GroupLinks | None, str]:

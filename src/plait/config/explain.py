@@ -212,6 +212,8 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),
         "parallel.powersgd_rank": wire.powersgd_rank,
         "parallel.second_copy": data.second_copy,
+        "parallel.nccl_algorithm": resolved.nccl.algorithm or "NCCL decides",
+        "parallel.nccl_protocol": resolved.nccl.protocol or "NCCL decides",
         "zero_optimization.stage": data.stage,
         "zero_optimization.offload_optimizer.device": resolved.optimizer_offload.device,
         "zero_optimization.offload_param.device": "cpu"

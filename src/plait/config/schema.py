@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
+from plait.cluster.nccl import Algorithms, Protocols
 from plait.config.deepspeed import Status
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.sections import DataSection, ModelSection, RunSection
@@ -249,6 +250,10 @@ class ParallelSection(Policy):
     gradients; at stages 1 to 3 it would cost that of unsharded gradients. PowerSGD always does."""
     powersgd_rank: Count = 4
     """Columns of PowerSGD's factors."""
+    nccl_algorithm: Algorithms = None
+    """On GPUs: the algorithms that NCCL may take (NCCL_ALGO), such as "Ring" or "^Tree". Left out: NCCL decides for every call."""
+    nccl_protocol: Protocols = None
+    """On GPUs: the protocols that NCCL may take (NCCL_PROTO): LL, LL128, Simple. Left out: NCCL decides for every call."""
     second_copy: Annotated[int, Field(ge=0), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""

@@ -314,7 +314,7 @@ def split(
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
-    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu")
+    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)

@@ -78,9 +78,9 @@ class Reducer:
         for parameter in self._slots:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def rebuild(self, make_buckets: Callable[[Sequence[Flat]], Buckets], *, separate_vectors: bool) -> None:
+    def rebuild(self, make_buckets: Callable[[Sequence[Flat]], Buckets], *, bucket_bytes: int, separate_vectors: bool) -> None:
         """Other buckets from the next step on. Between two steps, when no gradient is needed any more. Collective like `attach`."""
-        self.make_buckets, self.separate_vectors = make_buckets, separate_vectors
+        self.make_buckets, self.bucket_bytes, self.separate_vectors = make_buckets, bucket_bytes, separate_vectors
         self.buckets.clear()
         self._slots.clear()
         self._allocate()

@@ -30,6 +30,8 @@ class Trial:
 
     reducer: Reducer
     compressed: Callable[[Sequence[Flat]], Buckets]
+    bucket_bytes: int
+    """Of gradients in a compressed bucket."""
     saves_seconds: float
     """What int8 takes less for all gradients of a step, by the links."""
     verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
@@ -64,4 +66,4 @@ class Trial:
         """Decide, or take over what was decided before."""
         self.verdict.fill_(int(compress))
         if compress:
-            self.reducer.rebuild(self.compressed, separate_vectors=True)
+            self.reducer.rebuild(self.compressed, bucket_bytes=self.bucket_bytes, separate_vectors=True)

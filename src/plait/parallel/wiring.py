@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, cast
 import torch.distributed as dist
 
 from plait._torch import sharded_modules
-from plait.cluster.mesh import Levels, Mesh
+from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
-from plait.comm.choose import choose_buckets, int8_saves
+from plait.comm.choose import Choice, choose_buckets, price_int8
 from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links
@@ -46,12 +46,15 @@ class Summing:
     """For people."""
     compressed: MakeBuckets | None = None
     """What may take the buckets' place after the first steps; None where that is not open."""
+    compressed_bucket_bytes: int = 0
     int8_saves_seconds: float = 0.0
     """What it would take less for all gradients of a step."""
 
     def trial_of(self, reducer: Reducer) -> Trial | None:
         """The steps that decide."""
-        return Trial(reducer, self.compressed, self.int8_saves_seconds) if self.compressed is not None else None
+        if self.compressed is None:
+            return None
+        return Trial(reducer, self.compressed, self.compressed_bucket_bytes, self.int8_saves_seconds)
 
 
 def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
@@ -64,7 +67,9 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
-    bucket_bytes, saves, shared = technique.bucket_bytes, None, None
+    bucket_bytes, shared = technique.bucket_bytes, None
+    int8: Choice | None = None
+    saves: float | None = None
     no_int8 = "the links were not measured"
     if wanted == "two-level" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
@@ -72,7 +77,7 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     if wanted == "by-machines" and dist.get_backend(group) != "fake":
         found = None
         if technique.links is not None:
-            found = Found(_from_file(technique.links, group, levels), f"by {technique.links}")
+            found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
         else:
             shared = connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
             if shared.name == "torch" and technique.measure_seconds:
@@ -80,16 +85,19 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
                     "dp_replicate",
                     group,
                     levels,
+                    machines=mesh.machines("dp_replicate"),
                     device=mesh.device,
                     seconds=technique.measure_seconds,
                     kept=Path(technique.kept_links) if technique.kept_links else None,
                     lossy=technique.may_compress,
                 )
         if found is not None:
-            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=None if technique.bucket_by_links else bucket_bytes)
+            given = None if technique.bucket_by_links else bucket_bytes
+            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
             wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
-            saves = int8_saves(gradient_bytes, found.links, choice)
-            no_int8 = f"int8 would take {-saves * 1e3:.3g} ms longer" if saves is not None else f"{found.how} has no price of int8"
+            int8 = price_int8(gradient_bytes, found.links, bucket_bytes=given) if technique.may_compress else None
+            saves = choice.seconds - int8.seconds if int8 is not None else None
+            no_int8 = f"int8 would take {-saves * 1e3:.3g} ms longer" if saves is not None else "int8 was not measured on the links"
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
@@ -106,18 +114,18 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
         return Summing(make, bucket_bytes, said)
     if mesh.device.type != "cpu":
         saves, no_int8 = None, f"what a step waits for is not measured on {mesh.device.type}"
-    if saves is None or saves <= 0:
+    if int8 is None or saves is None or saves <= 0:
         return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: {no_int8}")
-    int8 = Compression(gradient_bits=8, error_feedback=technique.compression.error_feedback)
+    smaller = Compression(gradient_bits=8, error_feedback=technique.compression.error_feedback)
     said = f"{said}. The first steps decide whether int8 takes its place, which would save up to {saves * 1e3:.3g} ms"
-    return Summing(make, bucket_bytes, said, lambda flats: int8.buckets(group, flats, mesh.device), saves)
+    return Summing(make, bucket_bytes, said, lambda flats: smaller.buckets(group, flats, mesh.device), int8.bucket_bytes, saves)
 
 
-def _from_file(path: str, group: dist.ProcessGroup, levels: Levels | None) -> GroupLinks:
+def _from_file(path: str, group: dist.ProcessGroup, machines: int) -> GroupLinks:
     """The measured links of a file that the configuration names. The group's first rank reads it, for all."""
     answer: list[GroupLinks | ConfigError | None] = [None]
     if group.rank() == 0:
-        answer = [_read(path, group.size(), levels.across.size() if levels is not None else 1)]
+        answer = [_read(path, group.size(), machines)]
     dist.broadcast_object_list(answer, group_src=0, group=group)
     found = answer[0]
     if isinstance(found, ConfigError):

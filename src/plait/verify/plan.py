@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from plait.cluster.nccl import Nccl
 from plait.config.resolve import Resolved, resolve
 from plait.config.schema import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem
@@ -142,6 +143,9 @@ def prepare(
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
         changed |= {"bucket_bytes": size, "bucket_by_links": False}
     resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
+    if where == "cpu" and resolved.nccl != Nccl():
+        resolved = resolved.model_copy(update={"nccl": Nccl()})
+        rest.append("parallel.nccl_*: not used; on the CPU there is no NCCL")
     layout, batch = resolved.layout, resolved.batch
     pieces = layout.dp * batch.accumulation
     data = f"{_counted(steps, 'step')} of {_counted(pieces, 'micro-batch')} of {_counted(batch.micro_batch_size, 'sample')}, ragged"

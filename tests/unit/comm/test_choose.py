@@ -1,22 +1,16 @@
-"""Which way the chooser takes on clusters as they exist, and why. Link figures are data sheets' with usual efficiencies."""
+"""Which way the chooser takes on clusters as they exist, and why. Their figures are in topologies.json, with their sources."""
 
 from __future__ import annotations
 
 import pytest
 
-from plait.comm.choose import choose_all_reduce, choose_buckets, int8_saves, prices
-from plait.comm.links import Cost, GroupLinks, Level, Link, describe
+from plait.comm.choose import choose_all_reduce, choose_buckets, price_int8, prices
+from plait.comm.links import Cost, GroupLinks, Level, Link, describe, measured_cost
 from plait.units import KIB, MIB
+from tools.choice_table import DOCUMENT, topologies, written
 
+NVLINK_NODE, PCIE_NODE, TWO_NODES_ON_ETHERNET, SIXTY_FOUR_NODES = topologies().values()
 NVLINK = Link(3e-6, 360e9)
-PCIE = Link(5e-6, 12e9)
-ETHERNET = Link(50e-6, 0.118e9)
-INFINIBAND = Link(5e-6, 8 * 45e9)
-
-NVLINK_NODE = describe("dp_replicate", machines=1, per_machine=8, inside=NVLINK)
-PCIE_NODE = describe("dp_replicate", machines=1, per_machine=4, inside=PCIE)
-TWO_NODES_ON_ETHERNET = describe("dp_replicate", machines=2, per_machine=8, inside=PCIE, network=ETHERNET)
-SIXTY_FOUR_NODES = describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=INFINIBAND)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +65,7 @@ def test_what_was_measured_beats_what_it_is_made_of() -> None:
     assert prices(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
 
 
-def test_buckets_of_a_model_known_to_take_as_long_as_its_gradients() -> None:
+def test_the_size_of_a_bucket() -> None:
     """sqrt(a G / b) for a message of a + b x seconds, to the next power of two of buckets."""
     for fixed, per_byte, total in ((1e-4, 1e-9, 100 * MIB), (1e-3, 1e-9, 100 * MIB), (1e-3, 1e-8, 1000 * MIB)):
         group = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(fixed, per_byte)}))
@@ -96,12 +90,32 @@ def test_a_given_bucket_decides_the_way() -> None:
 
 
 def test_what_int8_saves() -> None:
-    slow = choose_buckets(100 * MIB, TWO_NODES_ON_ETHERNET)
-    saved = int8_saves(100 * MIB, TWO_NODES_ON_ETHERNET, slow)
-    assert saved is not None
-    assert 0 < saved < slow.seconds
-    fast = choose_buckets(100 * MIB, NVLINK_NODE)
-    saved = int8_saves(100 * MIB, NVLINK_NODE, fast)
-    assert saved is not None
-    assert saved < 0, "quantising on one core takes longer than NVLink"
-    assert int8_saves(MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)})), fast) is None
+    slow = price_int8(100 * MIB, TWO_NODES_ON_ETHERNET)
+    assert slow is not None
+    assert slow.seconds < choose_buckets(100 * MIB, TWO_NODES_ON_ETHERNET).seconds
+    fast = price_int8(100 * MIB, NVLINK_NODE)
+    assert fast is not None
+    assert fast.seconds > choose_buckets(100 * MIB, NVLINK_NODE).seconds, "quantising on one core takes longer than NVLink"
+    assert price_int8(MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)}))) is None
+
+
+def test_small_messages_that_pass_a_buffer_are_no_faster_together() -> None:
+    """A switch that holds 256 KiB: messages below are instant one by one, and not in a row."""
+    shaped = measured_cost([(16 * KIB, 1e-4), (256 * KIB, 1e-3), (MIB, 80e-3)])
+    group = GroupLinks("dp_replicate", 2, 1, Level(2, {"all-reduce": shaped}))
+    choice = choose_buckets(16 * MIB, group)
+    assert choice.seconds == pytest.approx(shaped.at(16 * MIB))
+    assert "2 ranks on 2 machines" in choice.reason
+
+
+def test_the_document_has_the_table_of_now() -> None:
+    """`python tools/choice_table.py --write`."""
+    text = DOCUMENT.read_text()
+    assert written(text) == text
+
+
+@pytest.mark.parametrize(("group", "why"), [(TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"), (NVLINK_NODE, "The backend's own call")])
+def test_every_choice_says_why(group: GroupLinks, why: str) -> None:
+    choice = choose_buckets(100 * MIB, group)
+    assert choice.why.startswith(why)
+    assert choice.reason.endswith(choice.why)
