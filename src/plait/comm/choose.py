@@ -142,7 +142,7 @@ def _why(best: str, group: GroupLinks) -> str:
     if best == "two-level":
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if best == "recursive-doubling":
-        return "The message is small: fewest steps win."
+        return "Fewest messages in a row, each of all bytes."
     if best == "int8":
         return "A quarter of the bytes; the links are slower than quantising."
     if best == "shared-memory":
