@@ -41,11 +41,12 @@ class Cost:
 
 
 def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
-    """A fit that keeps its samples. A larger tensor never takes less time: where it seemed so, the smaller one was disturbed or it is
-    noise."""
-    line = fit(samples)
-    growing = accumulate(sorted(samples), lambda before, now: (now[0], max(before[1], now[1])))
-    return Cost(line.fixed_seconds, line.seconds_per_byte, tuple(growing))
+    """A fit that keeps its samples. A larger tensor never takes less time: where it seemed so, the smaller one was disturbed, because what
+    disturbs only adds."""
+    falling = accumulate(sorted(samples, reverse=True), lambda larger, now: (now[0], min(larger[1], now[1])))
+    growing = tuple(falling)[::-1]
+    line = fit(growing)
+    return Cost(line.fixed_seconds, line.seconds_per_byte, growing)
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Cost:
