@@ -28,7 +28,7 @@ from plait.comm.choose import choose_all_reduce
 from plait.comm.links import GroupLinks, Level
 from plait.units import KIB, MIB, format_bytes
 
-SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 64 * MIB)
+SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 48 * MIB)
 """None but the first is a size of the measurement (`comm.measure.SIZES`)."""
 CLOSE, SHARE = 1.05, 0.9
 """Within 5 % of the best, in 90 % of the points."""
@@ -77,14 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except NoLab as error:
             found = None
             say(f"scenes on two nodes are left out: {error}")
-        for ranks, nodes in dict.fromkeys(scene.team for scene in SCENES):
+        scenes = [scene for scene in SCENES if options.only in scene.title]
+        for ranks, nodes in dict.fromkeys(scene.team for scene in scenes):
             if nodes > 1 and found is None:
                 continue
             with _team(ranks, nodes, found, logs) as team:
-                for rate in dict.fromkeys(scene.rate for scene in SCENES if scene.team == (ranks, nodes)):
+                for rate in dict.fromkeys(scene.rate for scene in scenes if scene.team == (ranks, nodes)):
                     if rate is not None and found is not None:
                         found.shape(rate)
-                    views = [scene for scene in SCENES if scene.team == (ranks, nodes) and scene.rate == rate]
+                    views = [scene for scene in scenes if scene.team == (ranks, nodes) and scene.rate == rate]
                     points += _points(team, views, options)
     if not points:
         return 2
@@ -99,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [_row(point) for point in points]
     print(aligned(HEADER, rows))
     print(f"\n{verdict}")
-    if options.quick:
-        say("--quick writes nothing")
+    if options.quick or options.only:
+        say("--quick and --only write nothing")
         return 0
     document = {"machine": facts("torch", "plait"), "share_within_5_percent": right, "points": points}
     (RESULTS / "chooser.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -119,6 +120,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fit-seconds", type=float, default=2.0, help="how long links are measured in a scene (default: 2)")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long a size is judged (default: 2)")
     parser.add_argument("--rounds", type=int, nargs=2, default=(7, 60), metavar=("LEAST", "MOST"), help="rounds of a size (default: 7 60)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the scenes whose title has the text; writes nothing")
     parser.add_argument("--quick", action="store_true", help="a minute, to see that everything runs; writes nothing")
     options = parser.parse_args(arguments)
     if options.quick:

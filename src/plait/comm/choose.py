@@ -18,6 +18,8 @@ from plait.units import KIB, MIB, format_bytes
 LARGEST_BUCKET_BYTES = 100 * MIB
 SMALLEST_BUCKET_BYTES = 256 * KIB
 """Below this, what Python does for a bucket counts, and no link's price has it."""
+MEASURED_TIE = 0.03
+"""Measured times that differ by less are taken for the same."""
 _TIE = 1e-9
 QUANTISE_SECONDS_PER_BYTE = 2e-9
 """Of float32, there and back, twice: about 2 GB/s a core. A GPU is a hundred times as fast; measured values replace it."""
@@ -127,7 +129,8 @@ def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str
 
 def _choice(nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks) -> Choice:
     cheapest = min(priced.values())
-    best = next(way for way, seconds in priced.items() if seconds <= cheapest * (1 + _TIE))
+    tie = MEASURED_TIE if any(cost.samples for cost in group.whole.costs.values()) else _TIE
+    best = next(way for way, seconds in priced.items() if seconds <= cheapest * (1 + tie))
     others = tuple(sorted(((way, seconds) for way, seconds in priced.items() if way != best), key=lambda item: item[1]))
     where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
     beaten = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])

@@ -30,10 +30,13 @@ class Cost:
     """(bytes, seconds), both growing."""
 
     def at(self, nbytes: float) -> float:
-        """Seconds for a tensor of `nbytes`: on the lines between samples, and on with the last one's slope."""
+        """Seconds for a tensor of `nbytes`: on the lines between samples, and beyond them with the slope from the first to the last, which
+        one disturbed sample changes least."""
         if not self.samples:
             return self.fixed_seconds + self.seconds_per_byte * nbytes
-        first = self.samples[0]
+        first, last = self.samples[0], self.samples[-1]
+        if nbytes > last[0]:
+            return last[1] + (nbytes - last[0]) * (last[1] - first[1]) / (last[0] - first[0])
         points = [(0, min(self.fixed_seconds, first[1])), *self.samples]
         place = min(bisect_right([size for size, _ in points], nbytes), len(points) - 1)
         (low, low_seconds), (high, high_seconds) = points[place - 1], points[place]

@@ -1,8 +1,7 @@
 """Times of collectives between the processes that run now, fitted to costs. Collective, and the only module here that looks at a clock.
 
-Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A time is the slowest rank's, and the lower
-quartile of the rounds counts, because what disturbs only adds. Rounds end at a budget, which the first rank watches for all; on slow links
-the largest sizes are left out.
+Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A time is the slowest rank's, and the median of
+the rounds counts. Rounds end at a budget, which the first rank watches for all; on slow links the largest sizes are left out.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from plait.comm.quantise import BLOCK
 from plait.comm.transport import connect
 from plait.units import KIB, MIB
 
-SIZES = (16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB)
+SIZES = (16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of float32."""
+_SELDOM_BYTES, _SELDOM = 16 * MIB, 3
+"""From this size on only every third round has it: it takes most of the time, and a long time is disturbed less."""
 _FEWEST_SIZES = 2
 _SHARE_OF_A_ROUND = 0.6
 """A round of all sizes may take this part of the time."""
-_MOST_ROUNDS = 12
+_MOST_ROUNDS = 20
 
 Operation = Callable[[], object]
 Operations = Callable[[int], dict[str, Operation]]
@@ -63,11 +64,12 @@ def measure_ways(
     seconds: float,
     lossy: bool = False,
     shared_memory: bool = False,
+    largest_bytes: int = SIZES[-1],
 ) -> GroupLinks:
     """Only the ways of summing, for a choice between them; `lossy` has compression among them, `shared_memory` that where there is some.
-    Collective over the group, about `seconds`."""
+    No tensor is larger than `largest_bytes`, unless two sizes need it. Collective over the group, about `seconds`."""
     ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=lossy)
-    whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS)
+    whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes)
     return GroupLinks(axis, machines, group.size() // machines, whole)
 
 
@@ -78,7 +80,7 @@ def probe(group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.dev
     for nbytes in sizes:
         operation = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device), group=group)
         found.append([_timed(operation, group, device) for _ in range(times + 1)][1:])
-    return _undisturbed(found, group, device)
+    return _typical(found, group, device)
 
 
 def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, shared_memory: bool, lossy: bool) -> Operations:
@@ -117,20 +119,29 @@ def _numel(nbytes: int, group: dist.ProcessGroup) -> int:
     return max(1, nbytes // 4 // group.size()) * group.size()
 
 
-def _level(of: Operations, group: dist.ProcessGroup, device: torch.device, seconds: float, *, most_rounds: int | None = None) -> Level:
+def _level(
+    of: Operations,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    seconds: float,
+    *,
+    most_rounds: int | None = None,
+    largest_bytes: int = SIZES[-1],
+) -> Level:
     began = time.perf_counter()
     smallest = of(SIZES[0])
-    sizes = _affordable(group, device, seconds, operations=len(smallest))
+    sizes = _affordable(group, device, seconds, operations=len(smallest), largest_bytes=largest_bytes)
     operations = {(name, nbytes): operation for nbytes in sizes for name, operation in of(nbytes).items()}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
     going, rounds = torch.ones(1, device=device), 0
     while bool(going):
-        for key, operation in operations.items():
-            times[key].append(_timed(operation, group, device))
+        for (name, nbytes), operation in operations.items():
+            if nbytes < _SELDOM_BYTES or rounds % _SELDOM == 0:
+                times[name, nbytes].append(_timed(operation, group, device))
         rounds += 1
         going.fill_(time.perf_counter() - began < seconds and (most_rounds is None or rounds < most_rounds))
         dist.broadcast(going, group_src=0, group=group)
-    typical = dict(zip(operations, _undisturbed([found[1:] or found for found in times.values()], group, device), strict=True))
+    typical = dict(zip(operations, _typical([found[1:] or found for found in times.values()], group, device), strict=True))
     return Level(
         group.size(),
         {
@@ -140,7 +151,7 @@ def _level(of: Operations, group: dist.ProcessGroup, device: torch.device, secon
     )
 
 
-def _affordable(group: dist.ProcessGroup, device: torch.device, seconds: float, *, operations: int) -> tuple[int, ...]:
+def _affordable(group: dist.ProcessGroup, device: torch.device, seconds: float, *, operations: int, largest_bytes: int) -> tuple[int, ...]:
     """The smallest sizes, so many that a round of all operations takes its share of the time or less, as the all-reduce of one MiB lets
     expect. The same on all ranks."""
     small, large = probe(group, (SIZES[0], MIB), device=device, times=1)
@@ -148,7 +159,7 @@ def _affordable(group: dist.ProcessGroup, device: torch.device, seconds: float, 
     chosen, expected = 0, 0.0
     for nbytes in SIZES:
         expected += operations * (small + per_byte * nbytes)
-        chosen += expected <= _SHARE_OF_A_ROUND * seconds
+        chosen += nbytes <= largest_bytes and expected <= _SHARE_OF_A_ROUND * seconds
     return SIZES[: max(chosen, _FEWEST_SIZES)]
 
 
@@ -180,9 +191,8 @@ def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device)
     return time.perf_counter() - began
 
 
-def _undisturbed(times: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Of each list, equally long on all ranks: the lower quartile of the slowest rank's."""
-    values = torch.tensor(times, dtype=torch.float64, device=device)
+def _typical(times: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Of each list, equally long on all ranks: the median of the slowest rank's."""
+    values = torch.tensor([taken for one in times for taken in one], dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    found: list[float] = values.quantile(0.25, dim=1).tolist()
-    return found
+    return [float(one.quantile(0.5)) for one in values.split([len(one) for one in times])]

@@ -44,9 +44,10 @@ def find_links(
     seconds: float,
     kept: Path | None = None,
     lossy: bool = False,
+    largest_bytes: int = SIZES[-1],
 ) -> Found:
     """The costs of the ways to sum over the group, the same on every rank. Collective over the group. `kept` is read by the group's first
-    rank, and written by rank 0 of all where it was measured."""
+    rank, and written by rank 0 of all where it was measured. `largest_bytes`: no message will be larger."""
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     before, why = _shared(group, _read(kept, axis, group.size(), machines, hosts, lossy) if group.rank() == 0 else None)
@@ -59,7 +60,7 @@ def find_links(
         worst = max(zip(now, expected, strict=True), key=lambda pair: max(pair[0] / pair[1], pair[1] / pair[0]))
         why = f", because a probe took {worst[0] * 1e3:.3g} ms and the kept measurement says {worst[1] * 1e3:.3g} ms"
     began = time.perf_counter()
-    mine = measure_ways(axis, group, levels, machines=machines, device=device, seconds=seconds, lossy=lossy)
+    mine = measure_ways(axis, group, levels, machines=machines, device=device, seconds=seconds, lossy=lossy, largest_bytes=largest_bytes)
     links, how = _shared(group, (mine, f"measured at the start in {time.perf_counter() - began:.1f} s{why}"))
     assert links is not None
     if kept is not None and dist.get_rank() == 0:

@@ -90,6 +90,7 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
                     seconds=technique.measure_seconds,
                     kept=Path(technique.kept_links) if technique.kept_links else None,
                     lossy=technique.may_compress,
+                    largest_bytes=gradient_bytes,
                 )
         if found is not None:
             given = None if technique.bucket_by_links else bucket_bytes

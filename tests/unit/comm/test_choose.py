@@ -65,6 +65,15 @@ def test_what_was_measured_beats_what_it_is_made_of() -> None:
     assert prices(MIB, only) == {"all-reduce": 1e-3 + 1e-10 * MIB, "ring": 1e-9 * MIB}
 
 
+def test_measured_times_that_hardly_differ_are_the_same() -> None:
+    """The backend's own call is taken then; a description has no noise."""
+    for other, expected in ((0.98, "all-reduce"), (0.9, "ring")):
+        costs = {way: measured_cost([(KIB, 1e-3 * x), (MIB, 1e-2 * x)]) for way, x in (("all-reduce", 1.0), ("ring", other))}
+        assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, costs))).algorithm == expected
+    described = {way: Cost(1e-3 * x, 1e-9) for way, x in (("all-reduce", 1.0), ("ring", 0.999))}
+    assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, described))).algorithm == "ring"
+
+
 def test_the_size_of_a_bucket() -> None:
     """sqrt(a G / b) for a message of a + b x seconds, to the next power of two of buckets."""
     for fixed, per_byte, total in ((1e-4, 1e-9, 100 * MIB), (1e-3, 1e-9, 100 * MIB), (1e-3, 1e-8, 1000 * MIB)):
