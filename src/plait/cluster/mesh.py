@@ -6,7 +6,6 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
-from plait.cluster.topology import Place, place
+from plait.cluster.topology import Place, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -145,7 +144,7 @@ def build_mesh(
     device = local_device(device_type, here)
     owns = not dist.is_initialized()
     if nccl is not None and (owns or dist.get_backend() != "fake"):
-        nccl.export(os.environ, device_type=device.type, group_exists=not owns)
+        tell_nccl(nccl, device_type=device.type, group_exists=not owns)
     if owns:
         _make_default_group(here, device, timeout, host_tensors=host_tensors)
     if dist.get_world_size() != layout.world_size:

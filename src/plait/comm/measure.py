@@ -1,7 +1,7 @@
-"""Times of collectives between the processes that run now, fitted to costs. Collective, and the only module here that looks at a clock.
+"""Times of collectives between the processes that run now, fitted to costs. Collective.
 
-Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A time is the slowest rank's, and the median of
-the rounds counts. Rounds end at a budget, which the first rank watches for all; on slow links the largest sizes are left out.
+Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A time is the slowest rank's, and the median
+of the rounds counts. Rounds end at a budget, which the first rank watches for all; on slow links the largest sizes are left out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import build_mesh
 from plait.cluster.nccl import Nccl, report
 from plait.errors import ConfigError
 from tests.unit.config.cases import resolved
@@ -29,6 +32,12 @@ def test_variables_are_set_before_the_group() -> None:
 def test_what_would_not_be_read_is_refused(device_type: str, group_exists: bool, environment: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Nccl(algorithm="Ring").export(environment, device_type=device_type, group_exists=group_exists)
+
+
+def test_a_run_on_the_cpu_refuses_before_it_makes_a_group() -> None:
+    with pytest.raises(ConfigError, match="parallel.nccl_protocol = 'LL': the processes run on the cpu"):
+        build_mesh(Layout(), device_type="cpu", nccl=Nccl(protocol="LL"))
+    assert not dist.is_initialized()
 
 
 def test_names_are_nccls_own() -> None:
