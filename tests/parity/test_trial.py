@@ -15,6 +15,7 @@ from plait.comm import startup
 from plait.comm.buckets import AlgorithmBuckets
 from plait.comm.compress import QuantisedBuckets
 from plait.comm.links import Cost, GroupLinks, Level
+from plait.errors import ConfigError
 from plait.parallel.trial import Trial
 from tests.parity import cases
 from tests.parity.test_data_parallel import settings
@@ -56,6 +57,7 @@ def trained(rank: int, world: int, config: dict[str, Any], saves_seconds: float,
     assert engine.parts.reducer is not None
     return {
         "said": engine.parts.communication,
+        "says_now": engine.communication,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
         "compressed": isinstance(engine.parts.reducer.reduction, QuantisedBuckets),
@@ -71,6 +73,7 @@ def test_it_is_taken_where_a_step_waits_and_the_links_say_that_it_saves(pool: Po
     assert second["compressed"]
     assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)]
     assert "gradients travel as int8 from here on: a step takes" in first["decided"][DECIDES_AT - 1]
+    assert first["says_now"] == f"{first['said']}. {first['decided'][DECIDES_AT - 1]}"
     assert "int8 saves 30 ms" in first["decided"][DECIDES_AT - 1]
     assert first["losses"] == second["losses"]
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
@@ -126,3 +129,11 @@ def test_a_restart_goes_on_with_what_was_decided(pool: Pool, tmp_path: Path, com
     for uninterrupted, again, compresses in pool.run(2, resumed, tmp_path, compress):
         assert compresses == compress
         assert again == uninterrupted
+
+
+def test_a_loop_of_ones_own_is_refused() -> None:
+    """Nothing there would ever decide."""
+    config = settings(1, 0, 1, 1)
+    config["parallel"] = {"compress_gradients": "auto"}
+    with pytest.raises(ConfigError, match="compress_gradients = 'auto': whole steps are timed to decide it"):
+        plait.parallelize(cases.build("plain", tied=False), config)

@@ -146,6 +146,9 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
                 "use plait.initialize and engine.train_batch, or parallel.pp = 1",
             )
         )
+    if resolved.data_parallel.may_compress:
+        rule = "whole steps are timed to decide it, and a loop of one's own has none that plait sees"
+        raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or say "int8" or "none"'))
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
     if resolved.optimizer_offload.device != "none":

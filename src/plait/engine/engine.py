@@ -91,7 +91,10 @@ class Engine:
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._outcome: Outcome | None = None
-        self._waited_seconds: dict[str, float] = {}
+        self.waited_seconds: dict[str, float] = {}
+        """What this rank stood waiting in during the last step (see `StepResult`)."""
+        self.communication = parts.communication
+        """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
 
     # ---- whole steps -------------------------------------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ class Engine:
             dist.all_reduce(totals, group=self._loss_group)
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
-        return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale, self._waited_seconds, self._decided)
+        return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale, self.waited_seconds, self._decided)
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
@@ -228,8 +231,10 @@ class Engine:
         if self.parts.reducer is not None:
             self.parts.reducer.start_step()
         waited = self.parts.waits.take()
-        self._waited_seconds = waited if self.device.type == "cpu" else {}
+        self.waited_seconds = waited if self.device.type == "cpu" else {}
         self._decided = self.parts.trial.after_step(waited.get(GRADIENTS, 0.0)) if self.parts.trial is not None else ""
+        if self._decided:
+            self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1
         self.skipped_steps += outcome.skipped
         return outcome
