@@ -25,7 +25,7 @@ from benchmarks.two_nodes.network import Lab, NoLab, lab
 
 RATES: dict[str, str | None] = {"100mbit": "100mbit", "1gbit": "1gbit", "unshaped": None}
 WARM_STEPS = 12
-"""Before the first clock: PowerSGD sends whole gradients for ten."""
+"""Before the first clock: PowerSGD sends whole gradients for ten, and who adapts decides after six."""
 RESULT = Path(__file__).parents[1] / "results" / "two_nodes.json"
 
 
@@ -77,27 +77,32 @@ def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, optio
     teams: dict[str, Team] = {}
     failures: dict[str, str] = {}
     try:
-        for one in chosen:
-            team = teams[one.name] = Team(
-                one.name,
-                ranks=2,
-                start=start,
-                argument=(one, workload, found.nodes),
-                logs=logs,
-                environment={**deepspeed_peer.ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-            )
-            try:
-                team.ready(timeout_seconds=300)
-                team.ask(("turn", {"warm": 0, "steps": WARM_STEPS}), timeout_seconds=300)
-                say(f"{one.name} is ready")
-            except TeamError as error:
-                failures[one.name] = str(error)
-                say(f"{one.name} failed: {error}")
-        rates = {}
+        rates: dict[str, Any] = {}
+        said: dict[str, dict[str, str]] = {}
         for rate in options.rates:
+            found.shape(None)
+            for one in chosen:
+                if one.adapts:
+                    found.shape(RATES[rate])
+                if one.adapts and one.name in teams:
+                    teams.pop(one.name).stop()
+                if one.name not in teams and one.name not in failures:
+                    teams[one.name] = Team(
+                        one.name,
+                        ranks=2,
+                        start=start,
+                        argument=(one, workload, found.nodes),
+                        logs=logs,
+                        environment={**deepspeed_peer.ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+                    )
+                    _warm(teams[one.name], failures)
+                found.shape(None)
+            said[rate] = {one.name: _said(teams[one.name]) for one in chosen if one.adapts and one.name not in failures}
             found.shape(RATES[rate])
             rates[rate] = _rounds(found, {n: t for n, t in teams.items() if n not in failures}, failures, options)
             print(_table(rate, rates[rate], workload), flush=True)
+            for name, words in said[rate].items():
+                print(f"{name}: {words}", flush=True)
     finally:
         for team in teams.values():
             team.stop()
@@ -107,11 +112,28 @@ def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, optio
         "parameters": workload.parameters,
         "rounds": options.rounds,
         "rates": rates,
+        "said": said,
         "failures": failures,
     }
     options.output.write_text(json.dumps(document, indent=1) + "\n")
     say(f"written: {options.output}")
     return 1 if failures else 0
+
+
+def _warm(team: Team, failures: dict[str, str]) -> None:
+    try:
+        team.ready(timeout_seconds=300)
+        team.ask(("turn", {"warm": 0, "steps": WARM_STEPS}), timeout_seconds=300)
+        say(f"{team.name} is ready")
+    except TeamError as error:
+        failures[team.name] = str(error)
+        say(f"{team.name} failed: {error}")
+
+
+def _said(team: Team) -> str:
+    """What the first rank printed of its decisions."""
+    lines = team.logs[0].read_text(errors="replace").splitlines()
+    return " ".join(line for line in lines if line.startswith("gradients "))
 
 
 def _rounds(found: Lab, teams: Mapping[str, Team], failures: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:

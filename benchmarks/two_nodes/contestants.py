@@ -24,6 +24,8 @@ class Contestant:
     compressed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     requires: str | None = None
+    adapts: bool = False
+    """Looks at the links when it starts, so it starts anew at every rate."""
 
     @property
     def missing(self) -> bool:
@@ -36,7 +38,14 @@ ALL = (
     Contestant("ddp-powersgd", "DDP, PowerSGD of rank 4", compressed=True),
     Contestant("fully-shard", "fully_shard, kept"),
     Contestant("deepspeed-2", "DeepSpeed ZeRO 2", requires="deepspeed"),
-    Contestant("plait-0", "Plait ZeRO 0, as it comes", options={"stage": 0}),
+    Contestant("plait-0", "Plait ZeRO 0, as it comes", options={"stage": 0}, adapts=True),
+    Contestant(
+        "plait-0-auto",
+        "Plait ZeRO 0, compresses where it pays",
+        compressed=True,
+        options={"stage": 0, "compress_gradients": "auto"},
+        adapts=True,
+    ),
     Contestant("plait-2", "Plait ZeRO 2, as it comes", options={"stage": 2}),
     Contestant("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
     Contestant("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),
@@ -92,8 +101,12 @@ def _plait(workload: Any, *, stage: int, communication_data_type: str | None = N
         config["communication_data_type"] = communication_data_type
     engine = plait.initialize(build_model(workload), config, loss_fn=plait.causal_lm_loss)
 
+    print(engine.parts.communication, flush=True)  # to the log of the worker
+
     def step(batch: Any) -> tuple[float, float]:
         result = engine.train_batch(batch)
+        if result.decided:
+            print(result.decided, flush=True)
         return float(result.loss), float(result.grad_norm)
 
     return step

@@ -6,7 +6,7 @@ Emitting must never change a number, so events carry plain Python values that we
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,16 @@ class StepDone:
     tokens: int
     seconds: float
     memory_bytes: int
+    waited_seconds: dict[str, float] = field(default_factory=dict)
+    """What this rank stood waiting in communication, by collective and axis, as far as it is measured (docs/communication.md)."""
+
+
+@dataclass(frozen=True)
+class CommunicationDecided:
+    """What the first steps decided about the exchange of gradients, from the step after this one on."""
+
+    step: int
+    communication: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,11 @@ class RunEnded:
     reason: str
     seconds: float
     folder: str
+    steps_seconds: float = 0.0
+    """Of the steps that this start of the run took."""
+    waited_seconds: dict[str, float] = field(default_factory=dict)
+    """The sums of what they waited."""
 
 
-Event = RunStarted | StepDone | Validated | CheckpointSaved | Sampled | RunEnded
+Event = RunStarted | StepDone | CommunicationDecided | Validated | CheckpointSaved | Sampled | RunEnded
 Listener = Callable[[Event], None]

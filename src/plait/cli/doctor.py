@@ -1,7 +1,8 @@
-"""`plait doctor --links`: how fast the processes of this machine, or of a launcher's machines, talk to each other, and what that means.
+"""`plait doctor`: what this machine can do. `--links`: how fast the processes of this machine, or of a launcher's machines, talk to each
+other, and what that means. `--nccl`: what NCCL was told.
 
-It starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them to a
-file and says which way of summing gradients is the cheapest.
+The first starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
+to a file and says which way of summing gradients is the cheapest.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def doctor(
     links: Annotated[bool, typer.Option("--links", help="Measure the links between processes.")] = False,
+    nccl: Annotated[bool, typer.Option("--nccl", help="Show the variables of NCCL that decide its algorithms.")] = False,
     processes: Annotated[int | None, typer.Option(min=2, help="How many to start. [default: one a GPU; without GPUs two]")] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("links.json"),
     seconds: Annotated[float, typer.Option(help="About how long each level of links is measured.")] = 4.0,
@@ -31,8 +33,12 @@ def doctor(
     from plait.cli import launch
     from plait.cluster.topology import default_processes
 
+    if nccl:
+        _show_nccl()
+    if not links and not nccl:
+        raise InputError("nothing to look at: say --links to measure the links between processes, --nccl for what NCCL was told")
     if not links:
-        raise InputError("nothing to look at: say --links to measure the links between processes")
+        return
     if not 0.1 <= seconds <= 600:
         raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
     if claim(os.environ) is not None:
@@ -43,22 +49,33 @@ def doctor(
         raise typer.Exit(code)
 
 
+def _show_nccl() -> None:
+    import torch
+
+    from plait.cluster.nccl import report
+
+    version = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    for line in report(os.environ, version=version):
+        typer.echo(line)
+
+
 def _work(out: Path, seconds: float) -> None:
     """What each process runs; the first one writes and prints."""
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import build_mesh
     from plait.cluster.topology import place
-    from plait.comm.choose import choose_all_reduce
+    from plait.comm.choose import choose_all_reduce, choose_buckets
     from plait.comm.links import save
     from plait.comm.measure import measure_group
     from plait.units import KIB, MIB, format_bytes
 
     mesh = build_mesh(Layout(dp_replicate=place().world_size))
     try:
-        group = mesh.group("dp_replicate")
+        axis = "dp_replicate"
+        group = mesh.group(axis)
         if group is None:
             raise InputError("one process has no links; start two or more")
-        found = measure_group("dp_replicate", group, mesh.levels("dp_replicate"), device=mesh.device, seconds=seconds)
+        found = measure_group(axis, group, mesh.levels(axis), machines=mesh.machines(axis), device=mesh.device, seconds=seconds)
         if mesh.rank:
             return
         save(out, [found], facts={"at": datetime.now(UTC).isoformat(timespec="seconds"), "device": mesh.device.type})
@@ -70,7 +87,9 @@ def _work(out: Path, seconds: float) -> None:
         for size in (64 * KIB, MIB, 25 * MIB):
             choice = choose_all_reduce(size, found)
             typer.echo(choice.reason)
-        typer.echo(f"a bucket of {format_bytes(choose_all_reduce(25 * MIB, found).bucket_bytes)} keeps fixed times below a tenth")
+        for size in (100 * MIB, 1000 * MIB):
+            bucket = format_bytes(choose_buckets(size, found).bucket_bytes)
+            typer.echo(f"for a model of {format_bytes(size)} of gradients, buckets of {bucket}")
         typer.echo(f"\n{out} holds the costs")
     finally:
         mesh.close()

@@ -6,6 +6,7 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait.cluster.layout import AXES, Layout
-from plait.cluster.topology import Place, place
+from plait.cluster.nccl import Nccl
+from plait.cluster.topology import Place, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -79,12 +81,24 @@ class Mesh:
     def levels(self, *axes: str) -> Levels | None:
         """The two levels of the group over `axes`; None where it has one (see `split_by_node`). Collective over the group where the run
         spans machines."""
+        group, nodes = self.group(*axes), self._nodes(*axes)
+        return split_by_node(group, nodes) if group is not None and len(set(nodes)) > 1 else None
+
+    def machines(self, *axes: str) -> int:
+        """How many machines the group over `axes` spans, equally many ranks on each; 1 where these are not equal. Collective like
+        `levels`."""
+        counts = Counter(self._nodes(*axes))
+        return len(counts) if len(set(counts.values())) == 1 else 1
+
+    def _nodes(self, *axes: str) -> list[int]:
+        """The machine of every rank of the group over `axes`."""
         group, here = self.group(*axes), place()
-        if group is None or here.local_world_size == here.world_size or dist.get_backend(group) == "fake":
-            return None
+        if group is None:
+            return [0]
         nodes = [0] * group.size()
-        dist.all_gather_object(nodes, here.node_rank, group=group)
-        return split_by_node(group, nodes)
+        if here.local_world_size != here.world_size and dist.get_backend(group) != "fake":
+            dist.all_gather_object(nodes, here.node_rank, group=group)
+        return nodes
 
     def close(self) -> None:
         """Destroy the default group, if this mesh made it."""
@@ -112,16 +126,25 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     return Levels(group, mine[0], mine[1])
 
 
-def build_mesh(layout: Layout, *, device_type: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT, host_tensors: bool = False) -> Mesh:
+def build_mesh(
+    layout: Layout,
+    *,
+    device_type: str | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    host_tensors: bool = False,
+    nccl: Nccl | None = None,
+) -> Mesh:
     """Groups for `layout` over the processes that exist.
 
     `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
-    are wanted too (offloaded parameters are gathered there for checkpoints). Raises ConfigError when the layout's world is not the real
-    one.
+    are wanted too (offloaded parameters are gathered there for checkpoints). `nccl` is what NCCL is told. Raises ConfigError when the
+    layout's world is not the real one.
     """
     here = place()
     device = local_device(device_type, here)
     owns = not dist.is_initialized()
+    if nccl is not None and (owns or dist.get_backend() != "fake"):
+        tell_nccl(nccl, device_type=device.type, group_exists=not owns)
     if owns:
         _make_default_group(here, device, timeout, host_tensors=host_tensors)
     if dist.get_world_size() != layout.world_size:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology, load
+from plait.cluster.nccl import Nccl
 from plait.errors import ConfigError, Problem
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "machine_name",
     "place",
     "processor_name",
+    "tell_nccl",
     "thread_count",
 ]
 
@@ -88,6 +90,11 @@ def discover() -> Topology:
     names = [socket.gethostname() if index == here.node_rank else f"node{index}" for index in range(count)]
     device_type: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     return Topology(tuple(Node(name, per_node) for name in names), device_type, _device_memory_bytes(gpus, per_node))
+
+
+def tell_nccl(nccl: Nccl, *, device_type: str, group_exists: bool) -> None:
+    """Set NCCL's variables for this process. Raises ConfigError where they would not be read (see `Nccl.export`)."""
+    nccl.export(os.environ, device_type=device_type, group_exists=group_exists)
 
 
 def cpu_count() -> int:

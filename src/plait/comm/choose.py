@@ -1,22 +1,26 @@
 """Which way to sum gradients over a group, how large a message, and whether to compress it: from the links' costs. Pure, and every choice
 says why.
 
-A way is priced as the operations that it is made of. Compression changes what is trained, a little, so it is only chosen where the caller
-allows it. Ties go to the way with the fewest parts.
+A way that was measured as it is has that price; any other is priced as the operations that it is made of. Compression changes what is
+trained, a little, so it is only chosen where the caller allows it. Ties go to the way with the fewest parts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from plait.comm.links import GroupLinks
 from plait.comm.quantise import packed_bytes
-from plait.units import MIB, format_bytes
+from plait.units import KIB, MIB, format_bytes
 
-FIXED_SHARE = 0.1
-"""A bucket is so large that the fixed time is at most this part of its time."""
-_LARGEST_BUCKET = 100 * MIB
+LARGEST_BUCKET_BYTES = 100 * MIB
+SMALLEST_BUCKET_BYTES = 256 * KIB
+"""Below this, what Python does for a bucket counts, and no link's price has it."""
+MEASURED_TIE = 0.03
+"""Measured times that differ by less are taken for the same."""
+_TIE = 1e-9
 QUANTISE_SECONDS_PER_BYTE = 2e-9
 """Of float32, there and back, twice: about 2 GB/s a core. A GPU is a hundred times as fast; measured values replace it."""
 
@@ -28,19 +32,32 @@ class Choice:
     algorithm: str
     """A name of `comm.algorithms`, `shared-memory`, or `int8` (quantised to owners and back)."""
     seconds: float
+    """Of all messages together."""
     bucket_bytes: int
+    """Of one message."""
     reason: str
     others: tuple[tuple[str, float], ...]
     """Every other way that was priced, cheapest first."""
+    why: str
+    """The last sentence of the reason."""
 
 
 def prices(
-    nbytes: int, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
+    nbytes: float, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
 ) -> dict[str, float]:
     """Way to seconds for an all-reduce of `nbytes` of float32, in the order in which ties are decided."""
+    measured = {way: cost.at(nbytes) for way, cost in group.whole.costs.items() if way in _WAYS}
+    composed = _composed(nbytes, group, quantise_seconds_per_byte) if "exchange" in group.whole.costs else {}
+    found = composed | measured
+    return {way: found[way] for way in _WAYS if way in found and (lossy or way != "int8")}
+
+
+_WAYS = ("shared-memory", "all-reduce", "reduce-scatter+all-gather", "two-level", "recursive-doubling", "ring", "int8")
+
+
+def _composed(nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float) -> dict[str, float]:
     costs, ranks = group.whole.costs, group.ranks
-    found = {"shared-memory": costs["shared_memory"].at(nbytes)} if "shared_memory" in costs else {}
-    found["all-reduce"] = costs["all_reduce"].at(nbytes)
+    found = {"all-reduce": costs["all_reduce"].at(nbytes)}
     found["reduce-scatter+all-gather"] = costs["reduce_scatter"].at(nbytes) + costs["all_gather"].at(nbytes)
     if group.inside is not None and group.across is not None:
         inside, across = group.inside.costs, group.across.costs
@@ -51,47 +68,91 @@ def prices(
     nearby = (group.inside or group.whole).costs["exchange"]
     found["recursive-doubling"] = near * nearby.at(nbytes) + (far * costs["far_exchange"].at(nbytes) if far else 0)
     found["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
-    if lossy:
-        packed = packed_bytes(nbytes // 4, 8)
-        sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
-        found["int8"] = sent + quantise_seconds_per_byte * nbytes
+    packed = packed_bytes(int(nbytes) // 4, 8)
+    sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
+    found["int8"] = sent + quantise_seconds_per_byte * nbytes
     return found
 
 
 def choose_all_reduce(
     nbytes: int, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
 ) -> Choice:
-    """The cheapest way to sum `nbytes` of float32 gradients over the group. `lossy` allows compression."""
+    """The cheapest way to sum `nbytes` of float32 over the group in one message. `lossy` allows compression."""
     priced = prices(nbytes, group, lossy=lossy, quantise_seconds_per_byte=quantise_seconds_per_byte)
-    best = min(priced, key=lambda way: priced[way])
+    return _choice(nbytes, 1, priced, group)
+
+
+def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None) -> Choice:
+    """The cheapest way to sum `gradient_bytes` of gradients in buckets, and how large these should be where `bucket_bytes` does not say.
+
+    A bucket can be sent when backward has filled it. More of them begin earlier and each costs its fixed time once more. For a backward
+    that takes as long as the whole sum T(G), where this matters most, N buckets end T(G) / N + N T(G / N) after its begin: least at
+    N = sqrt(b G / a) for T = a + b x.
+    """
+    return _in_buckets(gradient_bytes, group, lambda nbytes: prices(nbytes, group), bucket_bytes)
+
+
+def price_int8(
+    gradient_bytes: int,
+    group: GroupLinks,
+    *,
+    bucket_bytes: int | None = None,
+    quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
+) -> Choice | None:
+    """The same for int8 alone; None where the links have no price of it."""
+
+    def price(nbytes: float) -> dict[str, float]:
+        found = prices(nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte)
+        return {way: seconds for way, seconds in found.items() if way == "int8"}
+
+    return _in_buckets(gradient_bytes, group, price, bucket_bytes) if price(gradient_bytes) else None
+
+
+def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str, float]], bucket_bytes: int | None) -> Choice:
+    total = max(total, 1)
+    whole = price(total)
+
+    def together(count: int) -> dict[str, float]:
+        # Small messages may pass through the buffers of a switch; many of them in a row are no faster than one of all bytes.
+        return {way: max(count * seconds, whole[way]) for way, seconds in price(total / count).items()}
+
+    if bucket_bytes is not None:
+        count = math.ceil(total / min(bucket_bytes, total))
+        return _choice(total, count, together(count), group)
+    counts = [math.ceil(total / LARGEST_BUCKET_BYTES)]
+    while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
+        counts.append(2 * counts[-1])
+    ends = {count: min(whole[way] / count + seconds for way, seconds in together(count).items()) for count in counts}
+    best = min(ends, key=lambda count: ends[count])
+    return _choice(total, best, together(best), group)
+
+
+def _choice(nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks) -> Choice:
+    cheapest = min(priced.values())
+    tie = MEASURED_TIE if any(cost.samples for cost in group.whole.costs.values()) else _TIE
+    best = next(way for way, seconds in priced.items() if seconds <= cheapest * (1 + tie))
     others = tuple(sorted(((way, seconds) for way, seconds in priced.items() if way != best), key=lambda item: item[1]))
-    bucket = _bucket_bytes(group, best, lossy)
     where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
     beaten = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])
-    reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {best} {_milliseconds(priced[best])}; {beaten}. {_why(best, group)}"
-    return Choice(best, priced[best], bucket, reason, others)
+    bucket = math.ceil(nbytes / count)
+    parts = f" in {count} buckets of {format_bytes(bucket)}" if count > 1 else ""
+    taken = f"{best} {_milliseconds(priced[best])}{parts}"
+    reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {taken}; {beaten}. {_why(best, group)}"
+    return Choice(best, priced[best], bucket, reason, others, _why(best, group))
 
 
 def _why(best: str, group: GroupLinks) -> str:
     if best == "two-level":
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if best == "recursive-doubling":
-        return "The message is small: fewest steps win."
+        return "Fewest messages in a row, each of all bytes."
     if best == "int8":
         return "A quarter of the bytes; the links are slower than quantising."
     if best == "shared-memory":
         return "All ranks are on one machine and share memory."
-    return "Nothing that it is made of is cheaper apart."
-
-
-def _bucket_bytes(group: GroupLinks, way: str, lossy: bool) -> int:
-    """From the way's own price at two sizes: fixed and per byte; a power of two of MiB."""
-    small, large = (prices(size * MIB, group, lossy=lossy)[way] for size in (1, 64))
-    per_byte = (large - small) / (63 * MIB)
-    fixed = max(0.0, small - per_byte * MIB)
-    wanted = (1 / FIXED_SHARE - 1) * fixed / per_byte if per_byte > 0 else _LARGEST_BUCKET
-    power = 2 ** math.ceil(math.log2(max(1.0, wanted / MIB)))
-    return min(_LARGEST_BUCKET, power * MIB)
+    if best == "all-reduce":
+        return "The backend's own call; nothing that is made of parts is cheaper."
+    return "As many bytes as one call of the backend, and less time on these links."
 
 
 def _milliseconds(seconds: float) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,35 @@ from plait.errors import InputError
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an operation on a tensor of some bytes: the alpha-beta model."""
+    """Seconds of an operation on a tensor of some bytes: the alpha-beta model, and where it was measured the times themselves, because
+    backends change their protocol with the size."""
 
     fixed_seconds: float
     seconds_per_byte: float
+    samples: tuple[tuple[int, float], ...] = ()
+    """(bytes, seconds), both growing."""
 
     def at(self, nbytes: float) -> float:
-        """Seconds for a tensor of `nbytes`."""
-        return self.fixed_seconds + self.seconds_per_byte * nbytes
+        """Seconds for a tensor of `nbytes`: on the lines between samples, and beyond them with the slope from the first to the last, which
+        one disturbed sample changes least."""
+        if not self.samples:
+            return self.fixed_seconds + self.seconds_per_byte * nbytes
+        first, last = self.samples[0], self.samples[-1]
+        if nbytes > last[0]:
+            return last[1] + (nbytes - last[0]) * (last[1] - first[1]) / (last[0] - first[0])
+        points = [(0, min(self.fixed_seconds, first[1])), *self.samples]
+        place = min(bisect_right([size for size, _ in points], nbytes), len(points) - 1)
+        (low, low_seconds), (high, high_seconds) = points[place - 1], points[place]
+        return low_seconds + (nbytes - low) * (high_seconds - low_seconds) / (high - low)
+
+
+def measured_cost(samples: Sequence[tuple[int, float]]) -> Cost:
+    """A fit that keeps its samples. A larger tensor never takes less time: where it seemed so, the smaller one was disturbed, because what
+    disturbs only adds."""
+    falling = accumulate(sorted(samples, reverse=True), lambda larger, now: (now[0], min(larger[1], now[1])))
+    growing = tuple(falling)[::-1]
+    line = fit(growing)
+    return Cost(line.fixed_seconds, line.seconds_per_byte, growing)
 
 
 def fit(samples: Sequence[tuple[int, float]]) -> Cost:
@@ -57,7 +80,8 @@ class Link:
 class Level:
     """Ranks that talk to each other, and what it costs. Operations: `all_reduce`, `all_gather`, `reduce_scatter` (bytes of the whole
     tensor), `exchange` (bytes sent to the next rank while as many come), `far_exchange` (the same with a rank of another machine, all ranks
-    at once; where there are several machines), `shared_memory` (an all-reduce through it, where there is some)."""
+    at once; where there are several machines). And whole ways of summing, where they were measured as they are: the names of
+    `comm.algorithms`, `shared-memory`, `int8`."""
 
     ranks: int
     costs: Mapping[str, Cost]
@@ -118,12 +142,14 @@ def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) 
 
 def load(path: Path) -> dict[str, GroupLinks]:
     """By axis. Raises InputError for a file that is missing or of another form."""
+    return load_with_facts(path)[0]
+
+
+def load_with_facts(path: Path) -> tuple[dict[str, GroupLinks], dict[str, Any]]:
+    """The groups by axis, and the facts. Raises InputError like `load`."""
     try:
-        groups = json.loads(path.read_text())["groups"]
-        return {
-            group["axis"]: GroupLinks(**{**group, **{name: _level(group[name]) for name in ("whole", "inside", "across")}})
-            for group in groups
-        }
+        content = json.loads(path.read_text())
+        return {group["axis"]: _group(group) for group in content["groups"]}, dict(content["facts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"links file {path}: {error}; write one with `plait doctor --links`") from None
 
@@ -135,4 +161,8 @@ def _group(content: Any) -> GroupLinks:
 def _level(content: Any) -> Any:
     if content is None:
         return None
-    return Level(content["ranks"], {name: Cost(**cost) for name, cost in content["costs"].items()})
+    return Level(content["ranks"], {name: _cost(cost) for name, cost in content["costs"].items()})
+
+
+def _cost(content: Any) -> Cost:
+    return Cost(**{**content, "samples": tuple((int(nbytes), float(seconds)) for nbytes, seconds in content.get("samples", ()))})

@@ -1,68 +1,170 @@
-"""Times of collectives between the processes that run now, fitted to costs. Collective, and the only module here that looks at a clock.
+"""Times of collectives between the processes that run now, fitted to costs. Collective.
 
-Sizes are taken in turn, several rounds of all of them, and the median of a size is its time: a disturbance hits all sizes, not one. A time
-is the slowest rank's. Rounds end at a budget, which the first rank watches for all.
+Sizes are taken in turn, several rounds of all of them: a disturbance hits all sizes, not one. A time is the slowest rank's, and the median
+of the rounds counts. Rounds end at a budget, which the first rank watches for all; on slow links the largest sizes are left out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from plait._torch import all_gather_single
 from plait.cluster.mesh import Levels
-from plait.comm.algorithms import exchange, reduce_scatter_steps, run
+from plait.comm.algorithms import Name, exchange, reduce_scatter_steps, run, sum_over
 from plait.comm.buckets import Buckets, Flat
-from plait.comm.links import Cost, GroupLinks, Level, fit
+from plait.comm.compress import QuantisedBuckets
+from plait.comm.links import GroupLinks, Level, measured_cost
+from plait.comm.quantise import BLOCK
 from plait.comm.transport import connect
+from plait.units import KIB, MIB
 
-SIZES = (4 * 1024, 64 * 1024, 1024**2, 8 * 1024**2)
+SIZES = (16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of float32."""
+_SELDOM_BYTES, _SELDOM = 16 * MIB, 3
+"""From this size on only every third round has it: it takes most of the time, and a long time is disturbed less."""
+_FEWEST_SIZES = 2
+_SHARE_OF_A_ROUND = 0.6
+"""A round of all sizes may take this part of the time."""
+_MOST_ROUNDS = 20
+
+Operation = Callable[[], object]
+Operations = Callable[[int], dict[str, Operation]]
+"""Of a number of bytes: name to what is timed. Collective to make and to call."""
 
 
-def measure_group(axis: str, group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, seconds: float = 4.0) -> GroupLinks:
-    """The costs of a group and of its levels. Collective over the group. `seconds` is about how long each level takes."""
-    machines = levels.across.size() if levels is not None else 1
-    whole = _level(group, device, seconds, far=machines)
+def measure_group(
+    axis: str, group: dist.ProcessGroup, levels: Levels | None, *, machines: int = 1, device: torch.device, seconds: float = 4.0
+) -> GroupLinks:
+    """The costs of every operation and of every way of summing, and of the group's levels. Collective over the group, which spans
+    `machines`, equally many ranks on each. `seconds` is about how long each level takes."""
+    basic = partial(_basic, group, device, far=machines)
+    ways = ways_of(group, levels, device=device, shared_memory=True, lossy=True)
+    whole = _level(lambda nbytes: basic(nbytes) | ways(nbytes), group, device, seconds)
     if levels is None:
-        return GroupLinks(axis, 1, group.size(), whole)
-    return GroupLinks(
-        axis, machines, levels.inside.size(), whole, _level(levels.inside, device, seconds), _level(levels.across, device, seconds)
+        return GroupLinks(axis, machines, group.size() // machines, whole)
+    inside, across = (
+        _level(partial(_basic, level, device), level, device, seconds, most_rounds=_MOST_ROUNDS) for level in (levels.inside, levels.across)
+    )
+    return GroupLinks(axis, machines, levels.inside.size(), whole, inside, across)
+
+
+def measure_ways(
+    axis: str,
+    group: dist.ProcessGroup,
+    levels: Levels | None,
+    *,
+    machines: int = 1,
+    device: torch.device,
+    seconds: float,
+    lossy: bool = False,
+    shared_memory: bool = False,
+    largest_bytes: int = SIZES[-1],
+) -> GroupLinks:
+    """Only the ways of summing, for a choice between them; `lossy` has compression among them, `shared_memory` that where there is some.
+    No tensor is larger than `largest_bytes`, unless two sizes need it. Collective over the group, about `seconds`."""
+    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=lossy)
+    whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes)
+    return GroupLinks(axis, machines, group.size() // machines, whole)
+
+
+def probe(group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.device, times: int = 5) -> list[float]:
+    """Seconds of an all-reduce of each size, from `times` after a first one, which opens connections. Collective over the
+    group; milliseconds on links that are not slow."""
+    found = []
+    for nbytes in sizes:
+        operation = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device), group=group)
+        found.append([_timed(operation, group, device) for _ in range(times + 1)][1:])
+    return _typical(found, group, device)
+
+
+def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, shared_memory: bool, lossy: bool) -> Operations:
+    """What sums a tensor over the group, by the names of `comm.choose`."""
+    names = [name for name in cast(tuple[Name, ...], get_args(Name)) if name != "two-level" or levels is not None]
+    host = connect(group, label="measurement", device=device) if shared_memory else None
+
+    def of(nbytes: int) -> dict[str, Operation]:
+        tensor = torch.zeros(_numel(nbytes, group), device=device)
+        found: dict[str, Operation] = {name: partial(_sum, tensor, group, name, levels) for name in names}
+        if host is not None and host.name == "shared-memory":
+            found["shared-memory"] = partial(_sum_bucket, host.buckets([Flat(torch.float32, ((tensor.numel(),),))]))
+        if lossy:
+            flat = Flat(torch.float32, ((max(1, tensor.numel() // BLOCK), BLOCK),))
+            found["int8"] = partial(_sum_bucket, QuantisedBuckets(group, [flat], device, bits=8, feedback=True))
+        return found
+
+    return of
+
+
+def _basic(group: dist.ProcessGroup, device: torch.device, nbytes: int, *, far: int = 1) -> dict[str, Operation]:
+    ranks, numel = group.size(), _numel(nbytes, group)
+    tensor, part = torch.zeros(numel, device=device), torch.zeros(numel // ranks, device=device)
+    found: dict[str, Operation] = {
+        "all_reduce": partial(dist.all_reduce, tensor, group=group),
+        "all_gather": partial(all_gather_single, tensor, part, group=group),
+        "reduce_scatter": partial(_reduce_scatter, part, tensor, group),
+        "exchange": partial(_exchange, tensor, torch.empty_like(tensor), group, 1),
+    }
+    if far > 1:
+        found["far_exchange"] = partial(_exchange, tensor, torch.empty_like(tensor), group, ranks // far)
+    return found
+
+
+def _numel(nbytes: int, group: dist.ProcessGroup) -> int:
+    return max(1, nbytes // 4 // group.size()) * group.size()
+
+
+def _level(
+    of: Operations,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    seconds: float,
+    *,
+    most_rounds: int | None = None,
+    largest_bytes: int = SIZES[-1],
+) -> Level:
+    began = time.perf_counter()
+    smallest = of(SIZES[0])
+    sizes = _affordable(group, device, seconds, operations=len(smallest), largest_bytes=largest_bytes)
+    operations = {(name, nbytes): operation for nbytes in sizes for name, operation in of(nbytes).items()}
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
+    going, rounds = torch.ones(1, device=device), 0
+    while bool(going):
+        for (name, nbytes), operation in operations.items():
+            if nbytes < _SELDOM_BYTES or rounds % _SELDOM == 0:
+                times[name, nbytes].append(_timed(operation, group, device))
+        rounds += 1
+        going.fill_(time.perf_counter() - began < seconds and (most_rounds is None or rounds < most_rounds))
+        dist.broadcast(going, group_src=0, group=group)
+    typical = dict(zip(operations, _typical([found[1:] or found for found in times.values()], group, device), strict=True))
+    return Level(
+        group.size(),
+        {
+            name: measured_cost([(nbytes, max(taken, 1e-9)) for (other, nbytes), taken in typical.items() if other == name])
+            for name in smallest
+        },
     )
 
 
-def _level(group: dist.ProcessGroup, device: torch.device, seconds: float, *, far: int = 1) -> Level:
-    ranks = group.size()
-    way = connect(group, label="measurement", device=device)
-    operations: dict[tuple[str, int], Callable[[], object]] = {}
+def _affordable(group: dist.ProcessGroup, device: torch.device, seconds: float, *, operations: int, largest_bytes: int) -> tuple[int, ...]:
+    """The smallest sizes, so many that a round of all operations takes its share of the time or less, as the all-reduce of one MiB lets
+    expect. The same on all ranks."""
+    small, large = probe(group, (SIZES[0], MIB), device=device, times=1)
+    per_byte = max(0.0, large - small) / (MIB - SIZES[0])
+    chosen, expected = 0, 0.0
     for nbytes in SIZES:
-        numel = nbytes // 4 // ranks * ranks
-        tensor, part = torch.zeros(numel, device=device), torch.zeros(numel // ranks, device=device)
-        operations |= {
-            ("all_reduce", nbytes): partial(dist.all_reduce, tensor, group=group),
-            ("all_gather", nbytes): partial(all_gather_single, tensor, part, group=group),
-            ("reduce_scatter", nbytes): partial(_reduce_scatter, part, tensor, group),
-            ("exchange", nbytes): partial(_exchange, tensor, torch.empty_like(tensor), group, 1),
-        }
-        if far > 1:
-            operations["far_exchange", nbytes] = partial(_exchange, tensor, torch.empty_like(tensor), group, ranks // far)
-        if way.name == "shared-memory":
-            operations["shared_memory", nbytes] = partial(_sum_bucket, way.buckets([Flat(torch.float32, ((numel,),))]))
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
-    began, going = time.perf_counter(), torch.ones(1, device=device)
-    while bool(going):
-        for key, operation in operations.items():
-            times[key].append(_timed(operation, group, device))
-        going.fill_(time.perf_counter() - began < seconds)
-        dist.broadcast(going, group_src=0, group=group)
-    medians = _slowest({key: median(found[1:] or found) for key, found in times.items()}, group, device)
-    names = dict.fromkeys(name for name, _ in operations)
-    return Level(ranks, {name: _fit([(nbytes, t) for (n, nbytes), t in medians.items() if n == name]) for name in names})
+        expected += operations * (small + per_byte * nbytes)
+        chosen += nbytes <= largest_bytes and expected <= _SHARE_OF_A_ROUND * seconds
+    return SIZES[: max(chosen, _FEWEST_SIZES)]
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup, name: Name, levels: Levels | None) -> None:
+    run(sum_over(tensor, group, algorithm=name, levels=levels))
 
 
 def _reduce_scatter(part: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -80,7 +182,7 @@ def _sum_bucket(buckets: Buckets) -> None:
     buckets.finish(0)
 
 
-def _timed(operation: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:
+def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device) -> float:
     dist.barrier(group=group)
     began = time.perf_counter()
     operation()
@@ -89,11 +191,8 @@ def _timed(operation: Callable[[], object], group: dist.ProcessGroup, device: to
     return time.perf_counter() - began
 
 
-def _slowest(times: dict[tuple[str, int], float], group: dist.ProcessGroup, device: torch.device) -> dict[tuple[str, int], float]:
-    values = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
+def _typical(times: Sequence[Sequence[float]], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Of each list, equally long on all ranks: the median of the slowest rank's."""
+    values = torch.tensor([taken for one in times for taken in one], dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(times, values.tolist(), strict=True))
-
-
-def _fit(samples: list[tuple[int, float]]) -> Cost:
-    return fit([(nbytes, max(seconds, 1e-9)) for nbytes, seconds in samples])
+    return [float(one.quantile(0.5)) for one in values.split([len(one) for one in times])]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm.waits import Waits
+
 
 @dataclass(frozen=True)
 class Arriving:
@@ -23,20 +25,23 @@ class Arriving:
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
+    waits: Waits
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The tensors, delivered."""
-        for work in self.works:
-            work.wait()
+        with self.waits.during("message pp"):
+            for work in self.works:
+                work.wait()
         return self.tensors
 
 
 class Messenger:
     """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the group."""
 
-    def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup, *, device: torch.device) -> None:
+    def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup, *, device: torch.device, waits: Waits) -> None:
         self.rank = dist.get_rank(upwards)
         self.device = device
+        self.waits = waits
         self.sent_bytes = 0
         """Bytes of tensors sent so far, descriptions not counted."""
         self._upwards, self._downwards = upwards, downwards
@@ -54,7 +59,7 @@ class Messenger:
     def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
         """Begin to receive tensors of the given shapes and dtypes."""
         buffers = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
-        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers))
+        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers), self.waits)
 
     def send_object(self, value: object, *, to: int) -> None:
         """Send what can be pickled. Both sides are this program."""

@@ -16,6 +16,7 @@ from plait.config.schema import Config, Row
 from plait.config.source import Source
 from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
+from plait.parallel.data import DataParallel
 from plait.units import GIB, MIB
 
 
@@ -109,15 +110,16 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
-        ("parallel.links",),
+        ("parallel.links", "parallel.measure_seconds"),
         lambda r: r.data_parallel.all_reduce != "by-machines" or r.data_parallel.compression.gradients,
         "all_reduce or compress_gradients says how gradients are summed",
     ),
     (
-        ("parallel.all_reduce", "parallel.links"),
+        ("parallel.all_reduce", "parallel.links", "parallel.measure_seconds"),
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
         "gradients are summed so only at stage 0, in the model's own dtype, over several processes",
     ),
+    (("parallel.measure_seconds",), lambda r: r.data_parallel.links is not None, "parallel.links has measurements"),
     (("parallel.all_reduce",), lambda r: r.data_parallel.compression.gradients, "compressed gradients are summed in their own way"),
     (
         ("parallel.compress_gradients", "parallel.compress_weights", "parallel.second_copy"),
@@ -126,7 +128,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (("parallel.compress_weights",), lambda r: r.data_parallel.stage == 0, "stage 0 gathers no parameters"),
     (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
-    (("parallel.error_feedback",), lambda r: r.data_parallel.compression.gradient_bits == 0, "gradients are not quantised"),
+    (
+        ("parallel.error_feedback",),
+        lambda r: r.data_parallel.compression.gradient_bits == 0 and not r.data_parallel.may_compress,
+        "gradients are not quantised",
+    ),
     (("parallel.powersgd_rank",), lambda r: r.data_parallel.compression.powersgd_rank == 0, "compress_gradients is not powersgd"),
     (
         ("parallel.transport",),
@@ -169,6 +175,12 @@ def values_of(resolved: Resolved) -> tuple[Value, ...]:
     return tuple(Value(name, value, resolved.sources[name]) for name, value in named.items())
 
 
+def _compression_of(data: DataParallel) -> str:
+    if data.may_compress:
+        return "int8 or none, by the first steps"
+    return "powersgd" if data.compression.powersgd_rank else _BITS[data.compression.gradient_bits]
+
+
 def _named(resolved: Resolved) -> dict[str, Any]:
     scale, precision, data = resolved.precision.loss_scale, resolved.precision, resolved.data_parallel
     wire = data.compression
@@ -193,12 +205,15 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "activation_checkpointing.partition_activations": resolved.recompute.partition_inputs,
         "parallel.transport": data.transport,
         "parallel.all_reduce": data.all_reduce,
+        "parallel.measure_seconds": data.measure_seconds,
         "parallel.links": data.links or "not measured",
-        "parallel.compress_gradients": "powersgd" if wire.powersgd_rank else _BITS[wire.gradient_bits],
+        "parallel.compress_gradients": _compression_of(data),
         "parallel.compress_weights": _BITS[wire.weight_bits],
         "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),
         "parallel.powersgd_rank": wire.powersgd_rank,
         "parallel.second_copy": data.second_copy,
+        "parallel.nccl_algorithm": resolved.nccl.algorithm or "NCCL decides",
+        "parallel.nccl_protocol": resolved.nccl.protocol or "NCCL decides",
         "zero_optimization.stage": data.stage,
         "zero_optimization.offload_optimizer.device": resolved.optimizer_offload.device,
         "zero_optimization.offload_param.device": "cpu"

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from plait.cluster.layout import Layout
+from plait.cluster.nccl import Nccl
 from plait.config import megatron, parts, techniques
 from plait.config.batch import Batch, solve_batch
 from plait.config.degrees import smallest_world, solve_layout
@@ -35,6 +36,10 @@ from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
 
 __all__ = ["Batch", "Config", "Resolved", "Source", "load", "resolve", "smallest_world", "solve_batch", "solve_layout"]
+
+
+_AS_GIVEN = tuple(f"parallel.{name}" for name in ("blocks", "loss_chunk_tokens", "nccl_algorithm", "nccl_protocol"))
+"""Settings that are taken as they are."""
 
 
 class Resolved(Policy):
@@ -60,6 +65,8 @@ class Resolved(Policy):
     """Where blocks put what they save for backward."""
     optimizer_offload: OptimizerOffload
     """Where optimizer states, gradients and masters live."""
+    nccl: Nccl = Nccl()
+    """What NCCL is told."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()
@@ -163,7 +170,7 @@ def resolve(
     offload = found.attempt(lambda: techniques.activation_offload(found))
     states = found.attempt(lambda: techniques.optimizer_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
-    found.sources |= {path: config.origin(path) for path in ("parallel.blocks", "parallel.loss_chunk_tokens")}
+    found.sources |= {path: config.origin(path) for path in _AS_GIVEN}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):
             found.sources[path] = config.origin(path)
@@ -183,6 +190,7 @@ def resolve(
         recompute=recompute,
         activation_offload=offload,
         optimizer_offload=states,
+        nccl=Nccl(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,
         gradient_clipping=clipping,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
+from plait.cluster.nccl import Algorithms, Protocols
 from plait.config.deepspeed import Status
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.sections import DataSection, ModelSection, RunSection
@@ -214,8 +215,9 @@ class ParallelSection(Policy):
     blocks: tuple[str, ...] = ()
     """Names or patterns (`model.layers.*`) of the repeated blocks that are sharded and compiled one by one. Left out: the longest list
     of equal modules in the model."""
-    bucket_mib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] = 25.0
-    """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets."""
+    bucket_mib: PositiveOrAuto = "auto"
+    """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets. "auto": what the measured links make
+    the cheapest, and 25 where none are known."""
     loss_chunk_tokens: Annotated[int, Field(ge=0), Number] = 0
     """Compute head and cross entropy for this many tokens at a time, so that whole logits never exist; 0: all at once. For language models
     with plait.causal_lm_loss."""
@@ -229,13 +231,18 @@ class ParallelSection(Policy):
     """How gradients and parameters move between data-parallel processes: "torch" by its collectives (gloo, NCCL), "shared-memory" through
     memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
     all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
-    """How gradients are summed at stage 0 in the model's own dtype. "auto": in two levels (inside machines, across, inside) where the
-    processes span machines with several of them each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    """How gradients are summed at stage 0 in the model's own dtype. "auto": through shared memory, or what is cheapest by the links that
+    were measured. Where none were, in two levels (inside machines, across, inside) if the processes span machines with several of them
+    each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    measure_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), Number] = 1.0
+    """About how long "auto" in all_reduce measures the links of the run's own processes when it starts, where they share no memory and
+    links names no file. 0: it does not, and decides by the machines."""
     links: str | None = None
     """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
-    compress_gradients: Literal["none", "int8", "int4", "powersgd"] = "none"
+    compress_gradients: Literal["none", "auto", "int8", "int4", "powersgd"] = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
-    factors of every matrix. It changes the training a little; for links that are slower than the computation."""
+    factors of every matrix. It changes the training a little; for links that are slower than the computation. "auto", at stage 0: int8 with
+    error feedback if the first steps show that it saves a tenth of a step."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
     """Stages 1 to 3: what parameters travel as when they are gathered."""
     error_feedback: FlagOrAuto = "auto"
@@ -243,6 +250,10 @@ class ParallelSection(Policy):
     gradients; at stages 1 to 3 it would cost that of unsharded gradients. PowerSGD always does."""
     powersgd_rank: Count = 4
     """Columns of PowerSGD's factors."""
+    nccl_algorithm: Algorithms = None
+    """On GPUs: the algorithms that NCCL may take (NCCL_ALGO), such as "Ring" or "^Tree". Left out: NCCL decides for every call."""
+    nccl_protocol: Protocols = None
+    """On GPUs: the protocols that NCCL may take (NCCL_PROTO): LL, LL128, Simple. Left out: NCCL decides for every call."""
     second_copy: Annotated[int, Field(ge=0), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""

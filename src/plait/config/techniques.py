@@ -22,6 +22,9 @@ from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB, dtype_of
 
+DEFAULT_BUCKET_BYTES = 25 * MIB
+"""That of DistributedDataParallel."""
+
 
 def tensor_parallel(found: Findings) -> TensorParallel:
     """How layers are split over the tp axis."""
@@ -51,16 +54,20 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
     """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters out."""
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd"))
+    found.sources["parallel.measure_seconds"] = found.config.origin("parallel.measure_seconds")
     transport = found.config.parallel.transport
     given = found.config.origin("parallel.transport")
     found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
     return DataParallel(
         stage=found.config.zero_optimization.stage,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES,
+        bucket_by_links=bucket_bytes is None,
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
         links=found.config.parallel.links,
+        measure_seconds=found.config.parallel.measure_seconds,
+        may_compress=found.config.parallel.compress_gradients == "auto",
         compression=_compression(found, dtypes),
         second_copy=_second_copy(found, shard),
     )
@@ -89,17 +96,23 @@ def _compression(found: Findings, dtypes: Precision) -> Compression:
     if gradients == "powersgd" and stage:
         rule = f"factors a matrix's whole gradient, and ZeRO stage {stage} reduces it in shards"
         raise ConfigError(Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0'))
+    if gradients == "auto" and stage:
+        rule = f"is decided by the first steps of ZeRO stage 0, and this is stage {stage}"
+        raise ConfigError(Problem(path, gradients, rule, 'use "int8" or "none", or zero_optimization.stage 0'))
+    if gradients == "auto" and parallel.all_reduce != "auto":
+        rule = f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide"
+        raise ConfigError(Problem(path, gradients, rule, 'set parallel.all_reduce = "auto", or say "int8" or "none"'))
     if gradients != "none" and stage == 0 and not buckets:
         rule = "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot be given another collective"
         raise ConfigError(Problem(path, gradients, rule, "use zero_optimization.stage 1, or compute in the model's own dtype"))
     default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold whole gradients")
     feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
-    bits = {"none": 0, "powersgd": 0, "int8": 8, "int4": 4}
+    bits = {"none": 0, "auto": 0, "powersgd": 0, "int8": 8, "int4": 4}
     return Compression(
         gradient_bits=bits[gradients],
         weight_bits=bits[parallel.compress_weights] if stage else 0,
         powersgd_rank=parallel.powersgd_rank if gradients == "powersgd" else 0,
-        error_feedback=bool(feedback) and gradients in ("int8", "int4"),
+        error_feedback=bool(feedback) and gradients in ("int8", "int4", "auto"),
     )
 
 
@@ -114,9 +127,10 @@ def _second_copy(found: Findings, shard: int) -> int:
     return wanted
 
 
-def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int:
+def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -> int | None:
+    """None: the links decide."""
     mib, path = found.config.parallel.bucket_mib, "zero_optimization.reduce_bucket_size"
-    from_mib = round(mib * MIB)
+    from_mib = round(mib * MIB) if mib != "auto" else None
     mib_source = found.config.origin("parallel.bucket_mib")
     elements, source = found.config.zero_optimization.reduce_bucket_size, found.config.origin(path)
     if elements == "auto":
@@ -125,10 +139,11 @@ def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -
         source = "auto: the caller's" if path in found.auto else f"auto: hidden size {hidden_size} squared"
     buckets = has_buckets(found.config.zero_optimization.stage, mixed=dtypes.compute is not None)
     if elements is None or not buckets:
-        found.sources["parallel.bucket_mib"] = mib_source if buckets else "not used: gradients are reduced block by block"
+        by_links = f"{mib_source}: auto, {DEFAULT_BUCKET_BYTES // MIB} unless the links are known" if from_mib is None else mib_source
+        found.sources["parallel.bucket_mib"] = by_links if buckets else "not used: gradients are reduced block by block"
         return from_mib
     itemsize = dtype_of(dtypes.reduce or "float32").itemsize
-    if mib_source != "default" and elements * itemsize != from_mib:
+    if from_mib is not None and elements * itemsize != from_mib:
         rule = f"both set the bucket and disagree: {elements} x {itemsize} bytes = {elements * itemsize / MIB:g} MiB"
         raise ConfigError(Problem(f"{path} = {elements} and parallel.bucket_mib = {mib:g}", None, rule, "keep one of them"))
     found.sources["parallel.bucket_mib"] = f"{source}: {path}, {elements} x {itemsize} bytes"

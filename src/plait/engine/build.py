@@ -146,6 +146,9 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
                 "use plait.initialize and engine.train_batch, or parallel.pp = 1",
             )
         )
+    if resolved.data_parallel.may_compress:
+        rule = "whole steps are timed to decide it, and a loop of one's own has none that plait sees"
+        raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or say "int8" or "none"'))
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
     if resolved.optimizer_offload.device != "none":
@@ -314,7 +317,7 @@ def split(
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
-    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu")
+    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)

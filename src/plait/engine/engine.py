@@ -6,9 +6,9 @@ samples are cut over ranks and micro-batches); the three calls take DeepSpeed's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from plait.errors import InputError, PlaitError
 from plait.parallel import compression
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.pipeline import PipelineRank
+from plait.parallel.reducer import GRADIENTS
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
 
@@ -47,6 +48,10 @@ class StepResult:
     """The rate of this step."""
     loss_scale: float
     """The scale of this step; 1 without float16."""
+    waited_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What this rank stood waiting in, such as `all_reduce dp_replicate`; empty on GPUs (see `comm.waits`)."""
+    decided: str = ""
+    """What the first steps decided about communication, after this one; for people."""
 
     def __float__(self) -> float:
         return float(self.loss)
@@ -86,6 +91,11 @@ class Engine:
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._outcome: Outcome | None = None
+        self.waited_seconds: dict[str, float] = {}
+        """What this rank stood waiting in during the last step (see `StepResult`)."""
+        self.communication = parts.communication
+        """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
+        self._decided = ""
 
     # ---- whole steps -------------------------------------------------------------------------------------------------------------
 
@@ -121,7 +131,7 @@ class Engine:
             dist.all_reduce(totals, group=self._loss_group)
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
-        return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale)
+        return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale, self.waited_seconds, self._decided)
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
@@ -220,6 +230,11 @@ class Engine:
             compression.rescale(self.parts, self.stepper.loss_scale / scale)
         if self.parts.reducer is not None:
             self.parts.reducer.start_step()
+        waited = self.parts.waits.take()
+        self.waited_seconds = waited if self.device.type == "cpu" else {}
+        self._decided = self.parts.trial.after_step(waited.get(GRADIENTS, 0.0)) if self.parts.trial is not None else ""
+        if self._decided:
+            self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1
         self.skipped_steps += outcome.skipped
         return outcome

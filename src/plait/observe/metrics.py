@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from plait.errors import InputError
-from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 
 NAMES: dict[type, str] = {
     RunStarted: "start",
     StepDone: "step",
+    CommunicationDecided: "communication",
     Validated: "validation",
     CheckpointSaved: "checkpoint",
     Sampled: "sample",

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.model.facts import model_facts
 from plait.parallel.pipeline_account import balance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
@@ -82,6 +82,8 @@ class ProgressLines:
                 self._begin(event)
             case StepDone():
                 self._step(event)
+            case CommunicationDecided():
+                self._line(event.communication, event.step)
             case Validated():
                 perplexity = math.exp(event.loss) if event.loss < 700 else math.inf
                 self._line(f"validation loss {event.loss:.4f}, perplexity {perplexity:,.1f}, {event.weight:,.0f} targets", event.step)
@@ -92,7 +94,7 @@ class ProgressLines:
                 for line in event.text.rstrip().splitlines():
                     self._console.print(Text(f"    {line}"), soft_wrap=True)
             case RunEnded():
-                self._line(f"{event.reason} after {format_seconds(event.seconds)}", event.step)
+                self._line(f"{event.reason} after {format_seconds(event.seconds)}{_waiting(event)}", event.step)
                 self.close()
 
     def close(self) -> None:
@@ -139,6 +141,16 @@ class ProgressLines:
     def _line(self, text: str, step: int) -> None:
         width = len(f"{self._last_step:,}")
         self._console.print(Text(f"step {step:>{width},}  {text}"), soft_wrap=True)
+
+
+def _waiting(event: RunEnded) -> str:
+    """How much of the steps this rank waited, the longest first."""
+    total = sum(event.waited_seconds.values())
+    if not total or not event.steps_seconds:
+        return ""
+    each = sorted(event.waited_seconds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{what} {seconds / event.steps_seconds:.1%}" for what, seconds in each)
+    return f"; {total / event.steps_seconds:.1%} of the steps were spent waiting for other ranks: {parts}"
 
 
 def _stages(checked: Checked) -> list[tuple[str, str]]:

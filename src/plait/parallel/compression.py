@@ -25,6 +25,7 @@ from plait.comm.compress import (
     QuantisedReduceScatter,
 )
 from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
+from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.parallel.ledger import Array
 from plait.policy import Policy
 
@@ -58,30 +59,37 @@ class Compression(Policy):
         assert self.gradient_bits != 0
         return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback)
 
-    def install(self, model: nn.Module, levels: Levels | None) -> dict[str, QuantisedReduceScatter]:
+    def install(self, model: nn.Module, levels: Levels | None, waits: Waits) -> dict[str, QuantisedReduceScatter]:
         """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
         found = {}
         for index, module in enumerate(sharded_modules(model)):
             shapes = shard_shapes(module)
             if self.weight_bits:
                 segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in shapes]
-                module.set_custom_all_gather(QuantisedAllGather(segments, bits=self.weight_bits))
+                module.set_custom_all_gather(TimedAllGather(QuantisedAllGather(segments, bits=self.weight_bits), waits, "dp_shard"))
             if self.gradient_bits:
                 segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in shapes if trainable]
                 scatter = QuantisedReduceScatter(segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels)
-                module.set_custom_reduce_scatter(scatter)
+                module.set_custom_reduce_scatter(TimedReduceScatter(scatter, waits, "dp_shard"))
                 found[f"unit.{index}"] = scatter
         return found
+
+
+_VERDICT = "trial.verdict"
 
 
 def states(parts: Parts) -> dict[str, torch.Tensor]:
     """What compression keeps from step to step on this rank, by name; the tensors themselves."""
     found = dict(parts.reducer.reduction.state) if parts.reducer is not None else {}
+    if parts.trial is not None:
+        found[_VERDICT] = parts.trial.verdict
     return found | {f"{name}.{key}": tensor for name, scatter in parts.compressors.items() for key, tensor in scatter.state.items()}
 
 
 def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
     """Put back what `states` gave, where it has the same form; the rest starts anew."""
+    if parts.trial is not None and int(saved.get(_VERDICT, torch.tensor(-1))) >= 0:
+        parts.trial.conclude(compress=bool(saved[_VERDICT]))
     if parts.reducer is not None:
         for name, tensor in parts.reducer.reduction.state.items():
             if name in saved and saved[name].shape == tensor.shape:
@@ -93,7 +101,7 @@ def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
 def rescale(parts: Parts, factor: float) -> None:
     """Gradients will be `factor` times as large: the loss scale has changed, and errors are in its units."""
     for name, tensor in states(parts).items():
-        if not name.endswith((".right", "steps")):
+        if not name.endswith((".right", "steps", _VERDICT)):
             tensor.mul_(factor)
 
 

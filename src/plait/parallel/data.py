@@ -23,7 +23,7 @@ import numpy as np
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from plait._torch import sharded_modules
+from plait._torch import local_tensor, sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.transport import TransportName
@@ -58,6 +58,14 @@ class DataParallel(Technique):
     several of its ranks each, else in one call, or through shared memory."""
     links: str | None = None
     """A file of measured links (`comm.links`), by which `by-machines` chooses."""
+    measure_seconds: float = 0.0
+    """How long `by-machines` measures the links when the model is sharded, where it has no file and no shared memory; 0 does not."""
+    kept_links: str | None = None
+    """Where that measurement is kept for the next start of the run."""
+    bucket_by_links: bool = False
+    """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes` does."""
+    may_compress: bool = False
+    """Let the first steps decide whether gradients travel as int8 with error feedback (see `parallel.trial`)."""
     second_copy: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""
@@ -70,24 +78,31 @@ class DataParallel(Technique):
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
-            make_buckets, said = wiring.replicated(self, group, mesh)
+            summing = wiring.replicated(self, group, mesh, gradient_bytes=_gradient_bytes(parts))
             reducer = Reducer(
                 parts.model,
                 group,
-                bucket_bytes=self.bucket_bytes,
-                make_buckets=make_buckets,
+                bucket_bytes=summing.bucket_bytes,
+                make_buckets=summing.make_buckets,
                 separate_vectors=self.compression.gradients,
                 reduce_dtype=parts.reduce_dtype,
                 track_unused=self.unused_parameters,
+                waits=parts.waits,
             )
-            return parts.with_(reducer=reducer, communication=said)
+            return parts.with_(reducer=reducer, trial=summing.trial_of(reducer), communication=summing.said)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
-        compressors, said = wiring.sharded(self, parts.model, mesh)
+        compressors, said = wiring.sharded(self, parts, mesh)
         return parts.with_(compressors=compressors, communication=said)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""
         return _account(self, ledger, facts)
+
+
+def _gradient_bytes(parts: Parts) -> int:
+    """What this rank sums in a step."""
+    trainable = [p for p in parts.model.parameters() if p.requires_grad]
+    return sum(local_tensor(p.detach()).numel() * (parts.reduce_dtype or p.dtype).itemsize for p in trainable)
 
 
 def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:

@@ -139,7 +139,7 @@ def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineR
     upwards = mesh.group("pp")
     assert staged is not None and upwards is not None and mesh.downwards is not None
     zero = StagedZero(staged, schedule, zero=parts.stage, reducer=parts.reducer)
-    messenger = Messenger(upwards, mesh.downwards, device=mesh.device)
+    messenger = Messenger(upwards, mesh.downwards, device=mesh.device, waits=parts.waits)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, observers=[zero])
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()

@@ -17,7 +17,11 @@ from torch import nn
 
 from plait._torch import after_backward, like_parameter, local_tensor
 from plait.comm.buckets import Buckets, Flat
+from plait.comm.waits import Waits
 from plait.parallel.bucket_account import partition
+
+GRADIENTS = "all_reduce dp_replicate"
+"""The name of its waits."""
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Reducer:
     track_unused: bool = True
     separate_vectors: bool = False
     """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as they are."""
+    waits: Waits = field(default_factory=Waits)
     synchronise: bool = True
     buckets: list[_Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
@@ -69,6 +74,18 @@ class Reducer:
 
     def attach(self) -> None:
         """Allocate the buckets and listen to the parameters. Once, when the model has its final parameters (not on `meta`)."""
+        self._allocate()
+        for parameter in self._slots:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def rebuild(self, make_buckets: Callable[[Sequence[Flat]], Buckets], *, bucket_bytes: int, separate_vectors: bool) -> None:
+        """Other buckets from the next step on. Between two steps, when no gradient is needed any more. Collective like `attach`."""
+        self.make_buckets, self.bucket_bytes, self.separate_vectors = make_buckets, bucket_bytes, separate_vectors
+        self.buckets.clear()
+        self._slots.clear()
+        self._allocate()
+
+    def _allocate(self) -> None:
         partition = self._partition()
         shapes = [tuple(tuple(local_tensor(p.detach()).shape) for p in members) for members in partition]
         self.reduction = self.make_buckets(
@@ -77,8 +94,6 @@ class Reducer:
         for members, wire in zip(partition, self.reduction.buffers, strict=True):
             self._add_bucket(members, wire)
         self.start_step()
-        for parameter in self._slots:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _partition(self) -> list[list[nn.Parameter]]:
         """Trainable parameters by bucket, one dtype a bucket."""
@@ -132,9 +147,11 @@ class Reducer:
                 if parameter.grad is not slot.grad:  # not reached by any backward of this step on this rank
                     slot.view.zero_()
             self._launch(bucket)
-        used = self._used_anywhere()
+        with self.waits.during(GRADIENTS):
+            used = self._used_anywhere()
         for index, bucket in enumerate(self.buckets):
-            self.reduction.finish(index)
+            with self.waits.during(GRADIENTS):
+                self.reduction.finish(index)
             if bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
             if self.mean:

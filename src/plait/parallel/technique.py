@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from plait.cluster.mesh import Mesh
+from plait.comm.waits import Waits
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger
 from plait.policy import Policy
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from plait.parallel.reducer import Reducer
     from plait.parallel.saved import Store
     from plait.parallel.styles import Region
+    from plait.parallel.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Parts:
     """ZeRO stage that was applied."""
     compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
     """Compressed collectives of sharded units that may keep errors, by name."""
+    waits: Waits = field(default_factory=Waits)
+    """What this rank stood waiting in collectives."""
+    trial: Trial | None = None
+    """The steps that decide whether gradients are compressed, where that is open."""
     communication: str = ""
     """How data-parallel ranks exchange gradients and parameters, and why so; for people."""
     applied: tuple[str, ...] = field(default=())

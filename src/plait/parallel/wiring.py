@@ -1,27 +1,34 @@
 """Which collectives the data-parallel technique uses on the groups that exist, and a sentence that says so and why.
 
 Decided once, when the model is sharded, and alike on every rank of a group. Compression that was asked for comes first, then an algorithm
-that was asked for, then what measured links say, then shared memory or torch.
+that was asked for, then a file of links, then shared memory, then what a measurement at the start says, then torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from plait._torch import sharded_modules
-from plait.cluster.mesh import Levels, Mesh
+from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
-from plait.comm.choose import choose_all_reduce
+from plait.comm.choose import Choice, choose_buckets, price_int8
 from plait.comm.compress import QuantisedReduceScatter
-from plait.comm.links import load
+from plait.comm.links import GroupLinks, load
+from plait.comm.startup import Found, find_links
 from plait.comm.transport import connect
+from plait.comm.waits import TimedAllGather, TimedReduceScatter
 from plait.errors import ConfigError, InputError, Problem
+from plait.parallel.compression import Compression
+from plait.parallel.reducer import Reducer
+from plait.parallel.technique import Parts
+from plait.parallel.trial import Trial
 
 if TYPE_CHECKING:
     from plait.parallel.data import DataParallel
@@ -29,46 +36,106 @@ if TYPE_CHECKING:
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
 
 
-def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> tuple[MakeBuckets, str]:
-    """(what makes the reducer's buckets, how gradients are summed). Collective over the group."""
+@dataclass(frozen=True)
+class Summing:
+    """How the gradients of replicated parameters are summed."""
+
+    make_buckets: MakeBuckets
+    bucket_bytes: int
+    said: str
+    """For people."""
+    compressed: MakeBuckets | None = None
+    """What may take the buckets' place after the first steps; None where that is not open."""
+    compressed_bucket_bytes: int = 0
+    int8_saves_seconds: float = 0.0
+    """What it would take less for all gradients of a step."""
+
+    def trial_of(self, reducer: Reducer) -> Trial | None:
+        """The steps that decide."""
+        if self.compressed is None:
+            return None
+        return Trial(reducer, self.compressed, self.compressed_bucket_bytes, self.int8_saves_seconds)
+
+
+def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
+    """Collective over the group. `gradient_bytes`: of all gradients that this rank sums."""
     compression = technique.compression
     if compression.gradients:
         how = f"PowerSGD of rank {compression.powersgd_rank}" if compression.powersgd_rank else f"int{compression.gradient_bits}"
-        return lambda flats: compression.buckets(group, flats, mesh.device), f"gradients are summed as {how}"
+        said = f"gradients are summed as {how}"
+        return Summing(lambda flats: compression.buckets(group, flats, mesh.device), technique.bucket_bytes, said)
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
+    bucket_bytes, shared = technique.bucket_bytes, None
+    int8: Choice | None = None
+    saves: float | None = None
+    no_int8 = "the links were not measured"
     if wanted == "two-level" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
-    if wanted == "by-machines" and technique.links is not None:
-        wanted, why = _by_links(technique.links, technique.bucket_bytes, group, levels)
-    elif wanted == "by-machines" and levels is not None:
+    if wanted == "by-machines" and dist.get_backend(group) != "fake":
+        found = None
+        if technique.links is not None:
+            found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
+        else:
+            shared = connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
+            if shared.name == "torch" and technique.measure_seconds:
+                found = find_links(
+                    "dp_replicate",
+                    group,
+                    levels,
+                    machines=mesh.machines("dp_replicate"),
+                    device=mesh.device,
+                    seconds=technique.measure_seconds,
+                    kept=Path(technique.kept_links) if technique.kept_links else None,
+                    lossy=technique.may_compress,
+                    largest_bytes=gradient_bytes,
+                )
+        if found is not None:
+            given = None if technique.bucket_by_links else bucket_bytes
+            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
+            wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
+            int8 = price_int8(gradient_bytes, found.links, bucket_bytes=given) if technique.may_compress else None
+            saves = choice.seconds - int8.seconds if int8 is not None else None
+            no_int8 = f"int8 would take {-saves * 1e3:.3g} ms longer" if saves is not None else "int8 was not measured on the links"
+    if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
-        way = connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
-        return way.buckets, f"gradients are summed by {way.name}: {way.reason if wanted == 'by-machines' else why}"
-    algorithm = cast(Name, wanted)
-    return (
-        lambda flats: AlgorithmBuckets(group, flats, mesh.device, algorithm=algorithm, levels=levels),
-        f"gradients are summed by {algorithm}: {why}",
-    )
+        way = shared or connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
+        note = "; the links were not measured, because nothing here is faster" if way.name == "shared-memory" else ""
+        why = way.reason + note if wanted == "by-machines" else why
+        if way.name == "shared-memory":
+            saves, no_int8 = None, "shared memory is faster than quantising"
+        make, said = way.buckets, f"gradients are summed by {way.name}: {why}"
+    else:
+        make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
+        said = f"gradients are summed by {wanted}: {why}"
+    if not technique.may_compress:
+        return Summing(make, bucket_bytes, said)
+    if mesh.device.type != "cpu":
+        saves, no_int8 = None, f"what a step waits for is not measured on {mesh.device.type}"
+    if int8 is None or saves is None or saves <= 0:
+        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: {no_int8}")
+    smaller = Compression(gradient_bits=8, error_feedback=technique.compression.error_feedback)
+    said = f"{said}. The first steps decide whether int8 takes its place, which would save up to {saves * 1e3:.3g} ms"
+    return Summing(make, bucket_bytes, said, lambda flats: smaller.buckets(group, flats, mesh.device), int8.bucket_bytes, saves)
 
 
-def _by_links(path: str, bucket_bytes: int, group: dist.ProcessGroup, levels: Levels | None) -> tuple[str, str]:
-    """(way, why) from measured links. The group's first rank reads the file, for all."""
-    answer: list[tuple[str, str] | ConfigError | None] = [None]
+def _from_file(path: str, group: dist.ProcessGroup, machines: int) -> GroupLinks:
+    """The measured links of a file that the configuration names. The group's first rank reads it, for all."""
+    answer: list[GroupLinks | ConfigError | None] = [None]
     if group.rank() == 0:
-        answer = [_chosen(path, bucket_bytes, group.size(), levels.across.size() if levels is not None else 1)]
-    if dist.get_backend(group) != "fake":
-        dist.broadcast_object_list(answer, group_src=0, group=group)
+        answer = [_read(path, group.size(), machines)]
+    dist.broadcast_object_list(answer, group_src=0, group=group)
     found = answer[0]
     if isinstance(found, ConfigError):
         raise found
-    return found or ("by-machines", "")
+    assert found is not None
+    return found
 
 
-def _chosen(path: str, bucket_bytes: int, ranks: int, machines: int) -> tuple[str, str] | ConfigError:
+def _read(path: str, ranks: int, machines: int) -> GroupLinks | ConfigError:
     try:
         measured = load(Path(path)).get("dp_replicate")
     except InputError as error:
@@ -77,11 +144,10 @@ def _chosen(path: str, bucket_bytes: int, ranks: int, machines: int) -> tuple[st
         there = f"{measured.ranks} ranks on {measured.machines}" if measured is not None else "no group dp_replicate on any"
         rule = f"it was measured for {there} machine(s), and gradients are summed over {ranks} on {machines}"
         return ConfigError(Problem("parallel.links", path, rule, "measure again with `plait doctor --links`, or leave it out"))
-    choice = choose_all_reduce(bucket_bytes, measured)
-    return choice.algorithm, choice.reason
+    return measured
 
 
-def sharded(technique: DataParallel, model: nn.Module, mesh: Mesh) -> tuple[Mapping[str, QuantisedReduceScatter], str]:
+def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> tuple[Mapping[str, QuantisedReduceScatter], str]:
     """(units' compressed collectives that may keep errors, how shards travel). Collective over `dp_shard`."""
     group = mesh.group("dp_shard")
     if group is None:
@@ -90,13 +156,14 @@ def sharded(technique: DataParallel, model: nn.Module, mesh: Mesh) -> tuple[Mapp
             raise ConfigError(Problem("parallel.transport", "shared-memory", rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
         return {}, ""
     way = connect(group, label="dp_shard", device=mesh.device, wanted=technique.transport)
-    for module in sharded_modules(model):
-        # Shared memory is laid out for one group, and the second copy is gathered over another.
-        if way.all_gather is not None and not (technique.stage == 3 and technique.second_copy):
-            module.set_custom_all_gather(way.all_gather)
+    # Shared memory is laid out for one group, and the second copy is gathered over another.
+    all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
+    for module in sharded_modules(parts.model):
+        if mesh.device.type == "cpu":
+            module.set_custom_all_gather(TimedAllGather(all_gather, parts.waits, "dp_shard"))
         if way.reduce_scatter is not None:
-            module.set_custom_reduce_scatter(way.reduce_scatter)
+            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, parts.waits, "dp_shard"))
     compression = technique.compression
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
     said = f"parameters are gathered {names[compression.weight_bits]}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
-    return compression.install(model, mesh.levels("dp_shard") if compression.gradient_bits else None), said
+    return compression.install(parts.model, mesh.levels("dp_shard") if compression.gradient_bits else None, parts.waits), said

@@ -2,6 +2,7 @@
 
     config.json     the resolved configuration of the last start     tokenizer/      opens in AutoTokenizer.from_pretrained
     metrics.jsonl   everything that happened, one event a line       checkpoints/    step-00000100 ..., latest
+    links.json      measured links, where there was a choice
 
 A folder goes on only with the model, the text and the seed it was begun with.
 """
@@ -38,6 +39,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """The file of events."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def links(self) -> Path:
+        """What the start of the run measured of the links between its processes."""
+        return self.path / "links.json"
 
     def position(self, identity: dict[str, Any]) -> Position:
         """How far the run in the folder is; `Position()` where none was begun.

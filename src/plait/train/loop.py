@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from plait.checkpoint.distributed import remove_old
 from plait.config.sections import RunSection
 from plait.data.loader import Loader
 from plait.errors import PlaitError
-from plait.events import CheckpointSaved, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.memory import peak_memory_bytes
 from plait.train.stop import StopRequest
 
@@ -81,6 +81,7 @@ def train(job: Job, start: Position) -> int:
     # On a GPU the numbers of a step are read while the next one is queued, so that the device never waits for the reader.
     behind = 0 if job.engine.device.type == "cpu" else 1
     unread: deque[_Taken] = deque()
+    steps_seconds, waited = 0.0, Counter[str]()
     job.emit(job.started)
     while position.step < section.steps and not stopped_by:
         result = job.engine.train_batch(job.loader.at(position.samples))
@@ -93,7 +94,12 @@ def train(job: Job, start: Position) -> int:
             taken = unread.popleft()
             stopped_by = stopped_by or int(taken.stop.item())  # waits for the step
             now = time.perf_counter()
-            job.emit(_step_done(taken, job, seconds=now - mark))
+            done = _step_done(taken, job, seconds=now - mark)
+            job.emit(done)
+            steps_seconds += done.seconds
+            waited.update(done.waited_seconds)
+            if taken.result.decided:
+                job.emit(CommunicationDecided(taken.step, taken.result.decided))
             mark = now
         if validates:
             _validate(job, position.step)
@@ -110,7 +116,8 @@ def train(job: Job, start: Position) -> int:
         _save(job, position)
     if finished and job.sample is not None and section.sample is not None:
         job.emit(Sampled(position.step, section.sample.prompt, job.sample()))
-    job.emit(RunEnded(position.step, "finished" if finished else "interrupted", time.perf_counter() - began, job.started.folder))
+    reason, seconds = "finished" if finished else "interrupted", time.perf_counter() - began
+    job.emit(RunEnded(position.step, reason, seconds, job.started.folder, steps_seconds, dict(waited)))
     return 0 if finished else stopped_by
 
 
@@ -140,6 +147,7 @@ def _step_done(taken: _Taken, job: Job, *, seconds: float) -> StepDone:
         tokens=job.loader.batch * job.loader.sequences.length,
         seconds=seconds,
         memory_bytes=peak_memory_bytes(job.engine.device),
+        waited_seconds=dict(result.waited_seconds),
     )
     # A loss scaler skips steps that overflow and goes on; without a skip the parameters have taken the step and hold NaN now.
     if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):

@@ -127,7 +127,10 @@ def run(checked: Checked, *, stop: StopRequest, listeners: Sequence[Listener]) -
     Returns 0 when all steps are done, else the number of the signal that ended the run after a checkpoint.
     """
     resolved, section = checked.resolved, checked.section
-    engine = initialize(checked.built.model, resolved, loss_fn=causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
+    # The folder keeps what was measured of the links; where that is says nothing about the run, so the configuration does not have it.
+    here = resolved.data_parallel.model_copy(update={"kept_links": str(checked.folder.links)})
+    made = resolved.model_copy(update={"data_parallel": here})
+    engine = initialize(checked.built.model, made, loss_fn=causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
     try:
         _same_everywhere(checked)
         if checked.position.step:

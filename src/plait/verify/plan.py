@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from plait.cluster.nccl import Nccl
 from plait.config.resolve import Resolved, resolve
 from plait.config.schema import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem
@@ -136,10 +137,15 @@ def prepare(
         rest += more
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
+    changed: dict[str, Any] = {"may_compress": False}  # what is compared computes the same numbers from the first step to the last
     if choice.share < 1:
         # As many buckets for the small model as the large one has.
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
-        resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update={"bucket_bytes": size})})
+        changed |= {"bucket_bytes": size, "bucket_by_links": False}
+    resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
+    if where == "cpu" and resolved.nccl != Nccl():
+        resolved = resolved.model_copy(update={"nccl": Nccl()})
+        rest.append("parallel.nccl_*: not used; on the CPU there is no NCCL")
     layout, batch = resolved.layout, resolved.batch
     pieces = layout.dp * batch.accumulation
     data = f"{_counted(steps, 'step')} of {_counted(pieces, 'micro-batch')} of {_counted(batch.micro_batch_size, 'sample')}, ragged"

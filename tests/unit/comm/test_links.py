@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.comm.links import Cost, Link, describe, fit, load, ring_level, save
+from plait.comm.links import Cost, GroupLinks, Level, Link, describe, fit, load, load_with_facts, measured_cost, ring_level, save
 from plait.errors import InputError
 
 
@@ -39,6 +39,16 @@ def test_a_fit_needs_two_sizes() -> None:
         fit([(1000, 1.0), (1000, 2.0)])
 
 
+def test_a_measured_cost_goes_through_its_samples() -> None:
+    """A backend that changes its protocol at 1 MB; between sizes on a line, beyond the last with the slope of all, never less
+    for more."""
+    cost = measured_cost([(1_000_000, 2e-3), (1_000, 1e-4), (4_000_000, 5e-3), (100_000, 0.9e-4)])
+    assert cost.samples == ((1_000, 0.9e-4), (100_000, 0.9e-4), (1_000_000, 2e-3), (4_000_000, 5e-3))
+    for nbytes, seconds in ((1_000, 0.9e-4), (1_000_000, 2e-3), (2_500_000, 3.5e-3), (4_000_000, 5e-3), (7_999_000, 9.91e-3)):
+        assert cost.at(nbytes) == pytest.approx(seconds)
+    assert 0 <= cost.at(10) <= 1e-4
+
+
 def test_a_ring() -> None:
     level = ring_level(4, Link(1e-6, 1e9))
     assert level.costs["all_reduce"].at(8e9) == pytest.approx(6e-6 + 2 * 3 / 4 * 8)
@@ -63,6 +73,9 @@ def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     save(path, groups, facts={"at": "now"})
     assert load(path) == {group.axis: group for group in groups}
+    measured = GroupLinks("dp_replicate", 1, 2, Level(2, {"ring": measured_cost([(1, 1.0), (2, 3.0)])}))
+    save(path, [measured], facts={"hosts": ["a", "b"]})
+    assert load_with_facts(path) == ({"dp_replicate": measured}, {"hosts": ["a", "b"]})
     path.write_text("{}")
     with pytest.raises(InputError, match="write one with `plait doctor --links`"):
         load(path)

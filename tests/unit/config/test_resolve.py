@@ -193,6 +193,14 @@ def test_bucket(tree: dict[str, Any], context: dict[str, Any], bucket_bytes: int
     assert resolved(tree, **context).data_parallel.bucket_bytes == bucket_bytes
 
 
+def test_the_links_decide_the_bucket_where_nothing_else_does() -> None:
+    """DeepSpeed's key wins."""
+    assert resolved({}).data_parallel.bucket_by_links
+    assert resolved({"zero_optimization": {"reduce_bucket_size": "auto"}}).data_parallel.bucket_by_links
+    for tree in ({"parallel": {"bucket_mib": 25}}, {"zero_optimization": {"reduce_bucket_size": 1000}}):
+        assert not resolved(tree).data_parallel.bucket_by_links
+
+
 def test_two_sizes_of_the_bucket_that_disagree() -> None:
     assert problems({**BATCH, "zero_optimization": {"reduce_bucket_size": 1000}, "parallel": {"bucket_mib": 1}}) == [
         "zero_optimization.reduce_bucket_size = 1000 and parallel.bucket_mib = 1: "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import InputError
-from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, StepDone, Validated
+from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, StepDone, Validated
 from plait.observe.metrics import MetricsFile, read
 
 
@@ -18,7 +18,7 @@ def _start(first: int) -> RunStarted:
 
 
 def _step(step: int, loss: float = 1.0) -> StepDone:
-    return StepDone(step, loss, 0.1, 1e-3, 1.0, False, 10.0, 12, 0.5, 1024)
+    return StepDone(step, loss, 0.1, 1e-3, 1.0, False, 10.0, 12, 0.5, 1024, {"all_reduce dp_replicate": 0.25})
 
 
 def _write(path: Path, *events: Event) -> None:
@@ -43,8 +43,17 @@ def test_each_event_is_a_line(tmp_path: Path) -> None:
         "tokens": 12,
         "seconds": 0.5,
         "memory_bytes": 1024,
+        "waited_seconds": {"all_reduce dp_replicate": 0.25},
         "tokens_per_second": 24.0,
     }
+
+
+def test_a_decision_about_communication_is_a_line_and_is_repeated_like_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, _start(0), _step(1), _step(2), CommunicationDecided(2, "int8 from here on"))
+    assert list(read(path))[-1] == {"event": "communication", "step": 2, "communication": "int8 from here on"}
+    _write(path, _start(1), _step(2))
+    assert _told(path) == [("start", 0), ("step", 1), ("start", 1), ("step", 2)]
 
 
 def test_a_resume_drops_what_it_will_repeat(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.observe.progress import ProgressLines, Window
 
 
@@ -59,6 +59,13 @@ def test_brackets_in_a_text_are_not_markup() -> None:
     text = _shown(Sampled(5, "def ", "def f(x: list[int]) -> [bold]x:\n    return x[0]"), RunEnded(5, "finished", 61.0, "runs/x"))
     assert "    def f(x: list[int]) -> [bold]x:\n        return x[0]\n" in text
     assert text.endswith("step 5  finished after 1:01\n")
+
+
+def test_the_end_says_what_was_waited_for() -> None:
+    waited = {"all_gather dp_shard": 1.0, "reduce_scatter dp_shard": 2.0}
+    text = _shown(CommunicationDecided(2, "int8 from here on"), RunEnded(5, "finished", 61.0, "runs/x", 50.0, waited))
+    assert "step 2  int8 from here on\n" in text
+    assert "6.0% of the steps were spent waiting for other ranks: reduce_scatter dp_shard 4.0%, all_gather dp_shard 2.0%\n" in text
 
 
 def test_rates_are_those_of_the_last_steps() -> None:

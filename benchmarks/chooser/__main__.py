@@ -1,0 +1,198 @@
+"""The command: `python -m benchmarks.chooser`. Scenes of ranks and links; each is measured as a run does it at its start, and then judged:
+every way of summing is timed afresh, interleaved, at other sizes, and the chosen one is compared with the best.
+
+Prints a table and writes it with every number. Exit code 0, 1 when fewer than 90 % of the points are within 5 % of the best, 2 where
+nothing could be measured. Scenes on two nodes need root and iproute2 and are left out without, with a note.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.chooser.worker import start
+from benchmarks.common.load import ForeignMeter
+from benchmarks.common.machine import facts
+from benchmarks.common.table import aligned, markdown
+from benchmarks.common.workers import Team
+from benchmarks.two_nodes.network import Lab, NoLab, lab
+from plait.comm.choose import choose_all_reduce
+from plait.comm.links import GroupLinks, Level
+from plait.units import KIB, MIB, format_bytes
+
+SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 48 * MIB)
+"""None but the first is a size of the measurement (`comm.measure.SIZES`)."""
+CLOSE, SHARE = 1.05, 0.9
+"""Within 5 % of the best, in 90 % of the points."""
+RESULTS = Path(__file__).parents[1] / "results"
+HEADER = ("scene", "size", "chosen", "ms", "best", "ms", "of the best", "one call of the best")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Ranks and the links between them."""
+
+    title: str
+    ranks: int
+    nodes: int = 1
+    rate: str | None = None
+    largest: int = SIZES[-1]
+    shared: bool = False
+    """Whether memory that the ranks share is among the ways."""
+
+    @property
+    def team(self) -> tuple[int, int]:
+        """Scenes with the same ranks and nodes are the same processes."""
+        return self.ranks, self.nodes
+
+
+SCENES = (
+    Scene("2 ranks, loopback", 2),
+    Scene("2 ranks, shared memory", 2, shared=True),
+    Scene("4 ranks, loopback", 4),
+    Scene("4 ranks, shared memory", 4, shared=True),
+    Scene("2 nodes of 1, 1 Gbit/s", 2, nodes=2, rate="1gbit", largest=32 * MIB),
+    Scene("2 nodes of 2, 1 Gbit/s", 4, nodes=2, rate="1gbit", largest=32 * MIB),
+    Scene("2 nodes of 1, 100 Mbit/s", 2, nodes=2, rate="100mbit", largest=2 * MIB),
+    Scene("2 nodes of 2, 100 Mbit/s", 4, nodes=2, rate="100mbit", largest=2 * MIB),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    options = _parse(arguments)
+    points: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chooser_")))
+        try:
+            found: Lab | None = stack.enter_context(lab())
+        except NoLab as error:
+            found = None
+            say(f"scenes on two nodes are left out: {error}")
+        scenes = [scene for scene in SCENES if options.only in scene.title]
+        for ranks, nodes in dict.fromkeys(scene.team for scene in scenes):
+            if nodes > 1 and found is None:
+                continue
+            with _team(ranks, nodes, found, logs) as team:
+                for rate in dict.fromkeys(scene.rate for scene in scenes if scene.team == (ranks, nodes)):
+                    if rate is not None and found is not None:
+                        found.shape(rate)
+                    views = [scene for scene in scenes if scene.team == (ranks, nodes) and scene.rate == rate]
+                    points += _points(team, views, options)
+    if not points:
+        return 2
+    for point in points:
+        point["ratio"] = point["chosen_seconds"] / point["best_seconds"]
+    right = sum(point["ratio"] <= CLOSE for point in points) / len(points)
+    plain = sum(point["one_call_seconds"] <= CLOSE * point["best_seconds"] for point in points) / len(points)
+    verdict = (
+        f"{right:.0%} of {len(points)} points within 5 % of the best (wanted: {SHARE:.0%}); always one call of the backend: {plain:.0%}. "
+        f"Worst {max(point['ratio'] for point in points):.2f}."
+    )
+    rows = [_row(point) for point in points]
+    print(aligned(HEADER, rows))
+    print(f"\n{verdict}")
+    if options.quick or options.only:
+        say("--quick and --only write nothing")
+        return 0
+    document = {"machine": facts("torch", "plait"), "share_within_5_percent": right, "points": points}
+    (RESULTS / "chooser.json").write_text(json.dumps(document, indent=1) + "\n")
+    (RESULTS / "chooser.md").write_text(f"# The adaptive choice against the best way\n\n{verdict}\n\n{markdown(HEADER, rows)}")
+    say(f"written: {RESULTS / 'chooser.json'} and chooser.md")
+    return 0 if right >= SHARE else 1
+
+
+def say(line: str) -> None:
+    """Progress, on stderr, so that stdout holds the table."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chooser", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fit-seconds", type=float, default=2.0, help="how long links are measured in a scene (default: 2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a size is judged (default: 2)")
+    parser.add_argument("--rounds", type=int, nargs=2, default=(7, 60), metavar=("LEAST", "MOST"), help="rounds of a size (default: 7 60)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the scenes whose title has the text; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a minute, to see that everything runs; writes nothing")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.fit_seconds, options.seconds, options.rounds = 0.5, 0.2, (2, 5)
+    return options
+
+
+@contextmanager
+def _team(ranks: int, nodes: int, found: Lab | None, logs: Path) -> Iterator[Team]:
+    team = Team(
+        f"{ranks}-{nodes}",
+        ranks=ranks,
+        start=start,
+        argument=(ranks // nodes, found.nodes if nodes > 1 and found is not None else None),
+        logs=logs,
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        team.ready(timeout_seconds=120)
+        yield team
+    finally:
+        team.stop()
+
+
+def _points(team: Team, views: Sequence[Scene], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The scenes of one team at one rate: one measurement and one judgement, of which each scene sees its ways."""
+    say(f"{views[-1].title}: measuring")
+    fitted: GroupLinks = team.ask(("fit", {"seconds": options.fit_seconds}), timeout_seconds=120)[0]
+    points = []
+    for nbytes in (size for size in SIZES if size <= views[0].largest):
+        meter = ForeignMeter(team.pids)
+        meter.start()
+        message = {"nbytes": nbytes, "seconds": options.seconds, "rounds": tuple(options.rounds)}
+        answers = team.ask(("judge", message), timeout_seconds=300)
+        foreign = meter.stop()
+        # A round lasts as long as its slowest rank.
+        times = {way: median(map(max, zip(*(answer[way] for answer in answers), strict=True))) for way in answers[0]}
+        points += [_point(scene, nbytes, fitted, times) | {"foreign": foreign} for scene in views]
+    return points
+
+
+def _point(scene: Scene, nbytes: int, fitted: GroupLinks, times: dict[str, float]) -> dict[str, Any]:
+    seen = {way: seconds for way, seconds in times.items() if scene.shared or way != "shared-memory"}
+    costs = {way: cost for way, cost in fitted.whole.costs.items() if way in seen}
+    links = GroupLinks(fitted.axis, fitted.machines, fitted.per_machine, Level(fitted.ranks, costs))
+    choice = choose_all_reduce(nbytes, links)
+    best = min(seen, key=lambda way: seen[way])
+    return {
+        "scene": scene.title,
+        "bytes": nbytes,
+        "chosen": choice.algorithm,
+        "expected_seconds": choice.seconds,
+        "chosen_seconds": seen[choice.algorithm],
+        "best": best,
+        "best_seconds": seen[best],
+        "one_call_seconds": seen["all-reduce"],
+        "seconds": seen,
+    }
+
+
+def _row(point: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        point["scene"],
+        format_bytes(point["bytes"]),
+        point["chosen"],
+        f"{point['chosen_seconds'] * 1e3:.3g}",
+        point["best"],
+        f"{point['best_seconds'] * 1e3:.3g}",
+        f"{point['ratio']:.2f}",
+        f"{point['one_call_seconds'] / point['best_seconds']:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""A run measures the links of its own group when it starts, keeps them, and measures again when they are others."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+import plait
+from plait.comm import startup
+from plait.comm.links import Cost, GroupLinks, Level, load, load_with_facts
+from plait.config.resolve import load as load_config
+from plait.config.resolve import resolve
+from plait.parallel import wiring
+from plait.units import MIB
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
+from tests.pool import Pool
+
+WAYS = ("all-reduce", "reduce-scatter+all-gather", "recursive-doubling", "ring")
+
+
+def config_of(**parallel: Any) -> dict[str, Any]:
+    config = settings(2, 0, 1, 1)
+    config["parallel"] |= {"transport": "torch", "measure_seconds": 0.2, **parallel}
+    return config
+
+
+def links_with(cheap: str, *, times_as_slow: float = 1.0) -> GroupLinks:
+    costs = {way: Cost(1e-4 * times_as_slow, (1e-9 if way == cheap else 1e-7) * times_as_slow) for way in WAYS}
+    return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
+
+
+@contextmanager
+def instead_of_measuring(links: GroupLinks | None, agreement: float | None) -> Iterator[None]:
+    with patch.object(startup, "AGREEMENT", agreement or startup.AGREEMENT):
+        if links is None:
+            yield
+            return
+        with patch.object(startup, "measure_ways", lambda *args, **options: links):
+            yield
+
+
+def started(
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    kept: Path | None = None,
+    planted: tuple[GroupLinks, ...] | None = None,
+    agreement: float | None = None,
+) -> tuple[str, int, float]:
+    """(what is said, bytes of a bucket, loss of a step). Runs in a worker."""
+    resolved = resolve(load_config(config), world_size=world, micro_batch_size=1)
+    data = resolved.data_parallel.model_copy(update={"kept_links": str(kept) if kept else None})
+    with instead_of_measuring(planted[rank] if planted else None, agreement):
+        engine = plait.initialize(
+            cases.build("plain", tied=False), resolved.model_copy(update={"data_parallel": data}), loss_fn=plait.causal_lm_loss
+        )
+    assert engine.parts.reducer is not None
+    loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
+    return engine.parts.communication, engine.parts.reducer.bucket_bytes, loss
+
+
+def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "links.json"
+    plain = pool.run(2, started, config_of(measure_seconds=0))
+    assert "by torch: set in the configuration" in plain[0][0]
+    assert plain[0][1] == 25 * MIB
+    results = pool.run(2, started, config_of(), kept)
+    assert results[0] == results[1]
+    said, bucket_bytes, loss = results[0]
+    assert "The links were measured at the start in" in said
+    assert bucket_bytes < 25 * MIB, "no bucket is larger than the gradients of this model"
+    assert loss == pytest.approx(plain[0][2], rel=1e-12)
+    group, facts = load_with_facts(kept)
+    assert set(group["dp_replicate"].whole.costs) == set(WAYS)
+    assert len(facts["hosts"]) == 2
+    assert facts["device"] == "cpu"
+
+
+def test_the_next_start_goes_by_what_was_kept_while_a_probe_agrees(pool: Pool, tmp_path: Path) -> None:
+    kept = tmp_path / "links.json"
+    pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
+    results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
+    assert all("summed by ring" in said and "and a probe agrees" in said for said, *_ in results)
+
+
+def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path) -> None:
+    """A probe of these processes takes microseconds to milliseconds; what was kept says hours."""
+    kept = tmp_path / "links.json"
+    pool.run(2, started, config_of(), kept, (links_with("ring", times_as_slow=1e8),) * 2)
+    results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2)
+    assert all("summed by recursive-doubling" in said and "because a probe took" in said for said, *_ in results)
+    assert load(kept)["dp_replicate"] == links_with("recursive-doubling")
+
+
+@pytest.mark.parametrize("change", ["hosts", "file"])
+def test_a_file_of_other_machines_is_not_believed(pool: Pool, tmp_path: Path, change: str) -> None:
+    kept = tmp_path / "links.json"
+    pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
+    content = json.loads(kept.read_text())
+    content["facts"]["hosts"] = ["elsewhere", "elsewhere"]
+    kept.write_text(json.dumps(content) if change == "hosts" else "{")
+    results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
+    why = "machines are others" if change == "hosts" else "cannot be read"
+    assert all("summed by recursive-doubling" in said and why in said for said, *_ in results)
+
+
+def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
+    """Or they would wait for each other for ever."""
+    results = pool.run(2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling")))
+    assert all("summed by ring" in said for said, *_ in results)
+    assert results[0] == results[1]
+
+
+def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:
+    """Runs in a worker."""
+    with patch.object(wiring, "find_links", side_effect=AssertionError("measured")):
+        return started(rank, world, config)[0]
+
+
+def test_nothing_is_measured_where_memory_is_shared(pool: Pool) -> None:
+    said = pool.run(2, no_measuring, config_of(transport="auto"))[0]
+    assert "the links were not measured, because nothing here is faster" in said
+    assert "set in the configuration" in pool.run(2, no_measuring, config_of(all_reduce="ring"))[0]
+
+
+def slow_rank(rank: int, world: int) -> float:
+    """A link on which every call of rank 1 is late by 30 ms. Runs in a worker."""
+    honest = dist.all_reduce
+
+    def late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.03 * rank)
+        return honest(*args, **options)
+
+    import torch
+
+    with patch.object(dist, "all_reduce", late):
+        found = startup.find_links("dp_replicate", dist.group.WORLD, None, device=torch.device("cpu"), seconds=1.0)
+    return found.links.whole.costs["all-reduce"].at(MIB)
+
+
+def test_a_slow_link_is_seen_by_every_rank(pool: Pool) -> None:
+    assert all(seconds > 0.03 for seconds in pool.run(2, slow_rank))

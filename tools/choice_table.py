@@ -1,0 +1,72 @@
+"""Print the table of docs/communication.md that says how the chooser sums gradients on clusters as they exist, from their data sheets.
+
+Run: PYTHONPATH=src:. python tools/choice_table.py [--write]; tests/unit/comm/test_choose.py holds the document to it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.common.table import markdown
+from plait.comm.choose import QUANTISE_SECONDS_PER_BYTE, choose_buckets, price_int8
+from plait.comm.links import GroupLinks, Link, describe
+from plait.units import GIB, KIB, MIB, format_bytes
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = ROOT / "tests" / "unit" / "comm" / "topologies.json"
+DOCUMENT = ROOT / "docs" / "communication.md"
+BEGIN, END = "<!-- tools/choice_table.py -->\n", "<!-- end -->\n"
+ON_A_GPU = QUANTISE_SECONDS_PER_BYTE / 100
+GRADIENTS = (64 * KIB, 100 * MIB, 4 * GIB)
+
+
+def topologies() -> dict[str, GroupLinks]:
+    """By name."""
+    found = {}
+    for one in json.loads(TOPOLOGIES.read_text()):
+        network = Link(**one["network"]) if "network" in one else None
+        sizes = {"machines": one["machines"], "per_machine": one["per_machine"]}
+        found[one["name"]] = describe("dp_replicate", **sizes, inside=Link(**one["inside"]), network=network)
+    return found
+
+
+def table() -> str:
+    """The table, as markdown."""
+    rows = []
+    for name, group in topologies().items():
+        for gradient_bytes in GRADIENTS:
+            choice = choose_buckets(gradient_bytes, group)
+            int8 = price_int8(gradient_bytes, group, quantise_seconds_per_byte=ON_A_GPU)
+            assert int8 is not None
+            rows.append(
+                (
+                    name,
+                    format_bytes(gradient_bytes),
+                    choice.algorithm,
+                    format_bytes(choice.bucket_bytes),
+                    _milliseconds(choice.seconds),
+                    _milliseconds(dict(choice.others)["all-reduce"]) if choice.algorithm != "all-reduce" else "",
+                    _milliseconds(int8.seconds),
+                    choice.why,
+                )
+            )
+    return markdown(("cluster", "gradients", "chosen", "bucket", "time", "one call", "int8 would take", "why"), rows)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def written(text: str) -> str:
+    """The document's text with the table of now between its marks."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        DOCUMENT.write_text(written(DOCUMENT.read_text()))
+    else:
+        print(table())
