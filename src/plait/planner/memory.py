@@ -15,6 +15,8 @@ from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, stage_layers
 from plait.planner.own import kept_bytes
+from plait.planner.peak import MOMENTS as OWN_MOMENTS
+from plait.planner.peak import States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
 from plait.units import GIB, MIB
 
@@ -27,7 +29,7 @@ TERMS = {
     "working": "the block that is computed",
     "logits": "logits and loss",
 }
-MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step")
+MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step", *OWN_MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,10 @@ class Memory:
         return self.reserved + self.context
 
 
-@dataclass(frozen=True)
-class States:
-    """Bytes of model states on the first and on the last stage: weights, gradients, optimizer, gathered copies."""
-
-    first: dict[str, Numbers]
-    last: dict[str, Numbers]
-
-
 def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory:
     """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says."""
+    if job.own and states is not None and states.units is not None:
+        return _with_slack(job, rates, *_largest(job, states))
     at = job.layouts
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
@@ -88,12 +84,31 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None) -> Memory
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
     step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
-    moments = [first, last, step]
-    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in moments]))
+    three = [first, last, step]
+    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in three]))
     moment = np.argmax(sums, axis=0)
     shape = moment.shape
-    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in moments]) for name in TERMS}
-    allocated = sum(terms.values())
+    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in three]) for name in TERMS}
+    return _with_slack(job, rates, terms, moment)
+
+
+def _largest(job: Job, states: States) -> tuple[dict[str, Numbers], Numbers]:
+    """(terms at the peak, index into MOMENTS) of Plait's own step, over both stages and all moments."""
+    assert states.units is not None
+    first = MOMENTS.index(OWN_MOMENTS[0])
+    most = chosen = np.zeros(1)
+    terms: dict[str, Numbers] = {name: 0.0 for name in TERMS}
+    for held, units in zip((states.first, states.last), states.units, strict=True):
+        for index, part in moments(job, held, units):
+            total = np.asarray(sum(part.values()), dtype=float)
+            larger = total > most
+            most, chosen = np.where(larger, total, most), np.where(larger, first + index, chosen)
+            terms = {name: np.where(larger, part.get(name, 0.0), terms[name]) for name in TERMS}
+    return terms, chosen.astype(int)
+
+
+def _with_slack(job: Job, rates: Rates, terms: dict[str, Numbers], moment: Numbers) -> Memory:
+    at, allocated = job.layouts, sum(terms.values())
     groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
     on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]

@@ -48,9 +48,9 @@ def in_flight_last(layouts: Layouts) -> Numbers:
         one,
         np.asarray(m, dtype=float),
         one,
-        1 + (pp * (vpp - 1)) / vpp,
+        (pp * (vpp - 1) + 1) / vpp,
         one,
-        1 + (pp * (vpp - 1)) / vpp,
+        (pp * (vpp - 1) + 1) / vpp,
         np.asarray(pp, dtype=float),
         pp + 0.5,
     ]
