@@ -161,6 +161,7 @@ class _Run:
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(self.model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
         if self.pipeline is not None:
+            self.pipeline.runtime.messenger.deliver_at_once()
             _foretell(self.model, self.parts, self.pipeline, pieces[0])
         with self.watch.step():
             with self.watch.phase("micro-batches"):

@@ -68,7 +68,7 @@ def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     else:
         split = 4 * a.query + 2 * a.key + 2 * a.inner + 4 * a.heads
         operators = split + np.where(several, residual + np.where(sharded, 2 * h, 0), 4 * h)
-    last_norm = 4 * h if job.whole_attention else 6 * a.hidden + 2 * h
+    last_norm = (2 if job.whole_attention else 6) * a.hidden + 2 * h
     # Whole: float32 log-probabilities and two gradients of them. Split: the logits, them in float32, less their largest, exponentials.
     logits = np.where(several, 14 / tp, 12) * model.vocab + last_norm
     return none, operators, residual, logits
@@ -79,7 +79,8 @@ def _attention_kept(job: Job) -> Numbers:
     model, a = job.model, _widths(job)
     several = np.asarray(job.layouts.tp) > 1
     if job.whole_attention:  # GPT-2: layer norms in 16 bits; queries, keys and values are gathered, and attention's output is split
-        return 4 * a.hidden + 8 * a.query + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
+        norm = 2 * a.hidden + 2 * model.hidden
+        return norm + 8 * a.query + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
     norm = 6 * a.hidden + 2 * model.hidden
     return norm + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
 
@@ -88,7 +89,7 @@ def _mlp_kept(job: Job) -> Numbers:
     """By the second norm and the MLP."""
     model, a = job.model, _widths(job)
     if job.whole_attention:  # a GELU written out in five steps
-        return 4 * a.hidden + 10 * a.inner
+        return 2 * a.hidden + 2 * model.hidden + 10 * a.inner
     return 6 * a.hidden + 2 * model.hidden + 8 * a.inner
 
 
@@ -105,6 +106,21 @@ def block_backward(job: Job) -> tuple[Working, ...]:
         Working(kept + 2 * a.hidden + 4 * a.query + 4 * a.key, matrices + h * model.heads * model.head_dim / job.layouts.tp),
         Working(norm, every),
     )
+
+
+def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
+    """(operators, full): bytes a token of what a block keeps in that mode and has no more use for once it has been computed again: its
+    input, and results of products that something was made of."""
+    if job.whole_attention:  # layer norms keep their input in either case
+        return 0.0, 0.0
+    a = _widths(job)
+    return 2 * a.query + 2 * a.hidden + 2 * job.model.hidden, 2 * a.hidden
+
+
+def kept_of_ends(job: Job) -> Numbers:
+    """Bytes a token that loss and last norm keep for their backward."""
+    model, a = job.model, _widths(job)
+    return 4 * model.vocab / job.layouts.tp + (2 if job.whole_attention else 6) * a.hidden + 2 * model.hidden
 
 
 def last_norm_backward(job: Job) -> Numbers:

@@ -15,7 +15,15 @@ import numpy as np
 
 from plait.planner.hardware import Numbers
 from plait.planner.job import Job
-from plait.planner.own import block_backward, hidden_width, kept_bytes, last_norm_backward, reduces_on_host
+from plait.planner.own import (
+    block_backward,
+    hidden_width,
+    kept_bytes,
+    kept_of_ends,
+    kept_while_recomputed,
+    last_norm_backward,
+    reduces_on_host,
+)
 
 _REDUCED = 4
 """Bytes of a gradient that is added up and reduced: float32."""
@@ -40,6 +48,8 @@ class Units:
     """Whether `fully_shard` is used at all; otherwise weights and gradients are whole and stay."""
     in_flight: Numbers
     """Micro-batches whose activations are held at most, in units of all layers of the rank."""
+    losses: Numbers
+    """Micro-batches whose loss is held beside the one in backward."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,12 @@ class _Rank:
     kept: Numbers
     """By a block, for its backward."""
     logits: Numbers
+    spent: Numbers
+    """Of what a block keeps, what is still there once it has been computed again and is of no more use."""
     boundary: Numbers
-    """What a stage hands on, and keeps until its gradient comes."""
+    """What the rank's stages got and handed on, and keep until the gradient has passed."""
+    ahead: Numbers
+    """A message that arrives before it is needed."""
     shards: Numbers
     stage: Numbers
     several: Numbers
@@ -77,13 +91,17 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     none, operators, full, logits = (np.asarray(value) * job.tokens for value in kept_bytes(job))
     kept = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(none, none, full, operators))
     shards = np.asarray(at.dp_shard)
+    spent = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(0.0, 0.0, *kept_while_recomputed(job)[::-1]))
+    message = np.where(np.asarray(at.pp) > 1, 2 * job.tokens * hidden_width(job), 0)
     return _Rank(
         job=job,
         held=held,
         units=units,
         kept=(1 - at.recompute_share) * none + at.recompute_share * kept,
         logits=logits,
-        boundary=np.where(np.asarray(at.pp) > 1, 2 * job.tokens * hidden_width(job), 0),
+        spent=spent * job.tokens,
+        boundary=(2 * np.asarray(at.vpp) - 1) * message,
+        ahead=message,
         shards=shards,
         stage=np.asarray(at.stage),
         several=np.asarray(at.accumulation) > 1,
@@ -112,7 +130,7 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     units = rank.units
     layers, flight = units.layers, units.in_flight
     alone = layers * rank.kept + rank.boundary
-    deepest = flight * alone
+    deepest = flight * alone + rank.ahead + units.losses * kept_of_ends(rank.job) * rank.job.tokens
     adds_up = _adds_up(rank)
     # The first backward of as many micro-batches as are in flight finds nothing added up yet.
     fresh = np.asarray(rank.job.layouts.accumulation) <= flight
@@ -189,7 +207,7 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     gathered = _gathered(rank, left=units.layers - np.where(freed, done, 0), ahead=2) + before
     for moment in block_backward(rank.job):
         grads = added + np.where(reduces, done * change, 0.0) + head + np.where(units.sharded, units.width, _REDUCED) * moment.weights
-        terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": moment.token_bytes * tokens}
+        terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": moment.token_bytes * tokens + rank.spent}
         yield "backward of a block", _where(there, terms)
     again = np.where((added > 0) & ~sums, shards, 0.0)  # the new shards, before they are added
     terms = {

@@ -156,6 +156,8 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
         taken["offloaded"] = off > 0
         return taken
 
+    gpipe = np.broadcast_to(np.asarray(at.schedule) == SCHEDULES.index("gpipe"), (size,))
+
     def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray) -> Units:
         def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
             return entry["weights"] / _MASTER_BYTES * shards
@@ -169,6 +171,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
             width=2 if compute else 4,
             sharded=sharded,
             in_flight=flight,
+            losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
         )
 
     first_layers, last_layers = _layers_of_ends(job, size)
