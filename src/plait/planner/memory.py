@@ -98,10 +98,13 @@ def _largest(job: Job, states: States) -> tuple[dict[str, Numbers], Numbers]:
     first = MOMENTS.index(OWN_MOMENTS[0])
     most = chosen = np.zeros(1)
     terms: dict[str, Numbers] = {name: 0.0 for name in TERMS}
-    for held, units in zip((states.first, states.last), states.units, strict=True):
+    ends = zip((states.first, states.last), states.units, strict=True)
+    for held, units in list(ends)[: 1 if np.all(np.asarray(job.layouts.pp) == 1) else 2]:
         for index, part in moments(job, held, units):
             total = np.asarray(sum(part.values()), dtype=float)
             larger = total > most
+            if not larger.any():
+                continue
             most, chosen = np.where(larger, total, most), np.where(larger, first + index, chosen)
             terms = {name: np.where(larger, part.get(name, 0.0), terms[name]) for name in TERMS}
     return terms, chosen.astype(int)

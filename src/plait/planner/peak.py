@@ -22,6 +22,8 @@ from plait.planner.own import (
     kept_of_ends,
     kept_while_recomputed,
     last_norm_backward,
+    put_off_bytes,
+    put_off_of_ends,
     reduces_on_host,
 )
 
@@ -48,6 +50,8 @@ class Units:
     """Whether `fully_shard` is used at all; otherwise weights and gradients are whole and stay."""
     in_flight: Numbers
     """Micro-batches whose activations are held at most, in units of all layers of the rank."""
+    put_off: tuple[Numbers, Numbers]
+    """(in flight, of which the gradients of weights are put off), in the same units, at the moment with most of the second."""
     losses: Numbers
     """Micro-batches whose loss is held beside the one in backward."""
 
@@ -72,8 +76,6 @@ class _Rank:
     kept: Numbers
     """By a block, for its backward."""
     logits: Numbers
-    spent: Numbers
-    """Of what a block keeps, what is still there once it has been computed again and is of no more use."""
     boundary: Numbers
     """What the rank's stages got and handed on, and keep until the gradient has passed."""
     ahead: Numbers
@@ -82,6 +84,10 @@ class _Rank:
     stage: Numbers
     several: Numbers
     """Whether a step has several micro-batches."""
+    block_weights: Numbers
+    """Gradients of its weights at the moment of a block's backward that needs most."""
+    block_working: Numbers
+    """Activations and their gradients then."""
     wide: Numbers
     """Whether a reduction takes a second whole buffer: a copy that torch makes where there is nobody to reduce with, or gloo's."""
 
@@ -93,23 +99,29 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     shards = np.asarray(at.dp_shard)
     spent = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(0.0, 0.0, *kept_while_recomputed(job)[::-1]))
     message = np.where(np.asarray(at.pp) > 1, 2 * job.tokens * hidden_width(job), 0)
+    width = np.where(units.sharded, units.width, _REDUCED)
+    worst = [(width * moment.weights, moment.token_bytes * job.tokens + spent * job.tokens) for moment in block_backward(job)]
+    shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in worst))
+    most = np.argmax(np.stack([np.broadcast_to(a + b, shape) for a, b in worst]), axis=0)
     return _Rank(
         job=job,
         held=held,
         units=units,
         kept=(1 - at.recompute_share) * none + at.recompute_share * kept,
         logits=logits,
-        spent=spent * job.tokens,
         boundary=(2 * np.asarray(at.vpp) - 1) * message,
         ahead=message,
         shards=shards,
         stage=np.asarray(at.stage),
         several=np.asarray(at.accumulation) > 1,
+        block_weights=np.choose(most, [np.broadcast_to(a, shape) for a, _ in worst]),
+        block_working=np.choose(most, [np.broadcast_to(b, shape) for _, b in worst]),
         wide=reduces_on_host(job) | (shards == 1),
     )
 
 
 MOMENTS = (
+    "forward of a block",
     "loss",
     "backward of the last norm",
     "backward of a block",
@@ -134,26 +146,48 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     adds_up = _adds_up(rank)
     # The first backward of as many micro-batches as are in flight finds nothing added up yet.
     fresh = np.asarray(rank.job.layouts.accumulation) <= flight
-    yield from _micro_batch(rank, np.where(fresh, np.maximum(deepest - alone, alone), deepest), adds_up)
-    yield from _micro_batch(rank, deepest, np.where(fresh, 0.0, adds_up))
+    yield from _loss(rank, np.where(fresh, np.maximum(deepest - alone, alone), deepest), adds_up)
+    yield from _backward(rank, np.where(fresh, np.maximum(deepest - alone, alone), deepest), adds_up)
+    if np.any(fresh & rank.several):
+        yield from _loss(rank, deepest, np.where(fresh, 0.0, adds_up))
+        yield from _backward(rank, deepest, np.where(fresh, 0.0, adds_up))
+    held, put_off = units.put_off
+    if np.any(put_off > 0):
+        ends = np.where(np.asarray(units.head) > 0, put_off_of_ends(rank.job), 0.0)
+        more = put_off * (layers * put_off_bytes(rank.job) + ends) * rank.job.tokens
+        yield from _backward(rank, np.where(put_off > 0, held * alone + rank.ahead + more, alone), adds_up)
+    if np.any((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3)):
+        # Where stages alternate, the block that is computed and the two to come are gathered in a forward too.
+        transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.tokens
+        forward = {"gradients": adds_up, "gathered": _gathered(rank, left=3, ahead=3), "activations": deepest, "working": transient}
+        yield "forward of a block", _where((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3), forward)
     for done in (0, 1, layers - 1):
         yield from _block(rank, alone, adds_up, done=done, last=True)
     yield from _ends(rank, alone, adds_up, last=True)
     yield "optimizer step", {"gradients": _shard_bytes(rank)}
 
 
-def _micro_batch(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tuple[str, Terms]]:
-    """From the loss on, with `activations` kept and gradients `added` up."""
+def _loss(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tuple[str, Terms]]:
+    """With `activations` kept and gradients `added` up."""
+    headed = np.asarray(rank.units.head) > 0
+    if not np.any(headed):
+        return
+    loss = {"gradients": added, "gathered": _gathered(rank, left=rank.units.layers, ahead=0), "activations": activations}
+    yield "loss", _where(headed, loss | {"logits": rank.logits})
+
+
+def _backward(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tuple[str, Terms]]:
+    """Of a micro-batch that is not the last, with `activations` kept and gradients `added` up."""
     units = rank.units
     headed = np.asarray(units.head) > 0
-    loss = {"gradients": added, "gathered": _gathered(rank, left=units.layers, ahead=0), "activations": activations}
-    yield "loss", _where(headed, loss | {"logits": rank.logits})
-    norm = {"gradients": added + units.width * units.head, "gathered": _gathered(rank, left=units.layers, ahead=1)}
-    norm |= {"activations": activations, "working": last_norm_backward(rank.job) * rank.job.tokens}
-    yield "backward of the last norm", _where(headed, norm)
+    if np.any(headed):
+        norm = {"gradients": added + units.width * units.head, "gathered": _gathered(rank, left=units.layers, ahead=1)}
+        norm |= {"activations": activations, "working": last_norm_backward(rank.job) * rank.job.tokens}
+        yield "backward of the last norm", _where(headed, norm)
     yield from _block(rank, activations, added, done=0, last=False)
     yield from _block(rank, activations, added, done=1, last=False)
-    yield from _ends(rank, activations, added, last=False)
+    if np.any(_reduces(rank, last=False)):
+        yield from _ends(rank, activations, added, last=False)
 
 
 def _where(there: Numbers, part: Terms) -> Terms:
@@ -197,6 +231,8 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     added, done = np.asarray(added), np.asarray(done)
     reduces = _reduces(rank, last)
     there = (done < units.layers) & ((done == 0) | reduces)
+    if not np.any(there):
+        return
     sums = (rank.stage <= 1) & (added > 0)  # whole gradients, which a block's reduction takes away
     shards = np.where(rank.held["offloaded"], 0.0, _REDUCED * units.block / rank.shards)
     change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
@@ -205,10 +241,11 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     stays = activations - (done + 1) * rank.kept
     before = np.where(reduces & (done > 0), _REDUCED * units.block, 0.0)  # the row of the block before is still there
     gathered = _gathered(rank, left=units.layers - np.where(freed, done, 0), ahead=2) + before
-    for moment in block_backward(rank.job):
-        grads = added + np.where(reduces, done * change, 0.0) + head + np.where(units.sharded, units.width, _REDUCED) * moment.weights
-        terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": moment.token_bytes * tokens + rank.spent}
-        yield "backward of a block", _where(there, terms)
+    grads = added + np.where(reduces, done * change, 0.0) + head + rank.block_weights
+    terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": rank.block_working}
+    yield "backward of a block", _where(there, terms)
+    if not np.any(there & reduces):
+        return
     again = np.where((added > 0) & ~sums, shards, 0.0)  # the new shards, before they are added
     terms = {
         "gradients": added + (done + 1) * change + again + head,

@@ -32,7 +32,7 @@ def in_flight(layouts: Layouts) -> Numbers:
         np.asarray(pp, dtype=float),  # 1f1b
         pp + (pp - 1) / vpp,  # interleaved
         np.asarray(pp, dtype=float),  # zb-h1
-        np.asarray(pp, dtype=float) + (pp - 1) / vpp,  # interleaved-zb
+        np.asarray(pp, dtype=float),  # interleaved-zb
         np.asarray(pp, dtype=float),  # zbv
         pp + 0.5,  # dualpipev
     ]
@@ -55,3 +55,16 @@ def in_flight_last(layouts: Layouts) -> Numbers:
         pp + 0.5,
     ]
     return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)
+
+
+def put_off(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
+    """Of the first and of the last rank: (micro-batches held, those of them whose gradients of weights are put off), in whole stages, at
+    the moment of most; read from torch's action lists. 0 for schedules that put off none."""
+    pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation
+    kind = np.asarray(layouts.schedule)
+    names = [SCHEDULES.index(name) for name in ("interleaved-zb", "zbv", "dualpipev")]
+    splits = np.isin(kind, names)
+    first = np.where(splits, np.minimum(pp, m), 0.0), np.where(splits, 1 / np.asarray(vpp, float), 0.0)
+    late = np.select([kind == names[0], kind == names[1], kind == names[2]], [pp / vpp, pp - 0.5, pp / 2], 0.0)
+    held = np.select([kind == names[0], kind == names[1], kind == names[2]], [pp, pp - 0.5, pp / 2], 0.0)
+    return first, (np.minimum(held, m), np.minimum(late, m))

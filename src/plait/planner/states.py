@@ -14,9 +14,10 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.precision import Precision
 from plait.parallel.stages import cut
 from plait.planner.architecture import Architecture
+from plait.planner.hardware import Numbers
 from plait.planner.job import SCHEDULES, Job
 from plait.planner.peak import States, Units
-from plait.planner.pipeline import in_flight, in_flight_last
+from plait.planner.pipeline import in_flight, in_flight_last, put_off
 
 _MASTER_BYTES = 4
 """Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
@@ -158,7 +159,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
 
     gpipe = np.broadcast_to(np.asarray(at.schedule) == SCHEDULES.index("gpipe"), (size,))
 
-    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray) -> Units:
+    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray, late: tuple[Numbers, Numbers]) -> Units:
         def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
             return entry["weights"] / _MASTER_BYTES * shards
 
@@ -171,6 +172,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
             width=2 if compute else 4,
             sharded=sharded,
             in_flight=flight,
+            put_off=late,
             losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
         )
 
@@ -187,10 +189,11 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
         "head": np.where(v_shaped, none, one),
     }
     flights = [np.broadcast_to(np.where(single, 1.0, value), (size,)) for value in (in_flight(at), in_flight_last(at))]
+    late = put_off(at)
     return States(
         held(first_layers, first_on),
         held(last_layers, last_on),
-        (units(first_layers, first_on, flights[0]), units(last_layers, last_on, flights[1])),
+        (units(first_layers, first_on, flights[0], late[0]), units(last_layers, last_on, flights[1], late[1])),
     )
 
 
