@@ -16,7 +16,8 @@ from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
 from plait.planner.job import RECOMPUTE, Job, stage_layers
 from plait.planner.own import kept_bytes
 from plait.planner.peak import MOMENTS as OWN_MOMENTS
-from plait.planner.peak import States, moments
+from plait.planner.peak import States as States
+from plait.planner.peak import moments
 from plait.planner.pipeline import in_flight, in_flight_last
 from plait.units import GIB, MIB
 
