@@ -251,10 +251,11 @@ def _runnable(values: Mapping[str, Any], pp: int, offers: Offers) -> Any:
     sharded = (np.asarray(values["offload"]) == 0) | (np.asarray(values["stage"]) > 0)
     if pp == 1:
         return sharded
-    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], np.asarray(values["stage"]) == 3], axis=1)
+    third, again = np.asarray(values["stage"]) == 3, np.asarray(values["recompute"]) > 0
+    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], third, again], axis=1)
     kinds, inverse = np.unique(fields_of, axis=0, return_inverse=True)
     works = [
-        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0)
-        for schedule, v, m, third in kinds
+        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0, recompute=bool(again))
+        for schedule, v, m, third, again in kinds
     ]
     return sharded & np.array(works, dtype=bool)[inverse.ravel()]

@@ -80,7 +80,13 @@ def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
 
 
 def dry_run(
-    request: Request, tree: Mapping[str, Any], *, rank: int | None = None, whole_step: bool = False, on_device: bool = False
+    request: Request,
+    tree: Mapping[str, Any],
+    *,
+    rank: int | None = None,
+    whole_step: bool = False,
+    on_device: bool = False,
+    quiet: bool = False,
 ) -> DryRun:
     """Run a rank of the configuration `tree` on as many devices as `request` has. Raises ConfigError, InputError or ModelError for what
     does not run."""
@@ -126,7 +132,8 @@ def dry_run(
     began = time.perf_counter()
 
     def tell(what: str) -> None:
-        print(f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}", file=sys.stderr, flush=True)
+        if not quiet:
+            print(f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}", file=sys.stderr, flush=True)
 
     found = rehearse(model, resolved, rank=rank, samples=full.batch.micro_batch_size, length=request.sequence, real=on_device, tell=tell)
     return DryRun(rank, world, stage, found, predicted, moment, walked, count, tuple(notes))
