@@ -68,7 +68,10 @@ def markdown(result: dict[str, Any]) -> str:
             )
     if "tried" in result:
         lines += ["", "## The plan's first layout, one rank of it run", ""]
-        lines += ["| model | cluster | layout | rank | micro-batches run | predicted GiB | dry run GiB | ratio | seconds |", "|" + "---|" * 9]
+        lines += [
+            "| model | cluster | layout | rank | micro-batches run | predicted GiB | dry run GiB | ratio | seconds |",
+            "|" + "---|" * 9,
+        ]
         for row in result["tried"]:
             lines.append(
                 f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {row['rank']:,} ({row['stage']}) | {row['walked']} of "

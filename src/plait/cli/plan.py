@@ -78,7 +78,8 @@ def plan(
         bool, typer.Option("--dry-run", help="Build and step one rank of the best layout (of FILE's own, if FILE fixes one) without GPUs.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", metavar="R", min=0, help="With --dry-run: which rank; by default the one that needs most memory.")
+        int | None,
+        typer.Option("--rank", metavar="R", min=0, help="With --dry-run: which rank; by default the one that needs most memory."),
     ] = None,
     whole_step: Annotated[
         bool, typer.Option("--whole-step", help="With --dry-run: run every micro-batch, not only as many as reach the peak.")

@@ -98,7 +98,7 @@ def _largest(job: Job, states: States) -> tuple[dict[str, Numbers], Numbers]:
     assert states.units is not None
     first = MOMENTS.index(OWN_MOMENTS[0])
     most = chosen = np.zeros(1)
-    terms: dict[str, Numbers] = {name: 0.0 for name in TERMS}
+    terms: dict[str, Numbers] = dict.fromkeys(TERMS, 0.0)
     ends = zip((states.first, states.last), states.units, strict=True)
     for held, units in list(ends)[: 1 if np.all(np.asarray(job.layouts.pp) == 1) else 2]:
         for index, part in moments(job, held, units):

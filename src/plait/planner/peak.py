@@ -2,7 +2,7 @@
 
 What stands beside the states is what `fully_shard` gathers, accumulates and reduces unit by unit, and what the blocks keep (`own`).
 Backward goes from the last block to the first: gathered weights and activations go, reduced shards come, so what comes and goes is largest
-at its ends, and only those are priced: the first block of a backward, the second (with the reduction of the first), the last.
+at its ends, and only those are priced: the first block of a backward, the second (with the reduction of the first), the last two.
 `engine.rehearsal` runs the same step on fake tensors; tests hold them together.
 """
 
@@ -161,7 +161,7 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
         transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.tokens
         forward = {"gradients": adds_up, "gathered": _gathered(rank, left=3, ahead=3), "activations": deepest, "working": transient}
         yield "forward of a block", _where((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3), forward)
-    for done in (0, 1, layers - 1):
+    for done in (0, 1, np.maximum(layers - 2, 0), layers - 1):
         yield from _block(rank, alone, adds_up, done=done, last=True)
     yield from _ends(rank, alone, adds_up, last=True)
     yield "optimizer step", {"gradients": _shard_bytes(rank)}

@@ -154,7 +154,13 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
     found = []
     for name in offers.schedules:
         if name in ("interleaved", "interleaved-zb"):
-            chunks = [v for v in range(2, _MOST_CHUNKS + 1) if model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0]
+            # With embedding and head for a layer each, Megatron-LM has stages without a layer; here every stage has one.
+            most = model.layers + 2 if offers.compiled is None else model.layers
+            chunks = [
+                v
+                for v in range(2, _MOST_CHUNKS + 1)
+                if pp * v <= most and (model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0)
+            ]
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= model.layers else []
         else:
