@@ -73,11 +73,9 @@ def markdown(result: dict[str, Any]) -> str:
             "|" + "---|" * 9,
         ]
         for row in result["tried"]:
-            lines.append(
-                f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {row['rank']:,} ({row['stage']}) | {row['walked']} of "
-                f"{row['accumulation']} | {row['predicted'] / GIB:.2f} | {row['dry_run'] / GIB:.2f} | {row['ratio']:.3f} | "
-                f"{row['seconds']:.0f} |"
-            )
+            where = f"{row['rank']:,} ({row['stage']}) | {row['walked']} of {row['accumulation']}"
+            sizes = f"{row['predicted'] / GIB:.2f} | {row['dry_run'] / GIB:.2f} | {row['ratio']:.3f} | {row['seconds']:.0f}"
+            lines.append(f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {where} | {sizes} |")
     return "\n".join(lines) + "\n"
 
 

@@ -198,7 +198,7 @@ def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
         tell(storage)
         return out
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

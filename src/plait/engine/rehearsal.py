@@ -234,7 +234,7 @@ class _Watch(LiveStorages):
         """Run the operator and count it."""
         self._running = str(func)
         out = func(*args, **kwargs)
-        if self._counting and not _only_a_view(func):
+        if self._counting and not _computes_nothing(func):
             name = str(func.overloadpacket)
             self._calls[name] += 1
             count = flop_registry.get(func.overloadpacket)
@@ -261,20 +261,21 @@ class _Watch(LiveStorages):
         """By axis and kind."""
         grouped: dict[tuple[str, str, int], list[Call]] = {}
         for axis, call in self._sent:
-            grouped.setdefault((axis, call.kind, call.ranks), []).append(call)
+            kind = "reduce_scatter" if call.kind == "all_to_all" else call.kind  # how gloo carries one out
+            grouped.setdefault((axis, kind, call.ranks), []).append(call)
         return tuple(
             Sent(axis, kind, len(calls), ranks, round(sum(call.wire_bytes for call in calls)))
             for (axis, kind, ranks), calls in sorted(grouped.items())
         )
 
 
-def _only_a_view(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False)) or func.namespace == "prim"
+def _computes_nothing(func: Any) -> bool:
+    return bool(getattr(func, "is_view", False)) or func.namespace in ("prim", "profiler")
 
 
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Group's name to axis."""
-    found = {}
+    found: dict[str, str] = {}
     for axes in (*((axis,) for axis in AXES), ("dp_replicate", "dp_shard")):
         group = mesh.group(*axes)
         if group is not None:

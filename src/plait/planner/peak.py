@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.planner.hardware import Numbers
-from plait.planner.job import Job
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job
 from plait.planner.own import (
     block_backward,
     hidden_width,
@@ -29,6 +29,8 @@ from plait.planner.own import (
 
 _REDUCED = 4
 """Bytes of a gradient that is added up and reduced: float32."""
+
+_INTERLEAVED = [SCHEDULES.index("interleaved"), SCHEDULES.index("interleaved-zb")]
 
 Terms = dict[str, Numbers]
 
@@ -97,6 +99,8 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     none, operators, full, logits = (np.asarray(value) * job.tokens for value in kept_bytes(job))
     kept = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(none, none, full, operators))
     shards = np.asarray(at.dp_shard)
+    # In a block that computes itself again a stage's input is what the block keeps.
+    whole_blocks = np.asarray(at.recompute) == RECOMPUTE.index("full")
     spent = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(0.0, 0.0, *kept_while_recomputed(job)[::-1]))
     message = np.where(np.asarray(at.pp) > 1, 2 * job.tokens * hidden_width(job), 0)
     width = np.where(units.sharded, units.width, _REDUCED)
@@ -109,7 +113,7 @@ def _rank(job: Job, held: Terms, units: Units) -> _Rank:
         units=units,
         kept=(1 - at.recompute_share) * none + at.recompute_share * kept,
         logits=logits,
-        boundary=(2 * np.asarray(at.vpp) - 1) * message,
+        boundary=np.where(whole_blocks, np.asarray(at.vpp), 2 * np.asarray(at.vpp) - 1) * message,
         ahead=message,
         shards=shards,
         stage=np.asarray(at.stage),
@@ -202,8 +206,10 @@ def _shard_bytes(rank: _Rank) -> Numbers:
 
 def _adds_up(rank: _Rank) -> Numbers:
     """Gradients that are there before the last backward."""
-    units = rank.units
-    whole = _REDUCED * (units.layers * units.block + units.root)
+    units, at = rank.units, rank.job.layouts
+    # With no more micro-batches than ranks, interleaved stages end their steps one after the other.
+    turns = np.isin(np.asarray(at.schedule), _INTERLEAVED) & (np.asarray(at.accumulation) <= at.pp)
+    whole = _REDUCED * (units.layers * units.block / np.where(turns, at.vpp, 1) + units.root)
     return np.where(rank.several, np.where(rank.stage <= 1, whole, _shard_bytes(rank)), 0.0)
 
 

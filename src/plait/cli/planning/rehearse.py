@@ -107,7 +107,8 @@ def dry_run(
         rank = _fullest(request, layout, world, pp) if layout is not None else 0
     at = full.layout.coordinates(rank)["pp"]
     stage = "the only stage" if pp == 1 else f"rank {at} of {pp} in the pipeline"
-    predicted, moment = {}, ""
+    predicted: dict[str, float] = {}
+    moment = ""
     if layout is not None and at in (0, pp - 1):
         predicted, moment = _predicted(request, layout, last=at == pp - 1 and pp > 1, on_device=on_device)
     elif layout is not None:
