@@ -6,6 +6,7 @@ A new torch release is checked by running that test. Nothing here holds state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -186,15 +188,57 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage_key(tensor): local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def group_of(args: tuple[Any, ...]) -> int:
-    """Ranks of the group that a collective operator is called with: a process group object, or the name of one as last argument."""
+@contextmanager
+def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `tell` with every storage whose size was changed inside: that passes no dispatcher."""
+    before: Any = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        out = before(storage, size)
+        tell(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
+
+
+@contextmanager
+def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter `make()` wherever a DTensor's operator is tried on its whole shape, on fake tensors, to learn the result's shape."""
+
+    class Lock:
+        def __enter__(self) -> None:
+            self.inside = make()
+            self.inside.__enter__()
+
+        def __exit__(self, *problem: Any) -> None:
+            self.inside.__exit__(*problem)
+
+    before = ShardingPropagator._fake_mode_lock
+    ShardingPropagator._fake_mode_lock = Lock()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = before
+
+
+def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The group that a collective operator is called with: a process group object, or the name of one as last argument."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             try:
-                return int(dist.ProcessGroup.unbox(argument).size())
+                return dist.ProcessGroup.unbox(argument)
             except RuntimeError:  # another kind of object, e.g. the reduction
                 continue
-    return int(_resolve_process_group(args[-1]).size())
+    return _resolve_process_group(args[-1])
+
+
+def group_of(args: tuple[Any, ...]) -> int:
+    """Ranks of the group that a collective operator is called with."""
+    return int(process_group_of(args).size())
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

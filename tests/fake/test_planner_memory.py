@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.planner_memory.layouts import CASES, Case, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.engine.dryrun import activation_facts, token_batch
@@ -83,3 +84,17 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world: FakeWorld, kind: str, tp: 
     measured = found.modes["none"]
     at_loss = measured.peak - sum(measured.blocks) - measured.outside
     assert logits == pytest.approx(at_loss, rel=0.02)
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_peak_of_a_step(case: Case) -> None:
+    """MISSION: predicted memory within 2 % of the dry run: parameters and optimizer states exactly, the peak of the step."""
+    for compared in compare(case):
+        told, found = compared.run.predicted, compared.run.found
+        assert told["parameters"] == found.parameters
+        assert told["optimizer"] == pytest.approx(found.optimizer, rel=1e-6)
+        assert compared.ratio == pytest.approx(1, abs=0.02), compared.run.found.peak_during
+
+
+def test_enough_layouts() -> None:
+    assert len(CASES) >= 30 and {case[0] for case in CASES} >= {"llama", "qwen3", "gpt2"}

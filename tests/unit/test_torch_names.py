@@ -241,3 +241,42 @@ def test_bytes_of_storages() -> None:
     mesh = init_device_mesh("cpu", (2,))
     split = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
     assert _torch.storage_bytes([plain, plain[:2], split]) == 6 * 4 + split.to_local().untyped_storage().nbytes()
+
+
+def test_on_resize() -> None:
+    """What `fully_shard` does to free and to take memory is told, and only inside."""
+    tensor, seen = torch.ones(4), []
+    with _torch.on_resize(lambda storage: seen.append(storage.nbytes())):
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(16)
+    tensor.untyped_storage().resize_(0)
+    assert seen == [0, 16]
+
+
+def test_around_shape_inference() -> None:
+    """Entered when a DTensor's operator is tried on its whole shape, and not after."""
+    from contextlib import contextmanager
+
+    entered = []
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded_tensor = distribute_tensor(torch.ones(6, 7), mesh, [Shard(0)])
+    with _torch.around_shape_inference(enter):
+        sharded_tensor.cosh()
+    before = len(entered)
+    assert before
+    sharded_tensor.sinh()
+    assert len(entered) == before
+
+
+def test_process_group_of() -> None:
+    """The group of a collective's arguments, boxed or by name."""
+    group = dist.group.WORLD
+    assert group is not None
+    assert _torch.process_group_of((torch.ones(1), group.boxed())).size() == 2
+    assert _torch.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name

@@ -13,6 +13,8 @@ import typer
 
 from plait.cli.files import require_writable
 from plait.cli.planning.report import write_report, write_trace
+from plait.cli.planning.rehearse import dry_run as rehearse_rank
+from plait.cli.planning.rehearse import own_layout, print_dry_run
 from plait.cli.planning.request import read_calibration, read_request
 from plait.cli.planning.show import print_evaluation, print_names, print_nothing_fits, print_plan, write_json
 from plait.errors import InputError
@@ -32,6 +34,7 @@ plait plan --model ./my-model/config.json --gpus 16 --gpu a100 --why tp=4 --why 
 plait plan run.json --gpu h200 --gpus 8 --sensitivity
 
 plait plan --model llama-3-70b --gpus 128 --gpu h100 --why neighbours --report plan.html --trace plan.json
+plait plan --model llama-3-70b --gpus 1024 --gpu h100 --dry-run
 
 plait plan --evaluate runs.csv --calibrate measured.csv --json report.json"""
 
@@ -85,6 +88,19 @@ def plan(
     ] = None,
     evaluate: Annotated[Path | None, typer.Option(metavar="CSV", help="Predict these measured runs and print the errors.")] = None,
     json_: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build and step one rank of the best layout (of FILE's own, if FILE fixes one) without GPUs.")
+    ] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="R", min=0, help="With --dry-run: which rank; by default the one that needs most memory."),
+    ] = None,
+    whole_step: Annotated[
+        bool, typer.Option("--whole-step", help="With --dry-run: run every micro-batch, not only as many as reach the peak.")
+    ] = False,
+    on_device: Annotated[
+        bool, typer.Option("--on-device", help="With --dry-run: run the kernels on this machine's GPU; time and memory are then its own.")
+    ] = False,
     list_: Annotated[bool, typer.Option("--list", help="Print the models and GPUs that have names.")] = False,
 ) -> None:
     """Search every layout of a model on a cluster: what fits, how fast, and why.
@@ -119,9 +135,18 @@ def plan(
         network=network,
         everything=everything,
     )
+    for name, given in (("--rank", rank is not None), ("--whole-step", whole_step), ("--on-device", on_device)):
+        if given and not dry_run:
+            raise InputError(f"{name} says how a dry run is done; add --dry-run, or leave it out")
+    if everything and dry_run:
+        raise InputError("--dry-run: with --all the best layout may be one that this version does not run; leave one of the two out")
     if everything and out is not None:
         raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
     calibration, of_runs = read_calibration(calibrate, request)
+    rehearsed = {"rank": rank, "whole_step": whole_step, "on_device": on_device} if dry_run else None
+    if rehearsed is not None and own_layout(file, base):
+        _dry_run_of_file(request, base, rehearsed, file=file, operators=top, json_=json_)
+        return
     _plan(
         request,
         base,
@@ -136,7 +161,19 @@ def plan(
         report=report,
         trace=trace,
         json_=json_,
+        rehearsed=rehearsed,
     )
+
+
+def _dry_run_of_file(
+    request: Request, base: dict[str, Any], rehearsed: dict[str, Any], *, file: Path | None, operators: int, json_: str | None
+) -> None:
+    done = rehearse_rank(request, base, **rehearsed)
+    if json_ is not None:
+        write_json(json_, {"dry_run": done.as_json()})
+    if json_ != "-":
+        print(f"{file} fixes its layout, which is run as it is; nothing was searched")
+        print_dry_run(done, operators=2 * operators)
 
 
 def _plan(
@@ -154,6 +191,7 @@ def _plan(
     report: Path | None,
     trace: Path | None,
     json_: str | None,
+    rehearsed: dict[str, Any] | None,
 ) -> None:
     from plait.planner import explain, output
     from plait.planner import search as searching
@@ -175,6 +213,7 @@ def _plan(
         write_report(report, found, notes=notes, reasons=reasons, changes=changes, fixed=fixed, calibration=calibration)
     if trace is not None:
         write_trace(trace, found, calibration=calibration)
+    done = rehearse_rank(request, output.config_of(request, found.best[0], base), **rehearsed) if rehearsed is not None else None
     if json_ is not None:
         whole = output.plan_as_json(found) | {
             "config": None if request.everything else output.config_of(request, found.best[0], base),
@@ -182,10 +221,13 @@ def _plan(
             "why": [{"wish": r.wish, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
             "sensitivity": [change.__dict__ for change in changes],
             "notes": notes,
+            "dry_run": done.as_json() if done is not None else None,
         }
         write_json(json_, whole)
     if not quiet:
         print_plan(found, notes, reasons, changes)
+        if done is not None:
+            print_dry_run(done, operators=2 * top)
         if written is not None:
             print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
         for path in (report, trace):

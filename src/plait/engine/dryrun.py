@@ -107,7 +107,7 @@ def _measure(
         region = applied.tensor_region
         if region is not None:
             region.gather_logits = not (applied.loss_parallel and isinstance(loss_fn, CausalLMLoss))
-        with _explained(model), _rows_are_sequences(), live:
+        with _explained(model), rows_are_sequences(), live:
             total, _ = loss_fn(forward(fake, piece), piece)
             kept = dict(live.bytes)
             live.unit = BACKWARD
@@ -251,7 +251,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _rows_are_sequences() -> Iterator[None]:
+def rows_are_sequences() -> Iterator[None]:
     """Transformers looks at position ids for several sequences in a row, and builds a mask where it cannot look. Rows of one sequence,
     which the real model finds, need none."""
     masking = sys.modules.get("transformers.masking_utils")

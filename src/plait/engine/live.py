@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from plait._torch import TorchDispatchMode, local_tensor, tree_leaves
+from plait._torch import TorchDispatchMode, around_shape_inference, local_tensor, on_resize, tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
@@ -32,7 +33,27 @@ class LiveStorages(TorchDispatchMode):
         self._known: dict[int, Any] = {}
         self._units: dict[int, tuple[int, int]] = {}
         self._references: dict[int, Any] = {}
+        self._paused = False
+        self._open = ExitStack()
         self.forget(known)
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(on_resize(self._resized))  # how fully_shard frees what it gathered
+        self._open.enter_context(around_shape_inference(self._pause))  # a DTensor's whole shape is tried out without memory
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        self._open.close()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these, from now on."""
@@ -53,9 +74,11 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         out = self.call(func, args, kwargs or {})
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # a fake tensor tells the device that it stands for
                 self._appeared(leaf.untyped_storage())
         return out
 
@@ -70,9 +93,19 @@ class LiveStorages(TorchDispatchMode):
         size = storage.nbytes()
         self._units[key] = (size, self.unit)
         self._references[key] = weakref.ref(storage, partial(_call, weakref.WeakMethod(self._gone), key))
-        self.bytes[self.unit] += size
+        self._add(self.unit, size)
+
+    def _add(self, unit: int, size: int) -> None:
+        self.bytes[unit] += size
         self.total += size
         self.peak = max(self.peak, self.total)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        found = self._units.get(storage._cdata)
+        if found is not None:
+            before, unit = found
+            self._units[storage._cdata] = (storage.nbytes(), unit)
+            self._add(unit, storage.nbytes() - before)
 
     def _gone(self, key: int) -> None:
         found = self._units.pop(key, None)

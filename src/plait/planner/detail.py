@@ -55,26 +55,30 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
     states = states_of(request, job)
     pp, spread = int(choice.layout["pp"]), choice.needed_high / choice.needed
 
-    def priced(rank: str, moments: tuple[int, ...], states: States = states, held: float | None = None) -> RankMemory:
-        found = memory_bytes(job, rates, states, moments=moments, held=held)
+    def priced(title: str, rank: str, states: States = states) -> RankMemory:
+        found = memory_bytes(job, rates, states, ranks=(rank,))
         terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
         needed = sum(terms.values())
-        return RankMemory(rank, MOMENTS[int(_one(found.moment))], terms, needed, needed * spread)
+        return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, needed * spread)
 
     if pp == 1:
-        return (priced("every rank", (0, 1, 2)),)
+        return (priced("every rank", "first"),)
     try:
         table = timeline_of(job, rates).schedule
     except InputError:
-        inner = [priced("inner stages", (3,))] if pp > 2 else []
-        return (priced("first stage", (0, 2)), *inner, priced("last stage", (1,)))
-    peaks, tail = peak_in_flight(table), table.stage_ranks[-1]
-    in_a_v = tail == 0  # both ends are on rank 0
-    rows = [priced("rank 0", (0, 1, 2) if in_a_v else (0, 2))]
-    assert states.inner is not None
-    between = replace(states, first=states.inner, last=states.inner)
-    rows += [priced(f"rank {rank}", (3, 2), between, peaks[rank]) for rank in range(1, pp) if rank != tail]
-    return tuple(rows) if in_a_v else (*rows, priced(f"rank {tail}", (1,)))
+        inner = [priced("inner stages", "inner")] if pp > 2 else []
+        return (priced("first stage", "first"), *inner, priced("last stage", "last"))
+    peaks = None if table.splits_backward else peak_in_flight(table)  # put-off gradients of weights have a closed form only
+    rows = [priced("rank 0", "first")]
+    for rank in range(1, pp - 1):
+        rows.append(priced(f"rank {rank}", "inner", states if peaks is None else _holding(states, peaks[rank])))
+    return (*rows, priced(f"rank {pp - 1}", "last"))
+
+
+def _holding(states: States, in_flight: float) -> States:
+    assert states.units is not None
+    units = states.units
+    return replace(states, units={**units, "inner": replace(units["inner"], in_flight=np.full(1, in_flight))})
 
 
 def timeline(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> Timeline:

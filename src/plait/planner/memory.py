@@ -13,9 +13,11 @@ import numpy as np
 
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, SCHEDULES, Job, stage_layers
+from plait.planner.job import RECOMPUTE, Job, stage_layers
 from plait.planner.own import kept_bytes
-from plait.planner.pipeline import in_flight, in_flight_last, in_flight_second
+from plait.planner.peak import MOMENTS as OWN_MOMENTS
+from plait.planner.peak import RANKS, States, moments
+from plait.planner.pipeline import in_flight, in_flight_last
 from plait.units import GIB, MIB
 
 TERMS = {
@@ -27,7 +29,7 @@ TERMS = {
     "working": "the block that is computed",
     "logits": "logits and loss",
 }
-MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step", "backward of an inner stage")
+MOMENTS = ("backward of the first stage", "loss of the last stage", "optimizer step", *OWN_MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,15 @@ class Memory:
         return self.reserved + self.context
 
 
-@dataclass(frozen=True)
-class States:
-    """Bytes of model states on the first and on the last stage: weights, gradients, optimizer, gathered copies."""
-
-    first: dict[str, Numbers]
-    last: dict[str, Numbers]
-    inner: dict[str, Numbers] | None = None
-    """Of a stage between them; None leaves that out."""
-
-
-def memory_bytes(
-    job: Job, rates: Rates, states: States | None = None, *, moments: tuple[int, ...] = (0, 1, 2, 3), held: Numbers | None = None
-) -> Memory:
-    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says.
-
-    The largest of `moments` (indices into MOMENTS) counts. `held` are the micro-batches that the inner stage holds, in whole stages; by
-    default those of the second.
-    """
+def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks: tuple[str, ...] = RANKS) -> Memory:
+    """Price every candidate; `states` replaces the framework's recipe, for example by what the techniques' own account says. The fullest
+    of `ranks` counts, where `states` tell them apart."""
+    if job.own and states is not None and states.units is not None:
+        return _with_slack(job, rates, *_largest(job, states, ranks))
     at = job.layouts
     counted = rates["memory:states"] if states is None else 1.0  # the techniques' own account is exact
     states = states or recipe_states(job)
-    most_layers, first_layers, last_layers = stage_layers(job)
+    first_layers, last_layers = stage_layers(job)[1:]
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
@@ -91,43 +80,48 @@ def memory_bytes(
     logits = _logits(job, rates)
     zero = np.zeros_like(np.asarray(first_kept, dtype=float))
 
-    first_states, last_states = _on_ranks(job, states)
-    first = _with_states(first_states, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
-    last = _with_states(last_states, counted) | {"activations": last_kept, "working": zero, "logits": logits}
+    first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
+    last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
-    step = _with_states(first_states, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
+    step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
-    every = [first, last, step]
-    if states.inner is not None:
-        inner_kept = most_layers * kept * (in_flight_second(at) if held is None else held) * factor
-        inner = _with_states(states.inner, counted) | {"activations": inner_kept, "working": working * factor, "logits": zero}
-        every.append({name: value * (np.asarray(at.pp) > 2) for name, value in inner.items()})
-    moments = tuple(index for index in moments if index < len(every))
-    priced = [every[index] for index in moments]
-    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in priced]))
-    largest = np.argmax(sums, axis=0)
-    shape = largest.shape
-    terms = {name: np.choose(largest, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in priced]) for name in TERMS}
-    allocated = sum(terms.values())
+    three = [first, last, step]
+    sums = np.stack(np.broadcast_arrays(*[np.asarray(sum(terms.values()), dtype=float) for terms in three]))
+    moment = np.argmax(sums, axis=0)
+    shape = moment.shape
+    terms = {name: np.choose(moment, [np.broadcast_to(np.asarray(each[name], dtype=float), shape) for each in three]) for name in TERMS}
+    return _with_slack(job, rates, terms, moment)
+
+
+def _largest(job: Job, states: States, ranks: tuple[str, ...]) -> tuple[dict[str, Numbers], Numbers]:
+    """(terms at the peak, index into MOMENTS) of Plait's own step, over the ranks and all moments."""
+    assert states.units is not None
+    pp = np.asarray(job.layouts.pp)
+    there = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}
+    offset = MOMENTS.index(OWN_MOMENTS[0])
+    most = chosen = np.zeros(1)
+    terms: dict[str, Numbers] = dict.fromkeys(TERMS, 0.0)
+    for rank in ranks:
+        if not there[rank].any():
+            continue
+        for index, part in moments(job, states.of(rank), states.units[rank]):
+            total = np.where(there[rank], np.asarray(sum(part.values()), dtype=float), 0.0)
+            larger = total > most
+            if not larger.any():
+                continue
+            most, chosen = np.where(larger, total, most), np.where(larger, offset + index, chosen)
+            terms = {name: np.where(larger, part.get(name, 0.0), terms[name]) for name in TERMS}
+    return terms, chosen.astype(int)
+
+
+def _with_slack(job: Job, rates: Rates, terms: dict[str, Numbers], moment: Numbers) -> Memory:
+    at, allocated = job.layouts, sum(terms.values())
     groups = sum(np.asarray(degree) > 1 for degree in (at.tp, at.pp, at.cp, at.dp, at.ep))
     on_gpu = np.asarray(job.device.family) != FAMILIES.index("cpu")
     context = np.where(on_gpu, 0.8 * GIB + 0.25 * GIB * groups, 0.3 * GIB) * rates["memory:context"]
     moving = terms["activations"] + terms["working"] + terms["logits"] + terms["gathered"]
     slack = job.framework.slack * rates["memory:slack"] * moving + 0.01 * allocated
-    return Memory(terms, np.array(moments)[largest], slack, context)
-
-
-def _on_ranks(job: Job, states: States) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """States of the ranks that have the first and the last stage. Stages that form a V have both ends on one rank."""
-    inner = states.inner
-    if inner is None:
-        return states.first, states.last
-    in_a_v = np.isin(np.asarray(job.layouts.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")])
-    both = {name: states.first[name] + states.last[name] - inner[name] for name in states.first}
-    return (
-        {name: np.where(in_a_v, both[name], value) for name, value in states.first.items()},
-        {name: np.where(in_a_v, both[name], value) for name, value in states.last.items()},
-    )
+    return Memory(terms, moment, slack, context)
 
 
 def _with_states(states: dict[str, Numbers], factor: Numbers) -> dict[str, Numbers]:

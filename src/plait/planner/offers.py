@@ -54,12 +54,13 @@ class Offers:
             return error.problems[0].rule
         return None
 
-    def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int) -> bool:
-        """Whether a schedule exists for these numbers, and with this ZeRO stage."""
+    def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int, recompute: bool = False) -> bool:
+        """Whether a schedule exists for these numbers, and with this ZeRO stage; and whether recomputation saves memory with it: what is
+        computed again for the gradients of inputs stays until those of weights, which dry runs show to be more than it saves."""
         if self.compiled is None:
             return micro_batches >= pp
         name = SCHEDULE_NAMES[schedule]
-        if zero == 3 and schedule in SPLIT_BACKWARD:
+        if (zero == 3 or recompute) and schedule in SPLIT_BACKWARD:
             return False
         return micro_batches >= pp and not tables.problems_of(name, pp=pp, microbatches=micro_batches, stages_per_rank=chunks)
 

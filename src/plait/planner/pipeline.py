@@ -48,9 +48,9 @@ def in_flight_last(layouts: Layouts) -> Numbers:
         one,
         np.asarray(m, dtype=float),
         one,
-        1 + (pp * (vpp - 1)) / vpp,
+        (pp * (vpp - 1) + 1) / vpp,
         one,
-        np.asarray(pp, dtype=float),
+        (pp * (vpp - 1) + 1) / vpp,
         np.asarray(pp, dtype=float),
         pp + 0.5,
     ]
@@ -64,3 +64,16 @@ def in_flight_second(layouts: Layouts) -> Numbers:
     chunks_less = schedule == SCHEDULES.index("interleaved")
     held = np.where(one_less, layouts.pp - 1, np.where(chunks_less, layouts.pp + (layouts.pp - 3) / layouts.vpp, deepest))
     return np.minimum(held, deepest)
+
+
+def put_off(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
+    """Of the first and of the last rank: (micro-batches held, those of them whose gradients of weights are put off), in whole stages, at
+    the moment of most; read from torch's action lists. 0 for schedules that put off none."""
+    pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation
+    kind = np.asarray(layouts.schedule)
+    names = [SCHEDULES.index(name) for name in ("interleaved-zb", "zbv", "dualpipev")]
+    splits = np.isin(kind, names)
+    first = np.where(splits, np.minimum(pp, m), 0.0), np.where(splits, 1 / np.asarray(vpp, float), 0.0)
+    late = np.select([kind == names[0], kind == names[1], kind == names[2]], [pp / vpp, pp - 0.5, pp / 2], 0.0)
+    held = np.select([kind == names[0], kind == names[1], kind == names[2]], [pp, pp - 0.5, pp / 2], 0.0)
+    return first, (np.minimum(held, m), np.minimum(late, m))

@@ -160,9 +160,13 @@ def _schedules(model: Architecture, pp: int, offers: Offers, fixed: Mapping[str,
     found = []
     for name in offers.schedules:
         if name in ("interleaved", "interleaved-zb"):
-            chunks = [v for v in range(2, _MOST_CHUNKS + 1) if model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0]
-            if offers.compiled is not None:  # Megatron-LM gives embedding and head stages of their own, the engine at least a layer each
-                chunks = [v for v in chunks if pp * v <= model.layers]
+            # With embedding and head for a layer each, Megatron-LM has stages without a layer; here every stage has one.
+            most = model.layers + 2 if offers.compiled is None else model.layers
+            chunks = [
+                v
+                for v in range(2, _MOST_CHUNKS + 1)
+                if pp * v <= most and (model.layers % (pp * v) == 0 or (model.layers + 2) % (pp * v) == 0)
+            ]
         elif name in ("zbv", "dualpipev"):
             chunks = [2] if pp * 2 <= model.layers else []
         else:
@@ -259,10 +263,11 @@ def _runnable(values: Mapping[str, Any], pp: int, offers: Offers) -> Any:
     sharded = (np.asarray(values["offload"]) == 0) | (np.asarray(values["stage"]) > 0)
     if pp == 1:
         return sharded
-    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], np.asarray(values["stage"]) == 3], axis=1)
+    third, again = np.asarray(values["stage"]) == 3, np.asarray(values["recompute"]) > 0
+    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], third, again], axis=1)
     kinds, inverse = np.unique(fields_of, axis=0, return_inverse=True)
     works = [
-        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0)
-        for schedule, v, m, third in kinds
+        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0, recompute=bool(again))
+        for schedule, v, m, third, again in kinds
     ]
     return sharded & np.array(works, dtype=bool)[inverse.ravel()]

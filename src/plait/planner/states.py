@@ -14,10 +14,12 @@ from plait.model.facts import ModelFacts, ParameterFacts
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.precision import Precision
+from plait.parallel.stages import cut
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import PRECISIONS
-from plait.planner.job import Job, stage_layers
-from plait.planner.memory import States
+from plait.planner.hardware import PRECISIONS, Numbers
+from plait.planner.job import SCHEDULES, Job
+from plait.planner.peak import States, Units
+from plait.planner.pipeline import in_flight, in_flight_last, in_flight_second, put_off
 
 _MASTER_BYTES = 4
 """Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
@@ -25,8 +27,11 @@ _MASTER_BYTES = 4
 Split = dict[str, int | None]
 
 
-def block_parameters(model: Architecture, *, experts: bool = False) -> list[tuple[str, tuple[int, ...], int | None]]:
-    """(name, shape, dimension split over tp) of every parameter of one block, as Transformers shapes them."""
+def block_parameters(
+    model: Architecture, *, experts: bool = False, whole_keys: bool = False
+) -> list[tuple[str, tuple[int, ...], int | None]]:
+    """(name, shape, dimension split over tp) of every parameter of one block, as Transformers shapes them. With `whole_keys` there are
+    fewer key and value heads than ranks, which keep these whole."""
     h, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     found: list[tuple[str, tuple[int, ...], int | None]] = []
     if model.model_type == "gpt2":
@@ -39,9 +44,10 @@ def block_parameters(model: Architecture, *, experts: bool = False) -> list[tupl
         found.append(("attention", (int(model.compressed) // h, h), None))
     else:
         for name, rows in (("q", width), ("k", kv), ("v", kv)):
-            found.append((f"{name}.weight", (rows, h), 0))
+            dim = None if whole_keys and name != "q" else 0
+            found.append((f"{name}.weight", (rows, h), dim))
             if model.qkv_bias or model.bias:
-                found.append((f"{name}.bias", (rows,), 0))
+                found.append((f"{name}.bias", (rows,), dim))
         found.append(("o.weight", (h, width), 1))
         if model.bias:
             found.append(("o.bias", (h,), None))
@@ -67,19 +73,17 @@ def block_parameters(model: Architecture, *, experts: bool = False) -> list[tupl
     return found + [(f"norm{i}.{leaf}", (h,), None) for i in (1, 2) for leaf in leaves]
 
 
-def end_parameters(
-    model: Architecture,
-) -> tuple[list[tuple[str, tuple[int, ...], int | None]], list[tuple[str, tuple[int, ...], int | None]]]:
-    """The same of the embedding, and of the final norm and the head. A tied head is with the embedding."""
-    first: list[tuple[str, tuple[int, ...], int | None]] = [("embedding", (model.vocab, model.hidden), 0)]
-    if model.positions:
-        first.append(("positions", (model.positions, model.hidden), None))
-    last: list[tuple[str, tuple[int, ...], int | None]] = [("norm.weight", (model.hidden,), None)]
+def end_parameters(model: Architecture) -> dict[str, list[tuple[str, tuple[int, ...], int | None]]]:
+    """The same of the embedding, of learned positions, and of the final norm and the head. A tied head is the embedding."""
+    norm: list[tuple[str, tuple[int, ...], int | None]] = [("norm.weight", (model.hidden,), None)]
     if model.bias:
-        last.append(("norm.bias", (model.hidden,), None))
-    if not model.tied:
-        last.append(("head", (model.vocab, model.hidden), 0))
-    return first, last
+        norm.append(("norm.bias", (model.hidden,), None))
+    return {
+        "embedding": [("embedding", (model.vocab, model.hidden), 0)],
+        "positions": [("positions", (model.positions, model.hidden), None)] if model.positions else [],
+        "norm": norm,
+        "head": [] if model.tied else [("head", (model.vocab, model.hidden), 0)],
+    }
 
 
 def _facts(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> tuple[ModelFacts, Split]:
@@ -145,33 +149,99 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
 
     share = float(model.expert_layers / model.layers)
     dense, routed = account(block_parameters(model), 0), account(block_parameters(model, experts=True), 0) if share else {}
-    block = {name: (1 - share) * value + share * routed.get(name, 0) for name, value in dense.items()}
-    front, back = (account(entries, -1) for entries in end_parameters(model))
-    most_layers, first_layers, last_layers = (np.broadcast_to(np.asarray(x, dtype=float), (size,)) for x in stage_layers(job))
-    single = np.broadcast_to(np.asarray(at.pp) == 1, (size,))
+    if (tp > model.kv_heads).any() and not job.whole_attention and not model.compressed:
+        whole_keys = account(block_parameters(model, whole_keys=True), 0)
+        dense = {name: np.where(tp > model.kv_heads, whole_keys[name], value) for name, value in dense.items()}
+    block = {name: ((1 - share) * value + share * routed.get(name, 0))[inverse] for name, value in dense.items()}
+    ends = {name: {k: v[inverse] for k, v in account(entries, -1).items()} for name, entries in end_parameters(model).items()}
+    pp = np.broadcast_to(np.asarray(at.pp), (size,))
+    single = pp == 1
     third = fields[3] == 3
     casts = compute is not None or bool((fields[2] > 1).any())
+    sharded = (fields[2] > 1) | (compute is not None)
+    off = np.broadcast_to(np.asarray(at.offload, dtype=float), (size,))
+    shards = np.where(sharded, fields[2], 1)
 
-    def held(layers: np.ndarray, *ends: tuple[dict[str, np.ndarray], np.ndarray]) -> dict[str, np.ndarray]:
-        taken = {name: value[inverse] * layers + sum(end[name][inverse] * on for end, on in ends) for name, value in block.items()}
+    def held(layers: np.ndarray, on: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        taken = {name: value * layers + sum(ends[end][name] * there for end, there in on.items()) for name, value in block.items()}
         # While a block is computed it is gathered, the next one with it, and at stage 3 the ends from the forward to the end of the
         # backward; its gradient and the reduction's buffer are whole. Without accumulation stages 1 and 2 gather for the step alone.
-        unit, ends_whole = block["whole"][inverse], sum(end["whole"][inverse] * on for end, on in ends)
+        unit, ends_whole = block["whole"], sum(ends[end]["whole"] * there for end, there in on.items())
         grads = unit * (3 if compute else 2)
-        sharded = (fields[2] > 1) | (compute is not None)
         once = unit * layers + ends_whole
         moving = np.where(third, 2 * unit + ends_whole, np.where(taken["gathered"] > 0, 0, once)) + grads
         taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
         # On the host: the master parameters, the shards of their gradients, and the states.
-        off = np.broadcast_to(np.asarray(at.offload, dtype=float), (size,))
         taken["host"] = off * (taken["weights"] + taken["gradients"] + taken["optimizer"])
         taken["weights"] = taken["weights"] * (1 - off)
         taken["optimizer"] = taken["optimizer"] * (1 - off)
         taken["gradients"] = taken["gradients"] * (1 - off) + taken["on_device"] * off
+        taken["offloaded"] = off > 0
         return taken
 
+    gpipe = np.broadcast_to(np.asarray(at.schedule) == SCHEDULES.index("gpipe"), (size,))
+
+    def units(layers: np.ndarray, on: dict[str, np.ndarray], flight: np.ndarray, late: tuple[Numbers, Numbers]) -> Units:
+        def elements(entry: dict[str, np.ndarray]) -> np.ndarray:
+            return entry["weights"] / _MASTER_BYTES * shards
+
+        head = elements(ends["embedding" if model.tied else "head"])
+        return Units(
+            layers=layers,
+            block=elements(block),
+            root=np.asarray(sum(elements(ends[end]) * there for end, there in on.items())),
+            head=head * on["norm"],
+            width=2 if compute else 4,
+            sharded=sharded,
+            in_flight=flight,
+            put_off=late,
+            losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
+        )
+
+    first_layers, last_layers, inner_layers = _layers_of_ranks(job, size)
+    v_shaped = np.broadcast_to(np.isin(np.asarray(at.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]), (size,)) & ~single
     one, none = np.ones(size), np.zeros(size)
-    tied_tail = np.where(single, none, one) if model.tied else none
-    first_stage = held(np.where(single, float(model.layers), first_layers), (front, one), (back, np.where(single, one, none)))
-    last_stage = held(np.where(single, float(model.layers), last_layers), (back, one), (front, np.where(single, one, tied_tail)))
-    return States(first_stage, last_stage, held(most_layers))
+    both = single | v_shaped  # a V ends where it began
+    tied = one if model.tied else none
+    first_on = {"embedding": one, "positions": one, "norm": both * one, "head": both * one}
+    last_on = {
+        "embedding": np.where(single, one, np.where(v_shaped, none, tied)),
+        "positions": np.where(single, one, none),
+        "norm": np.where(v_shaped, none, one),
+        "head": np.where(v_shaped, none, one),
+    }
+    flights = [
+        np.broadcast_to(np.where(single, 1.0, value), (size,)) for value in (in_flight(at), in_flight_last(at), in_flight_second(at))
+    ]
+    late_first, late_last = put_off(at)
+    inner_on = dict.fromkeys(first_on, none)
+    return States(
+        held(first_layers, first_on),
+        held(last_layers, last_on),
+        held(inner_layers, inner_on),
+        units={
+            "first": units(first_layers, first_on, flights[0], late_first),
+            "last": units(last_layers, last_on, flights[1], late_last),
+            "inner": units(inner_layers, inner_on, flights[2], late_first),
+        },
+    )
+
+
+def _layers_of_ranks(job: Job, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Layers of the first and of the last rank of a pipeline, and the most of one between them, cut as the engine cuts: alike blocks, and
+    the head's product on the last stage (`stages.forward_costs`, in elements)."""
+    model, at = job.model, job.layouts
+    pp, vpp, schedule = (np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in (at.pp, at.vpp, at.schedule))
+    block = float(model.block_parameters / model.layers) - float(model.small_parameters)
+    kinds, inverse = np.unique(np.stack([pp, vpp, schedule], axis=1), axis=0, return_inverse=True)
+    found = np.zeros((len(kinds), 3))
+    for index, (ranks, chunks, kind) in enumerate(kinds.tolist()):
+        stages = ranks * chunks
+        if ranks == 1 or stages > model.layers:
+            found[index] = int(model.layers) if ranks == 1 else -(-int(model.layers) // ranks)
+            continue
+        counts = cut([block] * int(model.layers), stages, last=float(model.vocab * model.hidden))
+        in_a_v = SCHEDULES[kind] in ("zbv", "dualpipev")
+        by_rank = [counts[r] + counts[-1 - r] if in_a_v else sum(counts[r::ranks]) for r in range(ranks)]
+        found[index] = by_rank[0], by_rank[-1], max(by_rank[1:-1], default=0)
+    return found[inverse.ravel(), 0], found[inverse.ravel(), 1], found[inverse.ravel(), 2]

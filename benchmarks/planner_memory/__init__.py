@@ -1,0 +1,1 @@
+"""The planner's memory against dry runs of the engine itself."""

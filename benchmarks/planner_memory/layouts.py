@@ -1,0 +1,122 @@
+"""Layouts whose predicted peak is held against a dry run: three families, every technique that the planner prices on its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from plait.cli.planning.rehearse import DryRun, dry_run
+from plait.planner.hardware import cluster
+from plait.planner.models import Model, from_config
+from plait.planner.search import Request
+
+LENGTH = 320
+"""No size of the models, so that bytes of one are not taken for the other's."""
+_LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096, "hidden_size": 512}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_LLAMA, "intermediate_size": 1792, "num_key_value_heads": 8},
+    "qwen3": {"model_type": "qwen3", **_LLAMA, "intermediate_size": 1536, "num_key_value_heads": 4, "head_dim": 128},
+    "qwen2": {"model_type": "qwen2", **_LLAMA, "intermediate_size": 1536, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 512,
+        "n_layer": 4,
+        "n_head": 8,
+        "n_inner": 2048,
+        "vocab_size": 4096,
+        "n_positions": 512,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+}
+Case = tuple[str, dict[str, Any], bool]
+CASES: list[Case] = [
+    # (model, what differs from one process without accumulation, whether its vocabulary is small, so that blocks and not the loss count)
+    ("llama", {"micro": 2}, False),
+    ("llama", {"micro": 2}, True),
+    ("llama", {"micro": 2, "steps": 3}, False),
+    ("llama", {"micro": 2, "tp": 2}, False),
+    ("llama", {"micro": 2, "tp": 4, "sp": True}, False),
+    ("llama", {"micro": 2, "shard": 4, "stage": 1}, False),
+    ("llama", {"micro": 2, "shard": 4, "stage": 1, "steps": 2}, True),
+    ("llama", {"micro": 2, "shard": 4, "stage": 2, "steps": 3}, True),
+    ("llama", {"micro": 2, "shard": 4, "stage": 3}, True),
+    ("llama", {"micro": 2, "shard": 8, "replicate": 2, "stage": 3, "steps": 2}, False),
+    ("llama", {"micro": 8, "tp": 2, "recompute": "full"}, True),
+    ("llama", {"micro": 8, "recompute": "selective"}, True),
+    ("llama", {"micro": 8, "tp": 2, "sp": True, "recompute": "selective"}, True),
+    ("llama", {"micro": 4, "pp": 2, "steps": 4}, True),
+    ("llama", {"micro": 4, "pp": 2, "steps": 4, "recompute": "selective"}, True),
+    ("llama", {"micro": 2, "pp": 4, "steps": 8}, False),
+    ("llama", {"micro": 2, "pp": 4, "steps": 4, "shard": 2, "stage": 1}, False),
+    ("llama", {"micro": 2, "pp": 2, "steps": 4, "shard": 2, "stage": 2}, False),
+    ("llama", {"micro": 2, "pp": 2, "steps": 4, "shard": 4, "stage": 3, "tp": 2, "sp": True}, False),
+    ("llama", {"micro": 2, "pp": 2, "steps": 4, "schedule": "gpipe"}, False),
+    ("llama", {"micro": 2, "pp": 2, "steps": 4, "schedule": "interleaved-1f1b"}, False),
+    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble"}, True),
+    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "dualpipev"}, True),
+    ("llama", {"micro": 4, "pp": 2, "steps": 4, "schedule": "zbv"}, True),
+    ("qwen3", {"micro": 2, "tp": 2}, False),
+    ("qwen3", {"micro": 4, "tp": 8, "sp": True, "shard": 2, "stage": 1}, False),
+    ("qwen3", {"micro": 8, "tp": 4, "recompute": "selective"}, True),
+    ("qwen3", {"micro": 2, "pp": 2, "steps": 4, "tp": 2, "shard": 2, "stage": 1}, False),
+    ("qwen2", {"micro": 4, "tp": 8, "sp": True}, False),
+    ("qwen2", {"micro": 1, "pp": 4, "steps": 8, "tp": 2, "sp": True, "stage": 1, "shard": 16}, False),
+    ("qwen2", {"micro": 2, "shard": 4, "stage": 3, "recompute": "full"}, False),
+    ("gpt2", {"micro": 2}, False),
+    ("gpt2", {"micro": 4, "tp": 2}, False),
+    ("gpt2", {"micro": 8, "tp": 4}, True),
+    ("gpt2", {"micro": 8, "tp": 2, "recompute": "selective"}, True),
+    ("gpt2", {"micro": 2, "shard": 8, "stage": 2, "steps": 2}, False),
+    ("gpt2", {"micro": 2, "shard": 8, "stage": 3}, True),
+    ("gpt2", {"micro": 4, "pp": 2, "steps": 4, "tp": 2}, False),
+    ("gpt2", {"micro": 4, "pp": 4, "steps": 8, "shard": 2, "stage": 1, "recompute": "full"}, False),
+]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One rank of a case."""
+
+    case: Case
+    run: DryRun
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over dry run, of the peak."""
+        return self.run.predicted["peak"] / self.run.found.peak
+
+
+def compare(case: Case) -> list[Compared]:
+    """The only rank, or the first and the last of a pipeline."""
+    name, what, small = case
+    fields = MODELS[name] | ({"vocab_size": 512} if small else {})
+    pp, tp, dp = what.get("pp", 1), what.get("tp", 1), what.get("shard", 1) * what.get("replicate", 1)
+    world, micro, steps = pp * tp * dp, what["micro"], what.get("steps", 1)
+    parallel: dict[str, Any] = {"pp": pp, "tp": tp, "dp_shard": what.get("shard", 1), "dp_replicate": what.get("replicate", 1)}
+    parallel["sequence_parallel"] = what.get("sp", False)
+    if pp > 1:
+        parallel["pipeline"] = {"schedule": what.get("schedule", "1f1b")}
+    if "recompute" in what:
+        parallel["recompute"] = {"mode": what["recompute"]}
+    tree = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": what.get("stage", 0)},
+        "optimizer": {"type": "AdamW"},
+        "parallel": parallel,
+        "model": {"config": fields},
+        "data": {"sequence_length": LENGTH},
+    }
+    request = Request(Model(from_config(fields), {"config": fields}), cluster("cpu", world), micro * steps * dp, LENGTH)
+    ranks = [0] if pp == 1 else [0, world // pp * (pp - 1)]
+    return [Compared(case, dry_run(request, tree, rank=rank, whole_step=True, quiet=True)) for rank in ranks]
+
+
+def describe(case: Case) -> str:
+    """A case in words."""
+    name, what, small = case
+    words = [f"{key} {value}" if not isinstance(value, bool) else key for key, value in what.items()]
+    return f"{name}{', vocabulary 512' if small else ''}: {', '.join(words)}"

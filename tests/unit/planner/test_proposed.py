@@ -1,0 +1,25 @@
+"""What a plan does not propose because dry runs show that it cannot be, or is no use."""
+
+from plait.planner.hardware import cluster
+from plait.planner.job import SCHEDULES
+from plait.planner.models import find_model
+from plait.planner.offers import SPLIT_BACKWARD, offered
+from plait.planner.search import Request
+from plait.planner.space import build_space
+
+
+def test_no_recomputation_where_gradients_of_weights_are_put_off() -> None:
+    offers = offered()
+    for name in SPLIT_BACKWARD:
+        chunks = 2
+        assert offers.runs(name, pp=2, micro_batches=8, chunks=chunks, zero=1)
+        assert not offers.runs(name, pp=2, micro_batches=8, chunks=chunks, zero=1, recompute=True)
+    assert offers.runs("1f1b", pp=2, micro_batches=8, chunks=1, zero=1, recompute=True)
+
+
+def test_every_proposed_stage_has_a_layer() -> None:
+    """126 layers: 128 chunks would divide layers and ends, and two stages would be empty, which the engine refuses."""
+    request = Request(find_model("llama-3-405b", sequence=8192), cluster("h100", 1024), 1024, 8192)
+    space = build_space(request.model.architecture, request.cluster, global_batch=1024, offers=request.offers, split=request.split).layouts
+    interleaved = [SCHEDULES.index(name) for name in ("interleaved", "interleaved-zb")]
+    assert ((space.pp * space.vpp) <= 126).all() and any((space.schedule == kind).any() for kind in interleaved)
