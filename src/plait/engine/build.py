@@ -302,6 +302,7 @@ def split(
             compiled=resolved.compile,
             recompute=resolved.recompute,
             activation_offload=resolved.activation_offload,
+            second_copy=resolved.data_parallel.second_copy,
         )
     )
     blocks = find_blocks(model, resolved.blocks or None)
