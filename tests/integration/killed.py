@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,14 +99,14 @@ def attempt(arguments: list[str], *, place: tuple[str, int] | None = None, victi
 
 def run(places: int, kills: int, arguments: list[str]) -> dict[str, Any]:
     """Deaths at the first `places`, then at `kills` random times, and the run to its end."""
-    chance, deaths = random.Random(kills), []
-    for place in PLACES[:places]:
-        if signal.SIGKILL in attempt(arguments, place=place, victim=0 if place[0] in FIRST_ONLY else 1):
-            deaths.append(f"{place[0]} {place[1]}")
+    chance = random.Random(kills)
+    planned: list[tuple[str, dict[str, Any]]] = [
+        (f"{place[0]} {place[1]}", {"place": place, "victim": 0 if place[0] in FIRST_ONLY else 1}) for place in PLACES[:places]
+    ]
     for _ in range(kills):
         seconds = chance.uniform(0.5, 6.0)
-        if signal.SIGKILL in attempt(arguments, seconds=seconds):
-            deaths.append(f"{seconds:.2f} s")
+        planned.append((f"{seconds:.2f} s", {"seconds": seconds}))
+    deaths = [name for name, death in planned if signal.SIGKILL in attempt(arguments, **death)]
     return {"deaths": deaths, "statuses": attempt(arguments)}
 
 

@@ -1,5 +1,5 @@
-"""A run with its states in files that is killed, in its steps, in its checkpoints and whenever, goes on from its last checkpoint and ends with
-the bits of one that was not."""
+"""A run with its states in files that is killed, in its steps, in its checkpoints and at any time, goes on from its last checkpoint and
+ends with the bits of one that was not."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class OffloadOptimizerSection(Policy):
     nvme_path: str | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4), Number] = 4
-    """nvme: pieces of the states that are in memory at once: one arriving, one computed, two leaving."""
+    """nvme: pieces of the states that are in memory at once: those that arrive, one computed, those that leave."""
     buffer_size: Count = 100_000_000
     """nvme: float32 numbers in a piece, parameters, gradients and states together."""
 
