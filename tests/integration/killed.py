@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,37 +80,53 @@ def owner_of(path: str) -> Any:
         return getattr(owner_of(parent), name)
 
 
-def attempt(arguments: list[str], *, place: tuple[str, int] | None = None, victim: int = 0, seconds: float = SECONDS) -> list[int]:
-    """Statuses of both processes, as from waitpid: 0 when all is well, a signal's number for a death. `seconds` is when both are killed."""
+def attempt(
+    arguments: list[str], metrics: Path, *, place: tuple[str, int] | None = None, victim: int = 0, seconds: float = SECONDS
+) -> bool:
+    """Whether the run ended well. `seconds` after it first wrote to `metrics` both processes are killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    before, began = written(metrics), 0.0
     waiting = {rank(index, port, arguments, place if index == victim else None): index for index in range(2)}
-    statuses, end = [0, 0], time.monotonic() + seconds
+    statuses = [0, 0]
     while waiting:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             statuses[waiting.pop(pid)] = status
-        if waiting and (any(statuses) or time.monotonic() > end):
+        if not began and written(metrics) != before:
+            began = time.monotonic()
+        if waiting and (any(statuses) or (began and time.monotonic() > began + seconds)):
             for other in waiting:
                 os.kill(other, signal.SIGKILL)
         time.sleep(0.005)
-    return statuses
+    assert all(status in (0, signal.SIGKILL) for status in statuses), statuses
+    return not any(statuses)
 
 
-def run(places: int, kills: int, arguments: list[str]) -> dict[str, Any]:
-    """Deaths at the first `places`, then at `kills` random times, and the run to its end."""
-    chance = random.Random(kills)
+def written(metrics: Path) -> int:
+    """Changes when the file does."""
+    return metrics.stat().st_mtime_ns if metrics.exists() else 0
+
+
+def run(places: int, kills: int, folder: str, arguments: list[str]) -> list[str]:
+    """Deaths at the first `places`, then at `kills` random times, and the run to its end. Returns those that came before its end."""
+    chance, arguments, metrics = random.Random(kills), [*arguments, "--set", f"run.folder={folder}"], Path(folder) / "metrics.jsonl"
     planned: list[tuple[str, dict[str, Any]]] = [
         (f"{place[0]} {place[1]}", {"place": place, "victim": 0 if place[0] in FIRST_ONLY else 1}) for place in PLACES[:places]
     ]
     for _ in range(kills):
-        seconds = chance.uniform(0.5, 6.0)
+        seconds = chance.uniform(0.05, 2.0)
         planned.append((f"{seconds:.2f} s", {"seconds": seconds}))
-    deaths = [name for name, death in planned if signal.SIGKILL in attempt(arguments, **death)]
-    return {"deaths": deaths, "statuses": attempt(arguments)}
+    deaths = []
+    for name, death in planned:
+        if not attempt(arguments, metrics, **death):
+            deaths.append(name)
+            print(f"killed: {name}", file=sys.stderr, flush=True)
+    assert attempt(arguments, metrics)
+    return deaths
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])))
+    print(json.dumps(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])))

@@ -243,6 +243,9 @@ class ParallelSection(Policy):
     gradients; at stages 1 to 3 it would cost that of unsharded gradients. PowerSGD always does."""
     powersgd_rank: Count = 4
     """Columns of PowerSGD's factors."""
+    optimizer_in_backward: bool = False
+    """Update every parameter as soon as its gradient is complete and free the gradient, so that those of one block exist at a time. Without
+    accumulation, clipping, float16 and overflow checks, which need all gradients first."""
     second_copy: Annotated[int, Field(ge=0), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""

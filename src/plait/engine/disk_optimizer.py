@@ -221,7 +221,7 @@ class DiskTier:
         self._group_of = {p: index for index, parameters in enumerate(members) for p in parameters}
         stepping = [p for p in self._group_of if p.grad is not None]
         self._new = {p for p in stepping if not optimizer.state.get(p)}
-        elementwise = type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+        elementwise = is_elementwise(optimizer)
         try:
             scaled = isinstance(factor, torch.Tensor) or factor != 1.0
             for piece in self._pipelined(self._pieces(stepping, elementwise=elementwise), partial(self._uses_of, scaled=scaled)):
@@ -335,6 +335,11 @@ class DiskTier:
             assert isinstance(parameter, nn.Parameter)
             for name, value in self._large_states(parameter).items():
                 self._optimizer.state[parameter][name] = self._mapped(parameter, name, value)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's that update every element by itself."""
+    return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:

@@ -102,6 +102,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.compress_weights": ({"zero_optimization.stage": 1}, "none", "int8"),
     "parallel.error_feedback": ({"parallel.compress_gradients": "int4"}, True, False),
     "parallel.powersgd_rank": ({"parallel.compress_gradients": "powersgd"}, 4, 8),
+    "parallel.optimizer_in_backward": ({"zero_optimization.stage": 2, "parallel.unused_parameters": False}, False, True),
     "parallel.second_copy": ({"zero_optimization.stage": 3}, 0, 2),
     "model.config": ({}, {"model_type": "llama"}, {"model_type": "gpt2"}),
     "model.path": ({}, "a", "b"),
