@@ -100,7 +100,7 @@ def attempt(
             for other in waiting:
                 os.kill(other, signal.SIGKILL)
         time.sleep(0.005)
-    assert all(status in (0, signal.SIGKILL) for status in statuses), statuses
+    assert signal.SIGKILL in statuses or not any(statuses), statuses  # who lost its peer may end with an error of its own
     return not any(statuses)
 
 

@@ -318,6 +318,12 @@ class DiskTier:
 
     def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
         """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer."""
+        if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
+            kind = type(local_tensor(value.detach())).__name__
+            raise ModelError(
+                f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the optimizer is a {kind}, which would lose its form in "
+                'a file; use an optimizer whose states are plain tensors, or device "none"'
+            )
         place = self._places.get((parameter, name))
         if place is None:
             local = local_tensor(parameter.detach())
