@@ -89,6 +89,12 @@ def leave_forward(model: nn.Module, output: Any) -> Any:
     return model._get_fsdp_state()._post_forward(model, (), output) if isinstance(model, FSDPModule) else output
 
 
+def expect_backward(model: nn.Module, output: Any) -> Any:
+    """`output`, whose backward makes a sharded root `model` ready first. torch expects that of the tensors that it finds in what `forward`
+    returns, and does not look into objects of classes that it does not know."""
+    return model._get_fsdp_state()._register_pre_backward_hook(output) if isinstance(model, FSDPModule) else output
+
+
 def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
     """Run the end of backward for `units` of the sharded root `model`: reduce and free as their flags say. Outside of a backward pass."""
     for unit in units:

@@ -136,3 +136,25 @@ def test_100_000_candidates_in_one_call() -> None:
         single = account_all((Precision(), DataParallel.sweep(stage=stage[index])), one, facts)
         for table, wanted in ((whole.memory, single.memory), (whole.traffic, single.traffic)):
             assert {kind: int(count[index]) for kind, count in table.items()} == {kind: int(count[0]) for kind, count in wanted.items()}
+
+
+@pytest.mark.parametrize(("world", "stage", "kind"), [(1, 0, "llama"), (3, 1, "gpt2"), (2, 2, "llama"), (4, 3, "qwen3")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_in_the_backward(fake_world: FakeWorld, world: int, stage: int, kind: str, precision: str) -> None:
+    """The gradients of one unit, of one parameter where nothing is sharded; everything else as without."""
+    fake_world(world)
+    found = []
+    for in_backward in (False, True):
+        config = settings(world, stage, 1, 1, **PRECISIONS[precision])
+        config["gradient_clipping"] = 0
+        if "bf16" in config:
+            config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        config["parallel"] |= {"unused_parameters": False, "optimizer_in_backward": in_backward}
+        engine, resolved, facts = build(kind, config, world)
+        held = measure_step(engine, batch(1))
+        ledger = predicted(resolved, facts, 0)
+        assert held == {name: int(ledger.memory[name][0]) if name in ledger.memory else 0 for name in held}
+        found.append(held)
+    at_end, inside = found
+    assert inside["gradients"] < at_end["gradients"]
+    assert {**inside, "gradients": 0} == {**at_end, "gradients": 0}

@@ -18,8 +18,10 @@ from plait.cluster.mesh import Levels, split_by_node
 from plait.comm.buckets import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets, QuantisedAllGather, QuantisedReduceScatter
 from plait.comm.quantise import Bits, Packing, Segment
+from plait.verify.parity import Trace, engine_trace, whole
 from plait.verify.traffic import count_traffic
 from tests.parity import cases
+from tests.parity import test_pipeline as pipeline
 from tests.parity.test_data_parallel import settings
 from tests.pool import Pool
 
@@ -262,3 +264,49 @@ def test_two_hops_by_themselves_on_two_machines(pool: Pool) -> None:
     losses, groups = results[0]
     assert groups == {2}
     assert losses == pytest.approx(reference, rel=0.01)
+
+
+# ---- in a pipeline ---------------------------------------------------------------------------------------------------------------------
+
+IN_PIPELINE = [
+    ("stage 0 int8", "1f1b"),
+    ("stage 0 powersgd", "interleaved-1f1b"),
+    ("stage 1 int8", "interleaved-1f1b"),
+    ("stage 2 int4 with feedback", "zbv"),
+    ("stage 3 int8", "1f1b"),
+]
+
+
+def traced(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
+    """Gradients of every step, and the weights of this rank at the end. Runs in a worker."""
+    engine = plait.initialize(cases.build("qwen3", tied=True, layers=pipeline.LAYERS), config, loss_fn=plait.causal_lm_loss)
+    trace = engine_trace(engine, cases.steps_for("qwen3", pipeline.dp_of(config) * config["gradient_accumulation_steps"]))
+    return trace, {name: whole(p) for name, p in engine.model.named_parameters(remove_duplicate=False)}
+
+
+def gradient_errors(found: Trace) -> list[float]:
+    """Of the first step, for every parameter, over its largest gradient."""
+    exact, seen = pipeline.reference("qwen3", True, 8).gradients[0], found.gradients[0]
+    pairs = ((seen[name], wanted) for name, wanted in exact.items() if wanted is not None)
+    return [float((mine - wanted).abs().max() / wanted.abs().max()) for mine, wanted in pairs if mine is not None]
+
+
+@pytest.mark.parametrize(("way", "schedule"), IN_PIPELINE)
+def test_in_a_pipeline(pool: Pool, way: str, schedule: str) -> None:
+    """Gradients are as near the exact ones as without a pipeline, and ranks that hold a weight, tied ones of two stages too, hold the same.
+    PowerSGD sends its first steps whole."""
+    stage, parallel = (3, {"compress_gradients": "int8", "compress_weights": "int8"}) if way == "stage 3 int8" else WAYS[way]
+    degrees = {"dp_shard": 2} if stage else {"dp_replicate": 2}
+    config = pipeline.settings(stage, 4, schedule, pp=2, **degrees)
+    flat = pipeline.settings(stage, 4, **degrees)
+    for each in (config, flat):
+        each["parallel"] |= parallel
+    results = pool.run(4, traced, config)
+    errors, alone = (gradient_errors(trace) for trace in (results[0][0], pool.run(2, traced, flat)[0][0]))
+    assert len(errors) == len(alone)
+    assert max(errors) <= 2 * max(alone) <= 0.5
+    assert (max(errors) > 1e-3) == ("powersgd" not in way), "compressed, and only where it is to be"
+    held: dict[str, torch.Tensor] = {}
+    for _, weights in results:
+        for name, tensor in weights.items():
+            assert torch.equal(held.setdefault(name, tensor), tensor), name

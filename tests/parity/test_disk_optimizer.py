@@ -11,6 +11,7 @@ import torch
 import plait
 from plait.verify.parity import engine_trace
 from tests.parity import cases
+from tests.parity import test_pipeline as pipeline
 from tests.parity.test_recompute import build, digest
 from tests.parity.test_tensor_parallel import settings
 from tests.pool import Pool
@@ -114,3 +115,25 @@ def test_checkpoints(pool: Pool, tmp_path: Path, stage: int) -> None:
     wanted = pool.run(2, resumed, config, str(tmp_path), [False, False])
     for disk in ([False, True], [True, False], [True, True]):
         assert pool.run(2, resumed, config, str(tmp_path), disk) == wanted
+
+
+PIPELINES = [
+    (4, pipeline.settings(1, 4, "interleaved-1f1b", pp=2, dp_shard=2)),
+    (4, pipeline.settings(2, 4, "zbv", pp=2, dp_shard=2)),
+    (4, pipeline.settings(3, 4, "gpipe", pp=2, dp_shard=2)),
+    (2, pipeline.settings(2, 4, "1f1b", pp=2)),
+    *((4, pipeline.settings(stage, 4, "1f1b", pp=2, dp_shard=2)) for stage in (1, 2, 3)),
+    (8, pipeline.settings(2, 4, "1f1b", pp=2, dp_shard=2, tp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [pytest.param(*case, id=pipeline.named(case[1]), marks=[pytest.mark.proof] if at > 3 else []) for at, case in enumerate(PIPELINES)],
+)
+def test_in_a_pipeline(pool: Pool, tmp_path: Path, world: int, config: dict[str, Any]) -> None:
+    """One process in float64; embeddings tied between the first and the last stage, whose gradients are summed where they are, in files."""
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 5000}
+    pipeline.check(
+        pool, world, "qwen3", True, {**config, "zero_optimization": {**config["zero_optimization"], "offload_optimizer": offload}}
+    )

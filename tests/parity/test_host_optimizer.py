@@ -12,8 +12,9 @@ import plait
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.optimizer_offload import OptimizerOffload
-from plait.verify.parity import engine_trace
+from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
+from tests.parity import test_pipeline as pipeline
 from tests.parity.test_recompute import build, digest
 from tests.parity.test_tensor_parallel import settings
 from tests.pool import Pool
@@ -52,5 +53,25 @@ def test_same_bits(world: int, tp: int, stage: int, more: dict[str, Any]) -> Non
         config = {**settings(world, tp, stage, 1, 2), **more}
         for found in pool.run(world, digests, "llama", config, [False, True], torch.float32):
             assert found[0] == found[1]
+    finally:
+        pool.close()
+
+
+def in_a_pipeline(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
+    zero = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
+    return pipeline.train(rank, world, "qwen3", True, {**config, "zero_optimization": zero})
+
+
+def test_in_a_pipeline() -> None:
+    """One process in float64: a schedule that reduces outside of autograd, stages of a rank that end at different times, freed parameters;
+    embeddings tied between the first and the last stage."""
+    pool = Pool()
+    try:
+        for stage, schedule in ((1, "interleaved-1f1b"), (2, "zbv"), (3, "1f1b")):
+            found = pool.run(4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2))[0]
+            difference = worst(compare(pipeline.reference("qwen3", True, 8), found))
+            assert difference.ok(1e-10), f"{schedule}, {difference.name}: {difference.error}"
     finally:
         pool.close()

@@ -146,6 +146,14 @@ def test_combined(pool: Pool, world: int, config: dict[str, Any]) -> None:
     check(pool, world, "qwen3", True, config)
 
 
+@pytest.mark.parametrize(
+    "config", [settings(1, 4, "interleaved-1f1b", pp=2, dp_shard=2), settings(3, 4, "gpipe", pp=2, dp_shard=2)], ids=["ZeRO-1", "ZeRO-3"]
+)
+def test_an_output_that_torch_cannot_look_into(pool: Pool, config: dict[str, Any]) -> None:
+    """The logits are in an object of the model's own class, where fully_shard finds no tensor to start its backward from."""
+    check(pool, 4, "plain", True, config)
+
+
 # ---- DeepSpeed's shape of a model ---------------------------------------------------------------------------------------------------
 
 

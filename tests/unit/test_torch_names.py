@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,19 @@ def test_a_forward_that_is_left_and_a_late_reduction() -> None:
     model.set_requires_gradient_sync(True)
     _torch.reduce_now(model, _torch.sharded_modules(model))
     assert _torch.unsharded_gradient_bytes(model) == 0
+
+
+def test_a_backward_that_starts_behind_an_object_that_torch_does_not_know() -> None:
+    """The root's parameters, freed after another backward, are gathered again."""
+    model = sharded()
+    model.register_forward_hook(lambda module, args, output: SimpleNamespace(inner=output))
+    first, second = (_torch.expect_backward(model, model(torch.ones(1, 4)).inner.sum()) for _ in range(2))
+    first.backward()
+    assert _torch.unsharded_parameter_bytes(model) == 0
+    second.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    plain = torch.ones(1)
+    assert _torch.expect_backward(nn.Linear(1, 1), plain) is plain
 
 
 def test_gradients_of_inputs_only() -> None:

@@ -103,7 +103,7 @@ class OffloadOptimizerSection(Policy):
     nvme_path: str | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4), Number] = 4
-    """nvme: pieces of the states that are in memory at once: one arriving, one computed, two leaving."""
+    """nvme: pieces of the states that are in memory at once: those that arrive, one computed, those that leave."""
     buffer_size: Count = 100_000_000
     """nvme: float32 numbers in a piece, parameters, gradients and states together."""
 
@@ -254,6 +254,9 @@ class ParallelSection(Policy):
     """On GPUs: the algorithms that NCCL may take (NCCL_ALGO), such as "Ring" or "^Tree". Left out: NCCL decides for every call."""
     nccl_protocol: Protocols = None
     """On GPUs: the protocols that NCCL may take (NCCL_PROTO): LL, LL128, Simple. Left out: NCCL decides for every call."""
+    optimizer_in_backward: bool = False
+    """Update every parameter as soon as its gradient is complete and free the gradient, so that those of one block exist at a time. Without
+    accumulation, clipping, float16 and overflow checks, which need all gradients first."""
     second_copy: Annotated[int, Field(ge=0), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""

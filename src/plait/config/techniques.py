@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.cluster.layout import Layout
 from plait.comm.algorithms import Name
-from plait.config.batch import CALLERS, MICRO
+from plait.config.batch import CALLERS, MICRO, Batch
 from plait.config.parts import Findings, described
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
@@ -70,6 +70,7 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
         may_compress=found.config.parallel.compress_gradients == "auto",
         compression=_compression(found, dtypes),
         second_copy=_second_copy(found, shard),
+        update_in_backward=found.value("parallel.optimizer_in_backward", found.config.parallel.optimizer_in_backward, False, ""),
     )
 
 
@@ -114,6 +115,46 @@ def _compression(found: Findings, dtypes: Precision) -> Compression:
         powersgd_rank=parallel.powersgd_rank if gradients == "powersgd" else 0,
         error_feedback=bool(feedback) and gradients in ("int8", "int4", "auto"),
     )
+
+
+def refuse_in_backward(
+    data: DataParallel, at: Layout, batch: Batch, precision: Precision, states: OptimizerOffload, *, compiled: bool, clipping: float
+) -> None:
+    """What an update in the backward does not go with: what needs all gradients first, and what is not proven. Raises ConfigError with
+    all of it."""
+    if not data.update_in_backward:
+        return
+    replicated = data.stage == 0 and at.dp > 1
+    parallel = max((("pp", at.pp), ("tp", at.tp)), key=lambda axis: axis[1])
+    rules = (
+        (batch.accumulation > 1, f"gradient_accumulation_steps is {batch.accumulation}: a gradient is complete after the last", "use 1"),
+        (clipping > 0, f"gradient_clipping is {clipping:g}, which needs the norm of all gradients", "set gradient_clipping = 0"),
+        (precision.loss_scale is not None, "float16 needs to know of an overflow before the first update", "use bf16"),
+        (
+            precision.check_overflow and precision.loss_scale is None,
+            "bf16.check_grad_overflow asks whether all gradients are finite before the first update",
+            "set bf16.check_grad_overflow = false",
+        ),
+        (
+            replicated,
+            f"{at.dp} processes at ZeRO stage 0 reduce gradients in buckets, which are kept",
+            "use zero_optimization.stage 1 to 3",
+        ),
+        (
+            data.unused_parameters and at.dp > 1 and not replicated,
+            "parallel.unused_parameters looks at the end of the backward which gradients nobody has",
+            "set parallel.unused_parameters = false, if every step uses every parameter",
+        ),
+        (parallel[1] > 1, f"parallel.{parallel[0]} is {parallel[1]}, with which it is not proven", f"use parallel.{parallel[0]} = 1"),
+        (states.device != "none", f"offload_optimizer.device is {states.device}, whose step walks over all parameters", 'use "none"'),
+        (compiled, "it is not proven under torch.compile", "set compile.enabled = false"),
+        (data.compression.gradients, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
+    )
+    problems = [
+        Problem("parallel.optimizer_in_backward", "true", rule, f"{remedy}, or false") for applies, rule, remedy in rules if applies
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _second_copy(found: Findings, shard: int) -> int:

@@ -22,6 +22,7 @@ from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
+from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.disk_optimizer import DiskTier, large_states
@@ -114,6 +115,7 @@ def initialize(
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
         tier=parts.disk_tier,
+        in_backward=BackwardOptimizer(made) if resolved.data_parallel.update_in_backward else None,
     )
     torch.manual_seed(dropout_seed(resolved.seed, mesh))
     return Engine(
@@ -151,6 +153,8 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or say "int8" or "none"'))
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
+    if resolved.data_parallel.update_in_backward:
+        raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
     if resolved.optimizer_offload.device != "none":
         raise ModelError("zero_optimization.offload_optimizer: plait.parallelize makes no optimizer; use plait.initialize, or none")
     mesh, parts = _parallelize(model, resolved, weights=weights)
@@ -305,6 +309,7 @@ def split(
             compiled=resolved.compile,
             recompute=resolved.recompute,
             activation_offload=resolved.activation_offload,
+            second_copy=resolved.data_parallel.second_copy,
         )
     )
     blocks = find_blocks(model, resolved.blocks or None)

@@ -1,6 +1,6 @@
 """Optimizer states, gradients and master parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that walks over them.
 
-The step goes piece by piece: while one piece is updated, the next is read and those before are written, each by a thread of its own, so
+The step goes piece by piece: while one piece is updated, the next are read and those before are written, each by a thread of its own, so
 that no more than `buffer_count` pieces are in memory. The optimizer is torch's own and sees ordinary tensors: the numbers are those of a
 step in memory, bit for bit. Not for GPUs yet: what is mapped is host memory.
 """
@@ -48,6 +48,17 @@ class _Slice:
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These elements of a tensor of the parameter's shape, flat, sharing its memory."""
         return local_tensor(tensor).view(-1)[self.start : self.end]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A mapped tensor, or a slice of one, that is needed in memory for a while."""
+
+    tensor: torch.Tensor
+    changes: bool = True
+    """Whether it is written to."""
+    lasts: bool = True
+    """Whether it is read again, so that what was written has to reach the disk."""
 
 
 class DiskTier:
@@ -140,31 +151,44 @@ class DiskTier:
                 size = 0
             lists[-1].append(tensor)
             size += count
-        yield from self._pipelined(lists, lambda entry: entry, write=write)
+        yield from self._pipelined(lists, lambda entry: [_Use(tensor, changes=write) for tensor in entry])
 
-    def _pipelined(self, entries: Sequence[T], tensors_of: Callable[[T], list[torch.Tensor]], *, write: bool) -> Iterator[T]:
-        """Each entry when its tensors are in memory; afterwards they are put away."""
+    def _pipelined(self, entries: Sequence[T], uses_of: Callable[[T], list[_Use]]) -> Iterator[T]:
+        """Each entry when its tensors are in memory, in order; afterwards they are put away. As many arrive ahead as there is room for, so
+        that the reader never waits for who computes."""
 
-        def fetch(tensors: list[torch.Tensor]) -> None:
-            for tensor in tensors:
-                if self.arena.holds(tensor):
-                    self.arena.fetch(tensor, write=write)
+        def fetch(uses: list[_Use]) -> None:
+            for use in uses:
+                if self.arena.holds(use.tensor):
+                    self.arena.fetch(use.tensor, write=use.changes)
 
-        def put_away(tensors: list[torch.Tensor]) -> None:
-            for tensor in tensors:
-                self.arena.put_away(tensor, written=write)
+        def put_away(uses: list[_Use]) -> None:
+            for use in uses:
+                self.arena.put_away(use.tensor, written=use.changes and use.lasts)
 
-        arriving = self._reader.submit(fetch, tensors_of(entries[0])) if entries else None
-        leaving: list[Future[None]] = []
-        for index, entry in enumerate(entries):
-            assert arriving is not None
-            arriving.result()
-            while len(leaving) > self.buffer_count - 2:  # beside the one that is computed and the one that arrives
-                leaving.pop(0).result()
-            if index + 1 < len(entries):
-                arriving = self._reader.submit(fetch, tensors_of(entries[index + 1]))
+        waiting = iter(entries)
+        arriving: deque[tuple[T, Future[None]]] = deque()
+        leaving: deque[Future[None]] = deque()
+
+        def read_ahead() -> None:
+            while len(arriving) + len(leaving) < self.buffer_count - 1:  # beside the one that is computed
+                entry = next(waiting, None)
+                if entry is None:
+                    return
+                arriving.append((entry, self._reader.submit(fetch, uses_of(entry))))
+
+        read_ahead()
+        while arriving:
+            entry, arrived = arriving.popleft()
+            arrived.result()
+            while leaving and leaving[0].done():
+                leaving.popleft().result()
+            read_ahead()
             yield entry
-            leaving.append(self._writer.submit(put_away, tensors_of(entry)))
+            leaving.append(self._writer.submit(put_away, uses_of(entry)))
+            while leaving and not arriving:
+                leaving.popleft().result()
+                read_ahead()
         for future in leaving:
             future.result()
 
@@ -197,10 +221,11 @@ class DiskTier:
         self._group_of = {p: index for index, parameters in enumerate(members) for p in parameters}
         stepping = [p for p in self._group_of if p.grad is not None]
         self._new = {p for p in stepping if not optimizer.state.get(p)}
-        elementwise = type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
+        elementwise = is_elementwise(optimizer)
         try:
-            for piece in self._pipelined(self._pieces(stepping, elementwise=elementwise), self._tensors_of, write=True):
-                if isinstance(factor, torch.Tensor) or factor != 1.0:
+            scaled = isinstance(factor, torch.Tensor) or factor != 1.0
+            for piece in self._pipelined(self._pieces(stepping, elementwise=elementwise), partial(self._uses_of, scaled=scaled)):
+                if scaled:
                     multiply_all([part.of(part.gradient) for part in piece], factor)
                 if elementwise:
                     self._step_slices(optimizer, piece)
@@ -235,11 +260,13 @@ class DiskTier:
         states = self._optimizer.state.get(parameter, {})
         return {name: value for name, value in states.items() if isinstance(value, torch.Tensor) and value.shape == parameter.shape}
 
-    def _tensors_of(self, piece: list[_Slice]) -> list[torch.Tensor]:
+    def _uses_of(self, piece: list[_Slice], *, scaled: bool) -> list[_Use]:
+        """A gradient ends with the step, so what the step made of it need not reach the disk."""
         found = []
         for part in piece:
             large = self._large_states(part.parameter).values()
-            found += [part.of(tensor) for tensor in (part.parameter.detach(), part.gradient, *large)]
+            found += [_Use(part.of(tensor)) for tensor in (part.parameter.detach(), *large)]
+            found.append(_Use(part.of(part.gradient), changes=scaled, lasts=False))
         return found
 
     def _only(self, optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]]) -> None:
@@ -291,6 +318,12 @@ class DiskTier:
 
     def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
         """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer."""
+        if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
+            kind = type(local_tensor(value.detach())).__name__
+            raise ModelError(
+                f"zero_optimization.offload_optimizer.device = 'nvme': `{name}` of the optimizer is a {kind}, which would lose its form in "
+                'a file; use an optimizer whose states are plain tensors, or device "none"'
+            )
         place = self._places.get((parameter, name))
         if place is None:
             local = local_tensor(parameter.detach())
@@ -308,6 +341,11 @@ class DiskTier:
             assert isinstance(parameter, nn.Parameter)
             for name, value in self._large_states(parameter).items():
                 self._optimizer.state[parameter][name] = self._mapped(parameter, name, value)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's that update every element by itself."""
+    return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 
 
 def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:

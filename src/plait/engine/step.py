@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch import local_tensor, multiply_all
 from plait.cluster.mesh import Mesh
+from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.disk_optimizer import DiskTier
+from plait.errors import InputError
 from plait.parallel.loss_scale import LossScaler
 
 
@@ -55,6 +57,8 @@ class Stepper:
     """Where gradients and optimizer states are, if not in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called with unscaled, clipped gradients in place, just before the optimizer (for inspection)."""
+    in_backward: BackwardOptimizer | None = None
+    """What has updated the parameters by the end of the backward, if not this."""
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()
     """Parameters that another pipeline stage holds too, and counts in the norm."""
 
@@ -65,6 +69,8 @@ class Stepper:
 
     def __call__(self, *, divisor: float = 1.0) -> Outcome:
         """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards."""
+        if self.in_backward is not None:
+            return self._after_backward(self.in_backward, divisor)
         inverse = 1.0 / (self.loss_scale * divisor)
         grads = [p.grad for p in self.parameters if p.grad is not None]
         counted = [p.grad for p in self.parameters if p.grad is not None and p not in self.counted_elsewhere]
@@ -81,6 +87,18 @@ class Stepper:
         if self.scaler is not None:
             self.scaler.update(skipped)
         return Outcome(norm, skipped)
+
+    def _after_backward(self, updated: BackwardOptimizer, divisor: float) -> Outcome:
+        if divisor != 1.0:
+            raise InputError(
+                "parallel.optimizer_in_backward: backward(weight=...) divides when all weights are known, and the parameters were updated "
+                "by then; divide the loss before, use train_batch, or false"
+            )
+        norms = updated.take_norms()
+        norm = norm_of_norms([(sharded_axes(p), norms[p]) for p in self.parameters if p in norms], self.mesh)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return Outcome(norm, skipped=False)
 
     def _rescale(self, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float) -> None:
         factor: torch.Tensor | float = inverse
@@ -106,11 +124,23 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | N
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for grad in grads:
         by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
+    walked = (lambda members: _walked_norm(members, tier)) if tier is not None else torch.nn.utils.get_total_norm
+    return _over_ranks({axes: walked(members) for axes, members in by_axes.items()}, mesh)
+
+
+def norm_of_norms(norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh) -> torch.Tensor:
+    """`global_norm`, the same bits, from (sharded axes, norm of this rank's part) of every gradient."""
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for axes, norm in norms:
+        by_axes.setdefault(axes, []).append(norm)
+    return _over_ranks({axes: torch.linalg.vector_norm(torch.stack(found), 2.0) for axes, found in by_axes.items()}, mesh)
+
+
+def _over_ranks(by_axes: dict[tuple[str, ...], torch.Tensor], mesh: Mesh) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     # Sorted, so that ranks which hold different sets of parameters issue their collectives in one order.
-    for axes, members in sorted(by_axes.items()):
-        square = (torch.nn.utils.get_total_norm(members) if tier is None else _walked_norm(members, tier)).double() ** 2
-        square = square.to(mesh.device)  # gradients may be on the host
+    for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
+        square = (norm.double() ** 2).to(mesh.device)  # gradients may be on the host
         group = mesh.group(*axes)
         if group is not None:
             dist.all_reduce(square, group=group)

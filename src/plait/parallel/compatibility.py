@@ -24,6 +24,8 @@ class Choice(Policy):
     """What is computed again."""
     activation_offload: ActivationOffload = ActivationOffload()
     """What is kept elsewhere."""
+    second_copy: int = 0
+    """Ranks that share the second copy of stage 3's parameters; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ REFUSALS: tuple[Refusal, ...] = (
         applies=lambda choice: choice.activation_offload.fraction > 0 and choice.layout.pp > 1,
         rule="what returns for a backward is not proven where several micro-batches are on their way",
         remedy="use 0, or parallel.pp = 1",
+    ),
+    Refusal(
+        field="parallel.second_copy",
+        value=lambda choice: choice.second_copy,
+        applies=lambda choice: choice.second_copy > 0 and choice.layout.pp * choice.layout.tp > 1,
+        rule="torch makes a second copy's groups with all processes together, and those of other stages and slices make others: it hangs",
+        remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),
 )
 

@@ -20,6 +20,7 @@ from math import prod
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -69,6 +70,8 @@ class DataParallel(Technique):
     second_copy: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""
+    update_in_backward: bool = False
+    """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
@@ -213,6 +216,8 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
         "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),
     }
+    if technique.update_in_backward:
+        total["gradients"] = _largest_gradients(ledger, facts, sharded)
     for kind in ("parameters", "gradients", "optimizer"):
         ledger = ledger.add_memory(kind, total[kind])
     for kind, extra in between.items():
@@ -234,6 +239,19 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     return account_buckets(
         technique.compression, technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets
     )
+
+
+def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bool_]) -> Array:
+    """Bytes of the gradients that exist at the same time where parameters are updated in the backward: those of the largest unit, which
+    are reduced together; where nothing is sharded, the largest parameter's."""
+    zero = np.zeros_like(ledger.dp_shard)
+    units: dict[int, Array] = {}
+    largest = zero
+    for parameter in facts.trainable:
+        rows, row_numel = _local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        units[parameter.unit] = units.get(parameter.unit, zero) + -(-rows // ledger.dp_shard) * row_numel * parameter.itemsize
+        largest = np.maximum(largest, rows * row_numel * parameter.itemsize)
+    return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
 
 
 def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:

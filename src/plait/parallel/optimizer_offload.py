@@ -32,7 +32,7 @@ class OptimizerOffload(Technique):
     buffer_bytes: int = 0
     """nvme: what one piece of the step takes, its parameters, gradients and states together."""
     buffer_count: int = 4
-    """nvme: pieces in memory at once: one arriving, one computed, two leaving."""
+    """nvme: pieces in memory at once: those that arrive, one computed, those that leave."""
 
     def check(self, *, stage: int, device_type: str) -> None:
         """Raise ConfigError for what this version does not do. Needs no process group."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from plait._torch import tree_leaves, tree_map
+from plait._torch import expect_backward, tree_leaves, tree_map
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
 from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
@@ -153,7 +153,7 @@ class _Pass:
             length=boundary.length if boundary is not None else 0,
         )
         if stage.last:
-            outputs = [self.loss(output, piece)]
+            outputs = [expect_backward(self.runtime.staged.model, self.loss(output, piece))]
         else:
             outputs = self._hand_on(action, output)
         self._check_known(stage, action.microbatch, received, outputs)

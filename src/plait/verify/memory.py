@@ -33,12 +33,19 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         micro_batches_seen += 1
         return forward(model, piece)
 
+    parameters = list(engine.model.parameters())  # in a backward, the model would name gathered ones
+
     def before_update() -> None:
-        parameters = list(engine.model.parameters())
         held["parameters"] = storage_bytes(parameters)
-        held["gradients"] = storage_bytes(p.grad for p in parameters if p.grad is not None)
+        held["gradients"] = max(held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None))
         held["compression"] = storage_bytes(compression_states(engine.parts).values())
 
+    def before_one(_: torch.nn.Parameter) -> None:
+        before_update()
+
+    in_backward = engine.stepper.in_backward
+    looks = in_backward.looks if in_backward is not None else []
+    looks.append(before_one)
     engine._forward = between
     engine.stepper.before_update.append(before_update)
     try:
@@ -46,6 +53,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     finally:
         engine._forward = forward
         engine.stepper.before_update.remove(before_update)
+        looks.remove(before_one)
     states = engine.optimizer.state.values()
     held["optimizer"] = storage_bytes(value for state in states for value in state.values() if isinstance(value, torch.Tensor))
     return held

@@ -164,12 +164,20 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
     def keep() -> None:
         gradients[-1] = {n: None if p.grad is None else whole(p.grad) for n, p in named().items()}
 
+    def keep_one(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradients[-1][names[parameter]] = whole(parameter.grad)
+
+    names = {parameter: name for name, parameter in named().items()}  # in a backward, the model would name gathered ones
+    in_backward = engine.stepper.in_backward
+    looks = in_backward.looks if in_backward is not None else []
     initial = {n: whole(p) for n, p in named().items()}
     losses, norms, scales, skipped = [], [], [], []
     engine.stepper.before_update.append(keep)
+    looks.append(keep_one)
     try:
         for index, step in enumerate(steps):
-            gradients.append({})
+            gradients.append(dict.fromkeys(initial) if in_backward is not None else {})
             result = engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))
@@ -178,6 +186,7 @@ def engine_trace(engine: Engine, steps: Steps) -> Trace:
                 skipped.append(index)
     finally:
         engine.stepper.before_update.remove(keep)
+        looks.remove(keep_one)
     final = {n: whole(p) for n, p in named().items()}
     return Trace(
         tuple(losses),

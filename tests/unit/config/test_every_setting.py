@@ -105,6 +105,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.powersgd_rank": ({"parallel.compress_gradients": "powersgd"}, 4, 8),
     "parallel.nccl_algorithm": ({}, "Tree", "Ring"),
     "parallel.nccl_protocol": ({}, "LL", "Simple"),
+    "parallel.optimizer_in_backward": ({"zero_optimization.stage": 2, "parallel.unused_parameters": False}, False, True),
     "parallel.second_copy": ({"zero_optimization.stage": 3}, 0, 2),
     "model.config": ({}, {"model_type": "llama"}, {"model_type": "gpt2"}),
     "model.path": ({}, "a", "b"),

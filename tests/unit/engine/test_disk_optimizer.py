@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,31 @@ def test_schedules_work_and_closures_are_refused(tmp_path: Path) -> None:
         optimizer.step(lambda: 1.0)
     with pytest.raises(ModelError, match="all parameters at once"):
         DiskTier(Arena(tmp_path), buffer_bytes=10**6).drive(torch.optim.LBFGS(model().parameters()))
+
+
+class Packed(torch.Tensor):
+    """Numbers in a form of their own, like torchao's states of 8 bits."""
+
+
+class KeepsPacked(torch.optim.Optimizer):
+    """Its states are Packed."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter.detach()).as_subclass(Packed)
+
+
+def test_states_of_another_form_are_refused(tmp_path: Path) -> None:
+    parameters = model()
+    tier = DiskTier(Arena(tmp_path), buffer_bytes=10**6)
+    tier.adopt(parameters, states=1)
+    tier.drive(KeepsPacked(parameters.parameters()))
+    with pytest.raises(ModelError, match="`exp_avg` of the optimizer is a Packed"):
+        train(tier._optimizer, list(parameters.parameters()), steps=1)  # type: ignore[arg-type]
 
 
 class SlowArena(Arena):

@@ -21,6 +21,7 @@ def test_all_at_once() -> None:
                 compiled=Compile(enabled=True),
                 recompute=Recompute(mode="budget"),
                 activation_offload=ActivationOffload(fraction=0.5),
+                second_copy=2,
             )
         )
     assert [problem.field for problem in caught.value.problems] == [refusal.field for refusal in REFUSALS]
@@ -29,4 +30,5 @@ def test_all_at_once() -> None:
 def test_what_works_passes() -> None:
     """Data, tensor and pipeline parallelism, recompute in all of them, compiled data parallelism."""
     refuse_incompatible(Choice(layout=Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2), recompute=Recompute(mode="full")))
+    refuse_incompatible(Choice(layout=Layout(dp_shard=4), second_copy=2))
     refuse_incompatible(Choice(layout=Layout(dp_shard=4), compiled=Compile(enabled=True)))

@@ -1,0 +1,63 @@
+"""An optimizer that updates every parameter inside of the backward, as soon as its gradient is complete, and frees the gradient.
+
+What is left of all gradients is then those of the one unit that was reduced last (a whole parameter's where nothing is sharded). The
+optimizer is torch's own, told to look at one parameter at a time, so the numbers are those of a step at the end, bit for bit. What needs
+all gradients before the first update (clipping, a verdict about overflow, accumulation) is refused by the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from plait._torch import local_tensor
+from plait.engine.disk_optimizer import is_elementwise
+from plait.errors import ModelError
+
+
+class BackwardOptimizer:
+    """Drives `optimizer` from the gradients of its parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not is_elementwise(optimizer):
+            raise ModelError(
+                f"parallel.optimizer_in_backward: {type(optimizer).__name__} looks at more than one number of a parameter at a time, and "
+                "is not proven to be called in the middle of a backward; use AdamW or another elementwise optimizer of torch, or false"
+            )
+        self.optimizer = optimizer
+        self.looks: list[Callable[[nn.Parameter], None]] = []
+        """Called with every parameter whose gradient is complete, just before its update (for inspection)."""
+        self._group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._norms: dict[nn.Parameter, torch.Tensor] = {}
+        """Of this rank's parts of the gradients of the step that runs."""
+        for parameter in self._group_of:
+            parameter.register_post_accumulate_grad_hook(self._update)
+
+    def take_norms(self) -> dict[nn.Parameter, torch.Tensor]:
+        """What the step's gradients were, by parameter; the next step begins anew."""
+        found, self._norms = self._norms, {}
+        return found
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if parameter in self._norms:
+            raise ModelError(
+                f"parallel.optimizer_in_backward: the gradient of a parameter of shape {tuple(parameter.shape)} came in two parts, "
+                "of which the first has been applied already; call backward() once before step(), or use false"
+            )
+        for look in self.looks:
+            look(parameter)
+        self._norms[parameter] = torch.linalg.vector_norm(local_tensor(parameter.grad), 2.0)
+        groups = self.optimizer.param_groups
+        members = [group["params"] for group in groups]
+        try:
+            for index, group in enumerate(groups):
+                group["params"] = [parameter] if index == self._group_of[parameter] else []
+            self.optimizer.step()
+        finally:
+            for group, parameters in zip(groups, members, strict=True):
+                group["params"] = parameters
+        parameter.grad = None

@@ -1,0 +1,104 @@
+"""A run with its states in files that is killed, in its steps, in its checkpoints and at any time, goes on from its last checkpoint and
+ends with the bits of one that was not."""
+
+from __future__ import annotations
+
+import email
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.integration.killed import PLACES
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(580)
+
+STEPS = 10
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Pieces are smaller than the states; checkpoints every third step."""
+    return {
+        "train_batch_size": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "files"), "buffer_size": 20000},
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "model": {
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 32,
+            }
+        },
+        "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 300, "sequence_length": 24},
+        "run": {"steps": STEPS, "checkpoint_every": 3, "keep": 2, "validate_sequences": 4},
+    }
+
+
+def train(folder: Path, name: str, *, places: int, kills: int) -> list[str]:
+    """What was killed where."""
+    command = [sys.executable, "-m", "tests.integration.killed", str(places), str(kills), name, "run.json"]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PLAIT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'src'}"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=550)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its forks too
+    assert process.returncode == 0, err[-2000:]
+    return list(json.loads(out.splitlines()[-1]))
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the last one, generators too."""
+    path = folder / "checkpoints" / f"step-{STEPS:08d}"
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """As the run's metrics say, every step once."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
+
+
+def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
+    """Deaths in a step over the files, in all stages of a checkpoint, and at random times."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps(configuration(tmp_path)))
+    train(tmp_path, "whole", places=0, kills=0)
+    deaths = train(tmp_path, "killed", places=len(PLACES), kills=1)
+    assert [death.split()[0] for death in deaths[: len(PLACES)]] == [name for name, _ in PLACES], "every place was reached"
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == STEPS
+    expected, found = checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "killed")
+    assert set(expected) == set(found)
+    assert any(name.startswith("optimizer.") for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+    assert not list((tmp_path / "files").iterdir()), "files of a process that died are gone with it"
