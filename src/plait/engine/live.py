@@ -55,7 +55,7 @@ class LiveStorages(TorchDispatchMode):
             return NotImplemented
         out = self.call(func, args, kwargs or {})
         for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # DTensor asks for shapes on meta
                 self._appeared(leaf.untyped_storage())
         return out
 

@@ -86,7 +86,14 @@ def _step(model: nn.Module, parts: Parts, pipeline: PipelineRank | None, resolve
 
 
 def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
-    """Hidden states [samples, length, hidden], of which sequence parallelism leaves a rank its part of the length."""
+    hidden = handed_on(model, parts, piece)
+    for stage in range(pipeline.runtime.schedule.stages - 1):
+        pipeline.runtime.foretell(stage, piece, hidden)
+
+
+def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a stage hands on: hidden states [samples, length, hidden], of which sequence parallelism leaves a rank its part of the length.
+    Raises ModelError for a model that does not tell their width."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if width is None:
         raise ModelError(f"{type(model).__name__} has no config.hidden_size, so what passes between its stages is not known beforehand")
@@ -97,6 +104,4 @@ def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dic
         region.length = length
         if region.sequence_parallel:
             own = -(-length // region.group.size())
-    dtype = parts.compute_dtype or next(model.parameters()).dtype
-    for stage in range(pipeline.runtime.schedule.stages - 1):
-        pipeline.runtime.foretell(stage, piece, torch.empty(samples, own, width, dtype=dtype))
+    return torch.empty(samples, own, width, dtype=parts.compute_dtype or next(model.parameters()).dtype)
