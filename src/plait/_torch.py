@@ -82,6 +82,13 @@ def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
     ]
 
 
+def begin_sharded(model: nn.Module) -> None:
+    """Let a sharded root know its units now. By itself it looks for them in its first forward, and those that are not in the model then
+    (blocks of another pipeline stage) would each be a root of their own: nothing gathered ahead, buffers kept."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
 def leave_forward(model: nn.Module, output: Any) -> Any:
     """End the forward of a sharded root whose `forward` was left by an exception, with `output` in its result's place."""
     return model._get_fsdp_state()._post_forward(model, (), output) if isinstance(model, FSDPModule) else output

@@ -8,8 +8,8 @@ What cannot be foretold yet is refused by name, never guessed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from plait.parallel.order import account_all, apply_all
 from plait.parallel.peak import Peak, step_peak
 from plait.parallel.pipeline_account import facts_of_rank, stage_counts
 from plait.parallel.recompute import Recompute
+from plait.parallel.schedule import Kind
 from plait.parallel.split_backward import backward_inputs, backward_weights
 from plait.parallel.stage import Stage
 from plait.parallel.staged_zero import StagedZero
@@ -159,16 +160,30 @@ class _DryStep:
             stages = dict(pipeline.staged.stages)
         with self.mode, explained(self.parts.model), rows_are_sequences():
             return StepFacts(
-                stages={index: self._run(stage) for index, stage in stages.items()},
+                stages={index: self._stage(index, stage) for index, stage in stages.items()},
                 boundary_bytes=self.boundary.nbytes,
                 batch_bytes=sum(x.nbytes for x in self.piece.values()) * self.resolved.batch.accumulation,
                 buffer_bytes=storage_bytes(self.parts.model.buffers()),
                 optimizer_temporary_bytes=optimizer_temporary_bytes,
             )
 
-    def _run(self, stage: Stage | None) -> StageMoments:
+    def _stage(self, index: int, stage: Stage | None) -> StageMoments:
+        pipeline = self.parts.pipeline
+        if pipeline is None:
+            return self._run(stage, splits=False)
+        row = pipeline.schedule.ranks[self.mesh.coordinates["pp"]]
+        kinds = {action.kind for action in row if action.stage == index}
+        found = StageMoments(())
+        if Kind.BACKWARD in kinds:
+            found = self._run(stage, splits=False)
+        if Kind.INPUT in kinds:
+            halves = self._run(stage, splits=True)
+            found = replace(halves, backward=found.backward)
+        return found
+
+    def _run(self, stage: Stage | None, *, splits: bool) -> StageMoments:
         """Forward and backward of one stage, as `parallel.runtime` runs them."""
-        model, pipeline = self.parts.model, self.parts.pipeline
+        model = self.parts.model
         known = [*model.parameters(), *model.buffers(), *self.piece.values()]
         own = self.parts.blocks if stage is None else stage.blocks
         units = {name: self.parts.blocks.index(name) for name in own}
@@ -176,56 +191,55 @@ class _DryStep:
             parameter: next((unit for block, unit in units.items() if name.startswith(f"{block}.")), BESIDE)
             for name, parameter in model.named_parameters()
         }
-        splits = pipeline is not None and pipeline.schedule.splits_backward
-        first, last = stage is None or stage.first, stage is None or stage.last
+        last = stage is None or stage.last
         recorder = _Recorder(known=known, drops_gradients=not splits)
         remove = _watch(model, units, recorder, last=last, unit_of=unit_of)
         try:
             with recorder:
                 recorder.mark("forward", BESIDE)
-                inputs = [] if first else [torch.empty_like(self.boundary).requires_grad_()]
-                if stage is None:
-                    output = self.forward(model, self.piece)
-                else:
-                    assert pipeline is not None and pipeline.staged is not None
-                    received = inputs[0] if inputs else None
-                    output = pipeline.staged.run(
-                        stage, lambda model: self.forward(model, self.piece), received, length=self.piece["input_ids"].shape[1]
-                    )
-                if last:
-                    recorder.mark("forward", LOSS)
-                    _when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
-                    outputs = [self.loss(output, self.piece)[0]]
-                else:
-                    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-                del output
+                inputs = [] if stage is None or stage.first else [torch.empty_like(self.boundary).requires_grad_()]
+                outputs = self._forward(stage, inputs, recorder)
                 forward = recorder.take()
                 recorder.unit = _BACKWARD
                 recorder.mark("backward", LOSS if last else HEAD)
                 gradients = None if last else [torch.empty_like(tensor) for tensor in outputs]
-                if splits:
-                    assert pipeline is not None and pipeline.staged is not None
-                    zero = StagedZero(pipeline.staged, pipeline.schedule, zero=0, reducer=None)
-                    assert stage is not None
-                    second = backward_inputs(outputs, gradients, inputs, zero.weights(stage.index))
-                else:
+                if not splits:
                     torch.autograd.backward(outputs, gradients)
-                del outputs, gradients
-                back = [tensor.grad for tensor in inputs]
+                    return StageMoments(forward, backward=recorder.take())
+                assert stage is not None
+                second = backward_inputs(outputs, gradients, inputs, self._weights_of(stage))
+                del gradients
                 for tensor in inputs:
                     tensor.grad = None
-                del back
-                backward = recorder.take()
-                if splits:
-                    recorder.mark("weights", BESIDE)
-                    backward_weights(second)
-                    del second
-                weights = recorder.take()
+                first = recorder.take()
+                recorder.mark("weights", BESIDE)
+                backward_weights(second)
+                return StageMoments(forward, inputs=first, weights=recorder.take())
         finally:
             remove()
             for parameter in model.parameters():
                 parameter.grad = None
-        return StageMoments(forward, backward, weights)
+
+    def _forward(self, stage: Stage | None, inputs: list[torch.Tensor], recorder: _Recorder) -> list[torch.Tensor]:
+        """What backward starts from."""
+        pipeline = self.parts.pipeline
+        if stage is None:
+            output = self.forward(self.parts.model, self.piece)
+        else:
+            assert pipeline is not None and pipeline.staged is not None
+            length = self.piece["input_ids"].shape[1]
+            received = inputs[0] if inputs else None
+            output = pipeline.staged.run(stage, lambda model: self.forward(model, self.piece), received, length=length)
+            if not stage.last:
+                return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        recorder.mark("forward", LOSS)
+        _when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
+        return [self.loss(output, self.piece)[0]]
+
+    def _weights_of(self, stage: Stage) -> Iterator[nn.Parameter]:
+        pipeline = self.parts.pipeline
+        assert pipeline is not None and pipeline.staged is not None
+        return StagedZero(pipeline.staged, pipeline.schedule, zero=0, reducer=None).weights(stage.index)
 
 
 class _Recorder(DryRun):

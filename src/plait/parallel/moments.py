@@ -14,7 +14,7 @@ BESIDE, HEAD, LOSS = -1, -2, -3
 """Units that are no block: before, between and beside the blocks; from the last block's output to the model's; the loss."""
 
 Direction = Literal["forward", "backward", "weights"]
-"""`weights` is the second half of a backward that is split in two; `backward` is then the first half."""
+"""`weights` is the second half of a backward that is split in two; the first half is a `backward` too."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,12 @@ class StageMoments:
     """One micro-batch through one stage (without a pipeline: through the model)."""
 
     forward: tuple[Moment, ...]
-    backward: tuple[Moment, ...]
+    backward: tuple[Moment, ...] = ()
+    """A whole backward; empty where the schedule has none."""
+    inputs: tuple[Moment, ...] = ()
+    """The first half of a backward that is split in two; empty where none is."""
     weights: tuple[Moment, ...] = ()
+    """The second half."""
 
 
 @dataclass(frozen=True)

@@ -176,13 +176,14 @@ class _Walk:
         if action.stage > 0:
             shared = self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch))
         self.now = Alive()
+        blocks = self.blocks[action.stage]
         self._gather(ROOT, forward=True)
         for moment in stage.forward:
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=True)
             elif moment.unit == LOSS:
                 self.last_gather = 0
-            self._during(moment, shared=shared)
+            self._during(moment, blocks=blocks, shared=shared)
             if moment.unit >= 0 and self.zero == 3:
                 self.gathered.pop(moment.unit, None)
         self.last_gather = 0
@@ -196,11 +197,13 @@ class _Walk:
             self._take(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
         before = self.flying.pop((action.stage, action.microbatch))
         self.now = before
-        shared = _minus(stage.forward[-1].end, before).activations
+        shared = stage.forward[-1].end.activations - before.activations
         splits = action.kind is Kind.INPUT
+        # Where some backwards are split, whole ones reduce at their end too (`staged_zero`).
+        late = self.schedule is not None and self.schedule.splits_backward
         reached_root = False
         blocks = self.blocks[action.stage]
-        for moment in stage.backward:
+        for moment in stage.inputs if splits else stage.backward:
             if moment.unit != LOSS and not reached_root:
                 reached_root = True
                 self._gather(ROOT, forward=False)
@@ -208,10 +211,15 @@ class _Walk:
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=False)
                 self._prefetch(blocks[max(blocks.index(moment.unit) - 1, 0) : blocks.index(moment.unit)])
-            self._during(moment, shared=shared)
+            self._during(moment, blocks=blocks, shared=shared)
             if moment.unit >= 0 and not splits:
-                self._gradients_made(moment.unit, self.now.gradients, action.stage)
+                self._gradients_made(moment.unit, self.now.gradients, action.stage, only_keep=late)
                 self.now = replace(self.now, gradients=0)
+        if late and not splits:
+            self._gradients_made(ROOT, self.now.root_gradients, action.stage, only_keep=True)
+            self.now = replace(self.now, root_gradients=0)
+            for unit in blocks:
+                self._gradients_made(unit, 0, action.stage)
         if splits:
             self.flying[action.stage, action.microbatch] = self.now
         else:
@@ -223,12 +231,12 @@ class _Walk:
     def _weights(self, action: Action, stage: StageMoments) -> None:
         before = self.flying.pop((action.stage, action.microbatch))
         self.now = before
-        shared = _minus(stage.backward[-1].end, before).activations
+        shared = stage.inputs[-1].end.activations - before.activations
+        blocks = self.blocks[action.stage]
         for moment in stage.weights:
-            self._during(moment, shared=shared)
+            self._during(moment, blocks=blocks, shared=shared)
         made = self.now.gradients
         self.now = Alive(root_gradients=self.now.root_gradients)
-        blocks = self.blocks[action.stage]
         whole = sum(self.units[unit].gradients for unit in blocks) or 1
         shares = {unit: made * self.units[unit].gradients // whole for unit in blocks}
         for unit in blocks:
@@ -238,9 +246,10 @@ class _Walk:
         self.now = replace(self.now, gradients=0)
         self._end_backward(action.stage)
 
-    def _during(self, moment: Moment, *, shared: int) -> None:
+    def _during(self, moment: Moment, *, blocks: Sequence[int], shared: int) -> None:
         """A stretch of computation. `shared` bytes of its activations belong to the stage before, on this rank."""
-        gone = _adds(self.whole, moment.unit, self.units) or self.buckets
+        unit = moment.unit if moment.direction != "weights" else blocks[0]
+        gone = _adds(self.whole, unit, self.units) or self.buckets
         root_gone = _adds(self.whole, ROOT, self.units) or self.buckets
         looked = [moment.peak] if gone else [moment.peak_with_gradients]
         if not gone and root_gone:
@@ -287,8 +296,8 @@ class _Walk:
         self.reduce_input = self.across = 0
         self.left[stage] -= 1
 
-    def _gradients_made(self, unit: int, made: int, stage: int) -> None:
-        """The end of a unit's backward; `made` bytes of new gradients are part of `self.now`."""
+    def _gradients_made(self, unit: int, made: int, stage: int, *, only_keep: bool = False) -> None:
+        """The end of a unit's backward; `made` bytes of new gradients are part of `self.now`. `only_keep` them, to be reduced later."""
         bytes_ = self.units[unit]
         if self.buckets:
             return
@@ -296,7 +305,7 @@ class _Walk:
             if made or unit in self.shards:
                 self.shards[unit] = bytes_.sharded_gradients
             return
-        reduces, ends, frees = self._flags(unit, stage)
+        reduces, ends, frees = (False, False, False) if only_keep else self._flags(unit, stage)
         if not reduces:
             if frees:
                 self.gathered.pop(unit, None)
@@ -379,10 +388,6 @@ def _adds(whole: Mapping[int, int], unit: int, units: Mapping[int, UnitBytes]) -
 
 def _less(alive: Alive, shared: int) -> Alive:
     return replace(alive, activations=alive.activations - shared)
-
-
-def _minus(a: Alive, b: Alive) -> Alive:
-    return Alive(*(getattr(a, name) - getattr(b, name) for name in a.__dataclass_fields__))
 
 
 def _name(moment: Moment) -> str:
