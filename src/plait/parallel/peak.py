@@ -94,6 +94,8 @@ class _Walk:
         """Flat buffers of gathers whose parameters are not copied out yet."""
         self.last_gather = 0
         """The flat buffer of the last gather of a forward, which stays until the next one."""
+        self.order: list[int] = []
+        """Units by the end of their forward."""
         self.whole: dict[int, int] = {}
         self.shards: dict[int, int] = {}
         self.partial: dict[int, int] = {}
@@ -184,8 +186,11 @@ class _Walk:
             elif moment.unit == LOSS:
                 self.last_gather = 0
             self._during(moment, blocks=blocks, shared=shared)
-            if moment.unit >= 0 and self.zero == 3:
-                self.gathered.pop(moment.unit, None)
+            if moment.unit >= 0:
+                self.order.append(moment.unit)
+                if self.zero == 3:
+                    self.gathered.pop(moment.unit, None)
+        self.order.append(ROOT)
         self.last_gather = 0
         self.flying[action.stage, action.microbatch] = self.now
         self.now = Alive()
@@ -210,7 +215,7 @@ class _Walk:
                 self._prefetch(blocks[-1:])
             if moment.unit >= 0:
                 self._gather(moment.unit, forward=False)
-                self._prefetch(blocks[max(blocks.index(moment.unit) - 1, 0) : blocks.index(moment.unit)])
+                self._prefetch(self._before(moment.unit, blocks))
             self._during(moment, blocks=blocks, shared=shared)
             if moment.unit >= 0 and not splits:
                 self._gradients_made(moment.unit, self.now.gradients, action.stage, only_keep=late)
@@ -221,6 +226,7 @@ class _Walk:
             for unit in blocks:
                 self._gradients_made(unit, 0, action.stage)
         if splits:
+            self.order.clear()
             self.flying[action.stage, action.microbatch] = self.now
         else:
             self._end_backward(action.stage)
@@ -234,7 +240,7 @@ class _Walk:
         shared = stage.inputs[-1].end.activations - before.activations
         blocks = self.blocks[action.stage]
         for moment in stage.weights:
-            self._during(moment, blocks=blocks, shared=shared)
+            self._during(moment, blocks=blocks, shared=shared, halves=True)
         made = self.now.gradients
         self.now = Alive(root_gradients=self.now.root_gradients)
         whole = sum(self.units[unit].gradients for unit in blocks) or 1
@@ -246,9 +252,9 @@ class _Walk:
         self.now = replace(self.now, gradients=0)
         self._end_backward(action.stage)
 
-    def _during(self, moment: Moment, *, blocks: Sequence[int], shared: int) -> None:
+    def _during(self, moment: Moment, *, blocks: Sequence[int], shared: int, halves: bool = False) -> None:
         """A stretch of computation. `shared` bytes of its activations belong to the stage before, on this rank."""
-        unit = moment.unit if moment.direction != "weights" else blocks[0]
+        unit = moment.unit if not halves else blocks[0]  # the second half of a backward keeps the gradients of all blocks
         gone = _adds(self.whole, unit, self.units) or self.buckets
         root_gone = _adds(self.whole, ROOT, self.units) or self.buckets
         looked = [moment.peak] if gone else [moment.peak_with_gradients]
@@ -287,6 +293,14 @@ class _Walk:
             self.arriving_units[unit] = self.units[unit].gathered
             self.look(f"gather of {_unit(unit)}", buffers=self.units[unit].cast_shards)
 
+    def _before(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
+        """What is gathered ahead when the backward of a block begins: the block whose forward came before, as long as no other backward
+        has ended since, which makes torch forget the order."""
+        if unit == blocks[0] or unit not in self.order:
+            return ()
+        at = len(self.order) - 1 - self.order[::-1].index(unit)
+        return self.order[at - 1 : at]
+
     # ---- gradients ----------------------------------------------------------------------------------------------------------------------
 
     def _end_backward(self, stage: int) -> None:
@@ -294,6 +308,7 @@ class _Walk:
         self._gradients_made(ROOT, self.now.root_gradients, stage)
         self.now = replace(self.now, root_gradients=0)
         self.reduce_input = self.across = 0
+        self.order.clear()
         self.left[stage] -= 1
 
     def _gradients_made(self, unit: int, made: int, stage: int, *, only_keep: bool = False) -> None:
