@@ -28,6 +28,7 @@ from plait.engine.dryrun import DryRun, explained, fake_copy, rows_are_sequences
 from plait.engine.live import LiveStorages
 from plait.engine.loss import CausalLMLoss, Loss, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
+from plait.engine.peak import make_states
 from plait.engine.rehearsal import handed_on
 from plait.errors import InputError, ModelError
 from plait.model.blocks import find_blocks
@@ -111,17 +112,13 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
     run = _DryStep(model, resolved, mesh, samples=samples, length=length)
     if pipeline is not None:
         schedule = pipeline.schedule
-        counts = stage_counts(
-            schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=run.boundary.nbytes, ledger=ledger
-        )
+        counts = stage_counts(schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=run.boundary.nbytes, ledger=ledger)
         own = facts_of_rank(whole, pipeline.cut, schedule.stages_of(pp_rank))
         ledger = ledger.with_(stage=counts)
     techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.precision, resolved.data_parallel)
     ledger = account_all(techniques, ledger, own)
     facts = run.facts(optimizer_temporary_bytes=_optimizer_temporaries(resolved, mesh, own, ledger))
-    peak = step_peak(
-        facts, ledger=ledger, model=own, zero=resolved.data_parallel.stage, schedule=schedule, pp_rank=pp_rank
-    )
+    peak = step_peak(facts, ledger=ledger, model=own, zero=resolved.data_parallel.stage, schedule=schedule, pp_rank=pp_rank)
     return Forecast(ledger, peak)
 
 
@@ -382,12 +379,11 @@ def _optimizer_temporaries(resolved: Resolved, mesh: Mesh, facts: ModelFacts, le
             whole = DTensor.from_local(local, mesh.sub(axis), [Shard(0)], run_check=False) if axis is not None else local
             named.append((parameter.name, nn.Parameter(whole)))
         optimizer = build_optimizer(resolved.optimizer, named)
-        for _ in range(2):  # the first step makes the states
-            for _, parameter in named:
-                parameter.grad = torch.empty_like(parameter)
-            states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-            known = [tensor for _, p in named for tensor in (p, p.grad) if tensor is not None]
-            live = LiveStorages(known=[*known, *states])
-            with live:
-                optimizer.step()
+        make_states(optimizer)
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(parameter)
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        live = LiveStorages(known=[*states, *(tensor for _, p in named for tensor in (p, p.grad) if tensor is not None)])
+        with live:
+            optimizer.step()
     return live.peak

@@ -56,6 +56,16 @@ def step_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reduc
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step on gradients without values, so that the states exist; for fake tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
 @contextmanager
 def _resizes(step: StepPeak) -> Iterator[None]:
     """`UntypedStorage.resize_` goes past the dispatcher, so it is replaced meanwhile, as torch's own `MemTracker` does."""

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch import FakeStore, FakeTensorMode, storage_bytes
+from plait._torch import FakeStore, FakeTensorMode, delivered_at_once, storage_bytes
 from plait.config.resolve import Resolved
 from plait.engine.batch import default_forward, micro_batches
 from plait.engine.build import split
 from plait.engine.loss import causal_lm_loss
 from plait.engine.optimizer import build_optimizer
+from plait.engine.peak import StepPeak, make_states, step_tensors
 from plait.errors import InputError, ModelError
 from plait.parallel import materialise
 from plait.parallel.data import before_backward, reduce_by_sum
@@ -35,6 +36,8 @@ class Rehearsal:
     optimizer: int
     blocks: tuple[str, ...]
     """The blocks of the model that the rank owns."""
+    peak_bytes: int
+    """The most at once, during a step that finds its optimizer states."""
 
 
 def rehearse(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int) -> Rehearsal:
@@ -68,12 +71,24 @@ def _step(model: nn.Module, parts: Parts, pipeline: PipelineRank | None, resolve
     region = parts.tensor_region
     if region is not None:
         region.gather_logits = not parts.loss_parallel
+    make_states(optimizer)
+    live = StepPeak(step_tensors(model, optimizer, parts.reducer, pieces))
+    with live, delivered_at_once():
+        gradients = _one_step(model, parts, pipeline, optimizer, pieces)
+    states = storage_bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    return Rehearsal(storage_bytes(model.parameters()), gradients, states, parts.blocks, live.peak)
+
+
+def _one_step(
+    model: nn.Module, parts: Parts, pipeline: PipelineRank | None, optimizer: torch.optim.Optimizer, pieces: list[dict[str, torch.Tensor]]
+) -> int:
+    """Returns the bytes of gradients before the update."""
     if pipeline is not None:
         _foretell(model, parts, pipeline, pieces[0])
         pipeline.runtime.train(pieces, forward=default_forward, loss=lambda output, piece: causal_lm_loss(output, piece)[0])
     else:
         for index, piece in enumerate(pieces):
-            before_backward(parts, last=index == count - 1)
+            before_backward(parts, last=index == len(pieces) - 1)
             causal_lm_loss(default_forward(model, piece), piece)[0].backward()
     if parts.reducer is not None:
         parts.reducer.finish()
@@ -81,8 +96,7 @@ def _step(model: nn.Module, parts: Parts, pipeline: PipelineRank | None, resolve
         pipeline.reduce_shared()
     gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    states = storage_bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
-    return Rehearsal(storage_bytes(model.parameters()), gradients, states, parts.blocks)
+    return gradients
 
 
 def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:

@@ -62,24 +62,18 @@ def step_peak(facts: StepFacts, *, ledger: Ledger, model: ModelFacts, zero: int,
 class _Walk:
     """One step of one rank."""
 
-    def __init__(
-        self, facts: StepFacts, ledger: Ledger, model: ModelFacts, zero: int, schedule: Schedule | None, pp_rank: int
-    ) -> None:
+    def __init__(self, facts: StepFacts, ledger: Ledger, model: ModelFacts, zero: int, schedule: Schedule | None, pp_rank: int) -> None:
         self.facts, self.zero, self.schedule, self.rank = facts, zero, schedule, pp_rank
         self.units = unit_bytes(model, ledger)
         self.ranks, self.replicas = int(ledger.dp_shard[0]), int(ledger.dp_replicate[0])
         self.sharded = self.ranks > 1 or ledger.compute_bytes is not None
         count = int(ledger.accumulation[0])
-        self.row: Sequence[Action] = (
-            _without_pipeline(count) if schedule is None else schedule.ranks[pp_rank]
-        )
+        self.row: Sequence[Action] = _without_pipeline(count) if schedule is None else schedule.ranks[pp_rank]
         self.left = dict.fromkeys(facts.stages, count)
         last = 0 if schedule is None else schedule.stages - 1
         self.last_stage = last
         self.ends = {0, last} & set(facts.stages)
-        self.blocks = {
-            index: [moment.unit for moment in stage.forward if moment.unit >= 0] for index, stage in facts.stages.items()
-        }
+        self.blocks = {index: [moment.unit for moment in stage.forward if moment.unit >= 0] for index, stage in facts.stages.items()}
         states = {kind: int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")}
         self.constant = {**states, "batch": facts.batch_bytes, "buffers": facts.buffer_bytes}
         self.buckets = not self.sharded and self.replicas > 1
@@ -137,8 +131,7 @@ class _Walk:
             "activations": now.activations + sum(other.activations for other in others),
             "logits": now.logits + sum(other.logits for other in others),
             "temporaries": now.temporaries + sum(other.temporaries for other in others),
-            "messages": (len(self.arriving) + len([m for m in self.here if m.payload is Payload.GRADIENT]))
-            * self.facts.boundary_bytes
+            "messages": (len(self.arriving) + len([m for m in self.here if m.payload is Payload.GRADIENT])) * self.facts.boundary_bytes
             + self.sending,
         }
         kinds["unsharded_gradients"] += sum(other.gradients + other.root_gradients for other in others)
