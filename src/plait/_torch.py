@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._guards import active_fake_mode
 from torch.autograd import Variable
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -266,11 +266,11 @@ def finished_work() -> Any:
 def delivered_at_once() -> Iterator[None]:
     """Messages to ranks that do not exist count as delivered: a fake group's works never say that they are complete."""
     before = FakeWork.is_completed
-    FakeWork.is_completed = lambda self: True
+    FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FakeWork.is_completed = before
+        FakeWork.is_completed = before  # type: ignore[method-assign]
 
 
 class StorageTracker(MemTracker):

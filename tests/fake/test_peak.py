@@ -137,7 +137,7 @@ def test_other_settings(fake_world: FakeWorld, name: str) -> None:
 def test_the_optimizers_temporaries_are_counted(fake_world: FakeWorld) -> None:
     """They are the peak where the activations are small."""
     config = OTHERS["Adam without a fused kernel"]
-    forecast, measured = foretold_and_measured(fake_world, "llama", config)
+    forecast, _ = foretold_and_measured(fake_world, "llama", config)
     fused, _ = foretold_and_measured(fake_world, "llama", {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
     assert forecast.peak.phases["optimizer step"] > fused.peak.phases["optimizer step"]
 
@@ -187,12 +187,12 @@ def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
     [
         {"compile": {"enabled": True}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        {"parallel": {"all_reduce": "ring"}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
     ],
 )
 def test_what_is_not_foretold_is_said(more: dict[str, Any]) -> None:
     """By name, and never guessed."""
-    resolved = resolve(load({**settings(stage=0), **more, "parallel": {"dp_replicate": 2, **more.get("parallel", {})}}), world_size=2)
+    resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, **more}), world_size=2)
     assert why_not_foretold(resolved)
     with pytest.raises(InputError, match="not foretold"):
         foretell(cases.build("llama", tied=False), resolved, rank=0, samples=1, length=8)

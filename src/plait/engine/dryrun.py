@@ -239,6 +239,7 @@ def fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtype
 
 @contextmanager
 def explained(model: nn.Module) -> Iterator[None]:
+    """A model whose code looks at values is refused in words."""
     try:
         yield
     except Exception as error:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch import FakeStore, FakeTensorMode, local_tensor, storage_bytes, tree_leaves
+from plait._torch import FakeStore, FakeTensorMode, storage_bytes, tree_leaves
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, default_forward
@@ -30,7 +31,7 @@ from plait.engine.loss import CausalLMLoss, Loss, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.peak import make_states
 from plait.engine.rehearsal import handed_on
-from plait.errors import InputError, ModelError
+from plait.errors import InputError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
@@ -117,7 +118,9 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
         ledger = ledger.with_(stage=counts)
     techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.precision, resolved.data_parallel)
     ledger = account_all(techniques, ledger, own)
-    facts = run.facts(optimizer_temporary_bytes=_optimizer_temporaries(resolved, mesh, own, ledger))
+    states, temporaries = _optimizer(resolved, mesh, own, ledger)
+    ledger = ledger.with_(memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)})
+    facts = run.facts(optimizer_temporary_bytes=temporaries)
     peak = step_peak(facts, ledger=ledger, model=own, zero=resolved.data_parallel.stage, schedule=schedule, pp_rank=pp_rank)
     return Forecast(ledger, peak)
 
@@ -362,8 +365,8 @@ def _when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
             leaf.register_hook(first)
 
 
-def _optimizer_temporaries(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger) -> int:
-    """The most that a step of the optimizer holds beside parameters, gradients and states, found by a step on fake shards."""
+def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger) -> tuple[int, int]:
+    """(bytes of the optimizer's states, the most that a step holds beside parameters, gradients and states), by a step on fake shards."""
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     n, rank = int(ledger.dp_shard[0]), int(ledger.shard_rank[0])
     axis = next((name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None)
@@ -380,10 +383,10 @@ def _optimizer_temporaries(resolved: Resolved, mesh: Mesh, facts: ModelFacts, le
             named.append((parameter.name, nn.Parameter(whole)))
         optimizer = build_optimizer(resolved.optimizer, named)
         make_states(optimizer)
-        for _, parameter in named:
-            parameter.grad = torch.empty_like(parameter)
+        for _, own in named:
+            own.grad = torch.empty_like(own)
         states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
         live = LiveStorages(known=[*states, *(tensor for _, p in named for tensor in (p, p.grad) if tensor is not None)])
         with live:
             optimizer.step()
-    return live.peak
+    return storage_bytes(states), live.peak

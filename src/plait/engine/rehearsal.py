@@ -84,7 +84,7 @@ def _one_step(
 ) -> int:
     """Returns the bytes of gradients before the update."""
     if pipeline is not None:
-        _foretell(model, parts, pipeline, pieces[0])
+        foretell_messages(model, parts, pipeline, pieces[0])
         pipeline.runtime.train(pieces, forward=default_forward, loss=lambda output, piece: causal_lm_loss(output, piece)[0])
     else:
         for index, piece in enumerate(pieces):
@@ -99,7 +99,8 @@ def _one_step(
     return gradients
 
 
-def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
+def foretell_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
+    """Tell a rank that runs alone what every stage hands on for micro-batches like `piece`."""
     hidden = handed_on(model, parts, piece)
     for stage in range(pipeline.runtime.schedule.stages - 1):
         pipeline.runtime.foretell(stage, piece, hidden)

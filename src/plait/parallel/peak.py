@@ -39,7 +39,7 @@ class Peak:
 
     peak_bytes: int
     moment: str
-    """When, e.g. `backward of block 3`."""
+    """When, e.g. `backward of model.layers.3`."""
     kinds: Mapping[str, int]
     """Bytes by kind at that moment (see PEAK_KINDS)."""
     phases: Mapping[str, int]
@@ -63,7 +63,7 @@ class _Walk:
     """One step of one rank."""
 
     def __init__(self, facts: StepFacts, ledger: Ledger, model: ModelFacts, zero: int, schedule: Schedule | None, pp_rank: int) -> None:
-        self.facts, self.zero, self.schedule, self.rank = facts, zero, schedule, pp_rank
+        self.facts, self.zero, self.schedule, self.names = facts, zero, schedule, model.blocks
         self.units = unit_bytes(model, ledger)
         self.ranks, self.replicas = int(ledger.dp_shard[0]), int(ledger.dp_replicate[0])
         self.sharded = self.ranks > 1 or ledger.compute_bytes is not None
@@ -139,6 +139,13 @@ class _Walk:
         self.phases[self.phase] = max(total, self.phases.get(self.phase, 0))
         if total > self.best:
             self.best, self.best_moment, self.best_kinds = total, f"{moment}{self.where}", kinds
+
+    def _name(self, moment: Moment) -> str:
+        return f"{moment.direction} of {self._unit(moment.unit)}" if moment.direction != "weights" else "gradients of weights"
+
+    def _unit(self, unit: int) -> str:
+        names = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
+        return names[unit] if unit < 0 else self.names[unit]
 
     def peak(self) -> Peak:
         """The result."""
@@ -254,7 +261,7 @@ class _Walk:
         if not gone and root_gone:
             looked = [moment.peak, replace(moment.peak_with_gradients, root_gradients=0)]
         for alive in looked:
-            self.look(_name(moment), alive=_less(alive, shared))
+            self.look(self._name(moment), alive=_less(alive, shared))
         end = moment.end
         if gone:
             end = replace(end, gradients=0, root_gradients=0)
@@ -273,7 +280,7 @@ class _Walk:
         if forward:
             self.last_gather = 0
         self.gathered[unit] = bytes_.gathered
-        self.look(f"gather of {_unit(unit)}", buffers=bytes_.last_parameter if self.ranks == 1 else 0)
+        self.look(f"gather of {self._unit(unit)}", buffers=bytes_.last_parameter if self.ranks == 1 else 0)
         flat = self.arriving_units.pop(unit, 0)
         if forward:
             self.last_gather = flat
@@ -284,7 +291,7 @@ class _Walk:
             if not self.sharded or self.ranks == 1 or unit in self.gathered or unit in self.arriving_units:
                 continue
             self.arriving_units[unit] = self.units[unit].gathered
-            self.look(f"gather of {_unit(unit)}", buffers=self.units[unit].cast_shards)
+            self.look(f"gather of {self._unit(unit)}", buffers=self.units[unit].cast_shards)
 
     def _before(self, unit: int, blocks: Sequence[int]) -> Sequence[int]:
         """What is gathered ahead when the backward of a block begins: the block whose forward came before, as long as no other backward
@@ -319,7 +326,7 @@ class _Walk:
                 self.gathered.pop(unit, None)
             if made or unit in self.whole:
                 if bytes_.casts_gradients and unit not in self.whole:
-                    self.look(f"cast of gradients of {_unit(unit)}", whole=bytes_.gradients - made + bytes_.last_parameter)
+                    self.look(f"cast of gradients of {self._unit(unit)}", whole=bytes_.gradients - made + bytes_.last_parameter)
                 self.whole[unit] = bytes_.gradients
             return
         if unit in self.whole:
@@ -329,7 +336,7 @@ class _Walk:
         if frees:
             self.gathered.pop(unit, None)
         self.reduce_input = 0
-        self.look(f"reduction of {_unit(unit)}", buffers=bytes_.reduce_input)
+        self.look(f"reduction of {self._unit(unit)}", buffers=bytes_.reduce_input)
         self.whole.pop(unit, None)
         self.reduce_input = bytes_.reduce_input
         freed = min(made, self.now.root_gradients if unit == ROOT else self.now.gradients)
@@ -337,7 +344,7 @@ class _Walk:
         self.now = replace(self.now, **{field: getattr(self.now, field) - freed})
         casts = bytes_.reduce_output != bytes_.sharded_gradients
         self.look(
-            f"reduction of {_unit(unit)}",
+            f"reduction of {self._unit(unit)}",
             buffers=bytes_.reduce_output,
             shards=bytes_.sharded_gradients if casts else 0,
         )
@@ -350,7 +357,7 @@ class _Walk:
         self.shards[unit] = bytes_.sharded_gradients
 
     def _flags(self, unit: int, stage: int) -> tuple[bool, bool, bool]:
-        """(reduce, it is the last time in this step, free the gathered parameters), as `staged_zero` and `data.before_backward` set them."""
+        """(reduce, for the last time in this step, free the gathered parameters), as `staged_zero` and `data.before_backward` set them."""
         if unit == ROOT:
             mine = stage in self.ends
             ends = mine and sum(self.left[end] for end in self.ends) == 1
@@ -396,13 +403,3 @@ def _adds(whole: Mapping[int, int], unit: int, units: Mapping[int, UnitBytes]) -
 
 def _less(alive: Alive, shared: int) -> Alive:
     return replace(alive, activations=alive.activations - shared)
-
-
-def _name(moment: Moment) -> str:
-    verb = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}[moment.direction]
-    return f"{verb} of {_unit(moment.unit)}" if moment.direction != "weights" else verb
-
-
-def _unit(unit: int) -> str:
-    names = {BESIDE: "what is outside of the blocks", HEAD: "the head", LOSS: "the loss"}
-    return names.get(unit, f"block {unit}")
