@@ -32,13 +32,16 @@ def layout(
     devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine. [default: as many as the layout needs]")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nodes and --devices.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file.")] = None,
+    peak: Annotated[
+        bool, typer.Option("--peak", help="Find the most that a rank holds during a step, by a run on fake tensors: seconds to minutes.")
+    ] = False,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence, for the peak of a step. [default: the file's data.sequence_length]")
+        int | None, typer.Option(min=2, help="--peak: tokens of a sequence. [default: the file's data.sequence_length]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
-    """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and the most that a rank holds
-    during a training step, by kind and with its moment."""
+    """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the most that a
+    rank holds during a training step, by kind and with its moment."""
     from plait.cluster.placement import warning
     from plait.config.resolve import load, resolve, smallest_world
     from plait.model.plans import make_plan
@@ -55,7 +58,7 @@ def layout(
     built = _parts(module, resolved, make_plan)
     memory = _memory(resolved, built)
     length = sequence_length or (config.data.sequence_length if config.data is not None else None)
-    peaks, why_not = _peaks(module, resolved, length)
+    peaks, why_not = _peaks(module, resolved, length) if peak else ({}, "found with --peak")
     said = warning(resolved.layout, topology)
     if as_json:
         rows = [row.__dict__ for row in built["rows"]]
@@ -124,7 +127,7 @@ def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[in
     from plait.engine.forecast import foretell, why_not_foretold
 
     if length is None:
-        return {}, "the file has no data.sequence_length; give --sequence-length"
+        return {}, "the file has no data.sequence_length; give --sequence-length too"
     reason = why_not_foretold(resolved)
     if reason is not None:
         return {}, f"not in the account yet: {reason}"
