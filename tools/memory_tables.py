@@ -242,8 +242,8 @@ def main() -> None:
     fifth = table(*large_peak())
     page = f"""# Memory of a step
 
-What a rank needs for a training step is foretold before a device is booked: `plait layout FILE --peak` prints it for a run, by kind and with
-the moment of its peak. Not in the account yet, and said so: compiled blocks, offload, compressed communication.
+What a rank needs for a training step is foretold before a device is booked: `plait layout FILE --peak` prints it for a run, by kind and
+with the moment of its peak. Not in the account yet, and said so: compiled blocks, offload, compressed communication.
 
 Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, operators of CPUs.
 
