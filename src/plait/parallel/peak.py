@@ -345,7 +345,8 @@ class _Walk:
         casts = bytes_.reduce_output != bytes_.sharded_gradients
         self.look(
             f"reduction of {self._unit(unit)}",
-            buffers=bytes_.reduce_output,
+            # On one rank torch divides into a buffer of its own, and copies.
+            buffers=bytes_.reduce_output + (bytes_.reduce_input if self.ranks == 1 else 0),
             shards=bytes_.sharded_gradients if casts else 0,
         )
         if self.replicas > 1:
