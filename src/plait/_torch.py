@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
@@ -82,6 +84,13 @@ def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
         (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
         for p in _sharded_parameters(module)
     ]
+
+
+def begin_sharded(model: nn.Module) -> None:
+    """Let a sharded root know its units now. By itself it looks for them in its first forward, and those that are not in the model then
+    (blocks of another pipeline stage) would each be a root of their own: nothing gathered ahead, buffers kept."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
 
 
 def leave_forward(model: nn.Module, output: Any) -> Any:
@@ -300,3 +309,33 @@ def operator_named(name: str) -> Any | None:
 def finished_work() -> Any:
     """What a collective operator returns beside its tensors, for one that was not carried out."""
     return FakeWork().boxed()
+
+
+@contextmanager
+def delivered_at_once() -> Iterator[None]:
+    """Messages to ranks that do not exist count as delivered: a fake group's works never say that they are complete."""
+    before = FakeWork.is_completed
+    FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeWork.is_completed = before  # type: ignore[method-assign]
+
+
+class StorageTracker(MemTracker):
+    """torch's memory tracker without its tables by module, which refuse a module that runs for several micro-batches. Storages, resizes and
+    the peak are counted by torch's own code."""
+
+    def __enter__(self) -> StorageTracker:
+        self._fake_mode_on_entry = active_fake_mode()
+        self._track_resize()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        TorchDispatchMode.__exit__(self, *error)
+        self._restore_resize()
+
+    def peak_bytes(self, device_type: str) -> int:
+        """The most at once on devices of a type."""
+        return max(int(snapshot["Total"]) for device, snapshot in self._peak_mem_snap.items() if device.type == device_type)

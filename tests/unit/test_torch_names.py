@@ -294,3 +294,39 @@ def test_process_group_of() -> None:
     assert group is not None
     assert _torch.process_group_of((torch.ones(1), group.boxed())).size() == 2
     assert _torch.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
+def test_storage_tracker_counts_resizes() -> None:
+    """What existed, what appears, and what is resized in place."""
+    existing = torch.zeros(100)
+    tracker = _torch.StorageTracker()
+    tracker.track_external(existing)
+    with tracker:
+        made = torch.zeros(50)
+        made.untyped_storage().resize_(4 * 300)
+        made.untyped_storage().resize_(0)
+        del made
+        torch.zeros(10).add_(1)
+    assert tracker.peak_bytes("cpu") == 4 * 150  # torch looks at the next operator, not at the resize
+    with tracker:
+        made = torch.zeros(50)
+        made.untyped_storage().resize_(4 * 300)
+        torch.zeros(10)
+    assert tracker.peak_bytes("cpu") == 4 * 410
+
+
+def test_delivered_at_once() -> None:
+    """Only inside."""
+    work = dist.isend(torch.zeros(2), 0)
+    assert work is not None and not work.is_completed()
+    with _torch.delivered_at_once():
+        assert work.is_completed()
+    assert not work.is_completed()
+
+
+def test_begin_sharded() -> None:
+    """All units share the root's state before any forward."""
+    model = sharded()
+    _torch.begin_sharded(model)
+    root, *units = [module._get_fsdp_state() for module in _torch.sharded_modules(model)]
+    assert root._is_root and units and not any(unit._is_root for unit in units)
+    assert all(unit._comm_ctx is root._comm_ctx for unit in units)
+    _torch.begin_sharded(nn.Linear(2, 2))

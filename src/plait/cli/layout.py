@@ -1,6 +1,7 @@
 """`plait layout FILE`: who does what, before a device is booked: ranks on machines, the split of every parameter, the bytes of a rank.
 
-Arithmetic on the model's shapes alone: no weights, no process group. How fast it would be is not said here.
+The model's shapes alone: no weights. The most that a rank holds during a step comes from a run on fake tensors (`engine.forecast`). How
+fast it would be is not said here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from plait.errors import InputError
 if TYPE_CHECKING:
     from plait.cluster.topology import Topology
     from plait.config.resolve import Resolved
+    from plait.parallel.peak import Peak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,9 +32,16 @@ def layout(
     devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine. [default: as many as the layout needs]")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nodes and --devices.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file.")] = None,
+    peak: Annotated[
+        bool, typer.Option("--peak", help="Find the most that a rank holds during a step, by a run on fake tensors: seconds to minutes.")
+    ] = False,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="--peak: tokens of a sequence. [default: the file's data.sequence_length]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
-    """Show the ranks on the machines, how every parameter is split, and the bytes of model states on a rank."""
+    """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the most that a
+    rank holds during a training step, by kind and with its moment."""
     from plait.cluster.placement import warning
     from plait.config.resolve import load, resolve, smallest_world
     from plait.model.plans import make_plan
@@ -45,8 +54,11 @@ def layout(
     topology = _topology(cluster, nodes, devices, least=smallest_world(config.parallel))
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
-    built = _parts(transformers_model(fields, dtype=_dtype(config)), resolved, make_plan)
+    module = transformers_model(fields, dtype=_dtype(config))
+    built = _parts(module, resolved, make_plan)
     memory = _memory(resolved, built)
+    length = sequence_length or (config.data.sequence_length if config.data is not None else None)
+    peaks, why_not = _peaks(module, resolved, length) if peak else ({}, "found with --peak")
     said = warning(resolved.layout, topology)
     if as_json:
         rows = [row.__dict__ for row in built["rows"]]
@@ -54,6 +66,8 @@ def layout(
             "layout": resolved.layout.degrees,
             "grid": _grid(resolved, topology),
             "memory": memory,
+            "peak": [{"rank": rank, **peak.__dict__} for rank, peak in peaks.items()],
+            "peak_not_foretold": why_not,
             "stages": [row.__dict__ for row in built["stages"]],
             "parameters": rows,
             "warning": said,
@@ -61,6 +75,7 @@ def layout(
         print(json.dumps({"model": title, **report}))
         return
     _print(title, resolved, topology, built, memory, said)
+    _print_peaks(resolved, peaks, why_not, length)
 
 
 def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: int) -> Topology:
@@ -105,6 +120,51 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
     start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=resolved.batch.accumulation, tp=at.tp)
     techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel)
     return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
+
+
+def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[int, Peak], str | None]:
+    """The peak of the first rank of every pipeline stage, which holds the most of its stage; or why there is none."""
+    from plait.engine.forecast import foretell, why_not_foretold
+
+    if length is None:
+        return {}, "the file has no data.sequence_length; give --sequence-length too"
+    reason = why_not_foretold(resolved)
+    if reason is not None:
+        return {}, f"not in the account yet: {reason}"
+    samples = resolved.batch.micro_batch_size
+    first: dict[int, int] = {}
+    for rank in range(resolved.layout.world_size):
+        first.setdefault(resolved.layout.coordinates(rank)["pp"], rank)
+    return {rank: foretell(module, resolved, rank=rank, samples=samples, length=length).peak for rank in first.values()}, None
+
+
+def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None, length: int | None) -> None:
+    from rich.console import Console
+
+    from plait.parallel.peak import PEAK_KINDS
+    from plait.units import format_bytes
+
+    console = Console(soft_wrap=True, highlight=False)
+    if why_not is not None:
+        console.print(f"peak of a step: {why_not}")
+        return
+    batch = resolved.batch
+    console.print(
+        f"peak of a step of {batch.accumulation} micro-batches of {batch.micro_batch_size} x {length} tokens a data-parallel rank"
+    )
+    columns = ("kind", *(f"rank {rank}" for rank in peaks))
+    found = list(peaks.values())
+    rows = [
+        [said, *(format_bytes(peak.kinds[kind]) for peak in found)]
+        for kind, said in PEAK_KINDS.items()
+        if any(peak.kinds[kind] for peak in found)
+    ]
+    rows.append(["peak", *(format_bytes(peak.peak_bytes) for peak in found)])
+    rows.append(["moment", *(peak.moment for peak in found)])
+    rows += [
+        [f"most in {phase}", *(format_bytes(peak.phases[phase]) for peak in found)] for phase in ("forward", "backward", "optimizer step")
+    ]
+    _table(console, columns, rows)
 
 
 def _grid(resolved: Resolved, topology: Topology) -> list[list[str]]:

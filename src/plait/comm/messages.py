@@ -56,10 +56,6 @@ class Messenger:
             self.sent_bytes += whole.numel() * whole.element_size()
             self._sending.append((self._isend(whole, to), whole))
 
-    def deliver_at_once(self) -> None:
-        """Take every tensor for delivered when it is sent: for a group whose other ranks do not exist, so that nothing ever arrives."""
-        self._sending = deque(maxlen=0)
-
     def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
         """Begin to receive tensors of the given shapes and dtypes."""
         buffers = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)

@@ -330,7 +330,7 @@ def split(
         resolved.tensor_parallel,
         resolved.pipeline,
         resolved.activation_offload,
-        _recompute(resolved, model, blocks, mesh, loss_fn=loss_fn, forward=forward),
+        recompute_of(resolved, model, blocks, mesh, loss_fn=loss_fn, forward=forward),
         resolved.compile,
         resolved.precision,
         resolved.data_parallel,
@@ -339,7 +339,7 @@ def split(
     return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
 
 
-def _recompute(
+def recompute_of(
     resolved: Resolved, model: nn.Module, blocks: tuple[str, ...], mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
 ) -> Recompute:
     """What blocks recompute, a budget solved: from a run without data on the whole model, before anything is sharded."""

@@ -95,11 +95,11 @@ def _measure(
     forward: Forward,
 ) -> ModeFacts:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = _fake_copy(model, mesh.device, compute_dtype)
+        fake = fake_copy(model, mesh.device, compute_dtype)
         applied = recompute.apply(tensor_parallel.apply(parts(fake), mesh), mesh)
         piece = tree_map(lambda x: torch.empty_like(x, device=mesh.device) if isinstance(x, torch.Tensor) else x, batch)
         known = [*fake.parameters(), *fake.buffers(), *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor))]
-        live = _DryRun(known=known)
+        live = DryRun(known=known)
         watch_blocks(fake, applied.blocks, live)
         for parameter in fake.parameters():
             if parameter.requires_grad:
@@ -107,7 +107,7 @@ def _measure(
         region = applied.tensor_region
         if region is not None:
             region.gather_logits = not (applied.loss_parallel and isinstance(loss_fn, CausalLMLoss))
-        with _explained(model), rows_are_sequences(), live:
+        with explained(model), rows_are_sequences(), live:
             total, _ = loss_fn(forward(fake, piece), piece)
             kept = dict(live.bytes)
             live.unit = BACKWARD
@@ -156,7 +156,7 @@ def watch_blocks(model: nn.Module, blocks: tuple[str, ...], live: LiveStorages) 
     return remove
 
 
-class _DryRun(LiveStorages):
+class DryRun(LiveStorages):
     """Counts operations and traffic too; collectives return at once."""
 
     def __init__(self, *, known: Any) -> None:
@@ -220,7 +220,7 @@ _COLLECTIVES = {
 """Operator to kind, index of the whole tensor among its arguments, and whether it returns tensors beside its work."""
 
 
-def _fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
+def fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
     """A copy with fake tensors, under a FakeTensorMode; parameters in the dtype of computation, as `fully_shard` casts them."""
     memo: dict[int, Any] = {}
 
@@ -238,7 +238,8 @@ def _fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtyp
 
 
 @contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
+def explained(model: nn.Module) -> Iterator[None]:
+    """A model whose code looks at values is refused in words."""
     try:
         yield
     except Exception as error:

@@ -62,6 +62,11 @@ class LiveStorages(TorchDispatchMode):
             self._gone(storage._cdata)
             self._known[storage._cdata] = storage
 
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these too, which existed before."""
+        for tensor in tensors:
+            self._appeared(local_tensor(tensor.detach()).untyped_storage())
+
     def claim(self, tensor: torch.Tensor, unit: int) -> None:
         """A storage that is counted belongs to `unit` instead."""
         key = tensor.untyped_storage()._cdata

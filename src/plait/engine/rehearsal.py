@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from plait._torch import FakeStore, FakeTensorMode, process_group_of, storage_bytes
+from plait._torch import FakeStore, FakeTensorMode, delivered_at_once, process_group_of, storage_bytes
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
@@ -30,6 +30,7 @@ from plait.engine.dryrun import rows_are_sequences
 from plait.engine.live import LiveStorages
 from plait.engine.loss import causal_lm_loss
 from plait.engine.optimizer import build_optimizer
+from plait.engine.peak import make_states
 from plait.errors import InputError, ModelError
 from plait.parallel import materialise
 from plait.parallel.data import before_backward, reduce_by_sum
@@ -124,7 +125,7 @@ def rehearse(
             run = _Run(model, parts, pipeline, resolved, samples, length, watch)
             built = time.perf_counter()
             tell(f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length} tokens on {mesh.device.type}")
-            run.make_states()
+            make_states(run.optimizer)
             found = run.step()
         return replace(found, build_seconds=built - began, step_seconds=watch.seconds or time.perf_counter() - built)
     finally:
@@ -147,23 +148,14 @@ class _Run:
         if region is not None:
             region.gather_logits = not self.parts.loss_parallel
 
-    def make_states(self) -> None:
-        """The optimizer's states, which every step but the first one finds."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def step(self) -> Rehearsal:
         """A whole step and what it took."""
         count = self.resolved.batch.accumulation
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(self.model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
         if self.pipeline is not None:
-            self.pipeline.runtime.messenger.deliver_at_once()
-            _foretell(self.model, self.parts, self.pipeline, pieces[0])
-        with self.watch.step():
+            foretell_messages(self.model, self.parts, self.pipeline, pieces[0])
+        with delivered_at_once(), self.watch.step():
             with self.watch.phase("micro-batches"):
                 self._micro_batches(pieces)
             with self.watch.phase("reduction"):
@@ -336,8 +328,16 @@ class _Profile:
         return ()
 
 
-def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
-    """Hidden states [samples, length, hidden], of which sequence parallelism leaves a rank its part of the length."""
+def foretell_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
+    """Tell a rank that runs alone what every stage hands on for micro-batches like `piece`."""
+    hidden = handed_on(model, parts, piece)
+    for stage in range(pipeline.runtime.schedule.stages - 1):
+        pipeline.runtime.foretell(stage, piece, hidden)
+
+
+def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a stage hands on: hidden states [samples, length, hidden], of which sequence parallelism leaves a rank its part of the length.
+    Raises ModelError for a model that does not tell their width."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if width is None:
         raise ModelError(f"{type(model).__name__} has no config.hidden_size, so what passes between its stages is not known beforehand")
@@ -348,6 +348,4 @@ def _foretell(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dic
         region.length = length
         if region.sequence_parallel:
             own = -(-length // region.group.size())
-    dtype = parts.compute_dtype or next(model.parameters()).dtype
-    for stage in range(pipeline.runtime.schedule.stages - 1):
-        pipeline.runtime.foretell(stage, piece, torch.empty(samples, own, width, dtype=dtype))
+    return torch.empty(samples, own, width, dtype=parts.compute_dtype or next(model.parameters()).dtype)

@@ -16,7 +16,6 @@ inside the `dp_shard` group and the reduced shards are all-reduced across, once 
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from typing import Literal
 
 import numpy as np
@@ -33,7 +32,7 @@ from plait.model.facts import ModelFacts
 from plait.parallel import wiring
 from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
-from plait.parallel.ledger import Array, Ledger
+from plait.parallel.ledger import Array, Ledger, local_rows
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
 from plait.units import MIB
@@ -188,7 +187,7 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
-        rows, row_numel = _local_rows(shape, tensor_dim, ledger)
+        rows, row_numel = local_rows(shape, tensor_dim, ledger)
         chunk = -(-rows // n)  # torch.chunk: the first ranks get ceil(rows / n), the last ones less or nothing
         held = np.where(sharded, np.minimum(chunk, np.maximum(rows - ledger.shard_rank * chunk, 0)), rows)
         padded = np.where(sharded, chunk, rows)  # shards are stored padded to the first rank's
@@ -235,7 +234,7 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, 2 * total["across"] * (replicas - 1) // replicas))
     if not in_buckets.any():
         return ledger
-    numels = [rows * of_row for rows, of_row in (_local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable)]
+    numels = [rows * of_row for rows, of_row in (local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable)]
     return account_buckets(
         technique.compression, technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets
     )
@@ -256,18 +255,6 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
 
 def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
     return Counter((p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name)) for p in facts.parameters)
-
-
-def _local_rows(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> tuple[Array, Array]:
-    """(rows, elements of a row) of a parameter after the tp axis took its part, for every candidate."""
-    rows = np.full_like(ledger.tp, shape[0] if shape else 1)
-    row_numel = np.full_like(ledger.tp, prod(shape[1:]))
-    if tensor_dim is None:
-        return rows, row_numel
-    length = shape[tensor_dim]
-    chunk = -(-length // ledger.tp)
-    part = np.minimum(chunk, np.maximum(length - ledger.tp_rank * chunk, 0))
-    return (part, row_numel) if tensor_dim == 0 else (rows, row_numel // length * part)
 
 
 def memory_total(ledger: Ledger) -> Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -139,3 +140,15 @@ class Ledger:
 
 def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Array]:
     return MappingProxyType({**table, key: table.get(key, 0) + np.asarray(count)})
+
+
+def local_rows(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> tuple[Array, Array]:
+    """(rows, elements of a row) of a parameter after the tp axis took its part, for every candidate."""
+    rows = np.full_like(ledger.tp, shape[0] if shape else 1)
+    row_numel = np.full_like(ledger.tp, prod(shape[1:]))
+    if tensor_dim is None:
+        return rows, row_numel
+    length = shape[tensor_dim]
+    chunk = -(-length // ledger.tp)
+    part = np.minimum(chunk, np.maximum(length - ledger.tp_rank * chunk, 0))
+    return (part, row_numel) if tensor_dim == 0 else (rows, row_numel // length * part)

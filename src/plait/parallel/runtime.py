@@ -129,9 +129,7 @@ class _Pass:
                 case Kind.BACKWARD | Kind.INPUT:
                     self._backward(action)
                 case Kind.WEIGHT:
-                    deferred = self.held.pop((action.stage, action.microbatch)).deferred
-                    assert deferred is not None
-                    backward_weights(deferred)
+                    self._weights(action)
             for observe in self.runtime.observers:
                 observe(action, True)
         self.runtime.messenger.finish()
@@ -177,6 +175,11 @@ class _Pass:
             for tensor in held.inputs:
                 tensor.grad = None
             self._send(Message(Payload.GRADIENT, action.stage, action.microbatch), back)
+
+    def _weights(self, action: Action) -> None:
+        deferred = self.held.pop((action.stage, action.microbatch)).deferred
+        assert deferred is not None
+        backward_weights(deferred)
 
     def _check_known(self, stage: Stage, microbatch: int, received: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Once for every kind of micro-batch: what is not known on this stage did not come through."""

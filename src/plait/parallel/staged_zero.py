@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import reduce_now, sharded_modules
+from plait._torch import begin_sharded, reduce_now, sharded_modules
 from plait.parallel.reducer import Reducer
 from plait.parallel.schedule import Action, Kind, Schedule
 from plait.parallel.stage import StagedModel
@@ -36,6 +36,7 @@ class StagedZero:
         # The root unit holds what is outside of the blocks: the front on the first stage, the back on the last.
         self._root_stages = {index for index, stage in staged.stages.items() if stage.first or stage.last}
         self._left: Counter[int] = Counter()
+        self._begun = False
         for index, unit in enumerate(self._units):
             # The first unit of a stage must not gather ahead what ran before it: that is the end of another micro-batch.
             if index == 0 or self._stage_of[self._units[index - 1]] != self._stage_of[unit]:
@@ -52,6 +53,9 @@ class StagedZero:
 
     def __call__(self, action: Action, done: bool) -> None:
         """Before (`done` False) and after every computation."""
+        if not self._begun:  # with all blocks of the rank in the model, and with their weights
+            self._begun = True
+            begin_sharded(self.staged.model)
         if action.kind is Kind.FORWARD:
             return
         if not done:

@@ -5,15 +5,25 @@ Storages are counted once each, padding included, so views and tied weights do n
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from plait._torch import storage_bytes, tree_leaves, unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
+from plait._torch import (
+    StorageTracker,
+    local_tensor,
+    storage_bytes,
+    tree_leaves,
+    unsharded_gradient_bytes,
+    unsharded_parameter_bytes,
+    unsharded_parameters,
+)
 from plait.engine.batch import to_device
 from plait.engine.dryrun import AFTER, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
 from plait.engine.live import LiveStorages
+from plait.engine.peak import step_tensors
 from plait.parallel.compression import states as compression_states
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
@@ -83,3 +93,28 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         free_gathered(model)
     of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
     return {"activations": of_blocks + kept.get(OUTSIDE, 0), "logits": kept.get(AFTER, 0), "blocks": of_blocks}
+
+
+@dataclass(frozen=True)
+class MeasuredPeak:
+    """The most that a step held, counted twice."""
+
+    torch_bytes: int
+    """By torch's own tracker."""
+    own_bytes: int
+    """By `engine.live`, which counts a rehearsal's fake tensors too."""
+
+
+def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:
+    """Run three `train_batch`: one that makes the optimizer's states, and one under each tracker."""
+    engine.train_batch(batch)
+    existing = step_tensors(engine.model, engine.optimizer, engine.parts.reducer, batch)
+    tracker = StorageTracker()
+    tracker.track_external(*[local_tensor(tensor.detach()) for tensor in existing])
+    with tracker:
+        engine.train_batch(batch)
+    own = LiveStorages()
+    own.hold(step_tensors(engine.model, engine.optimizer, engine.parts.reducer, batch))
+    with own:
+        engine.train_batch(batch)
+    return MeasuredPeak(tracker.peak_bytes(engine.device.type), own.peak)

@@ -62,3 +62,42 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Heads, before any process."""
     assert run(tmp_path, "--set", "parallel.tp=3") == 2
     assert "num_attention_heads is 4 and 4 % 3 != 0" in capsys.readouterr().err
+
+
+def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By kind, with its moment, for every stage of a pipeline; longer sequences hold more."""
+    totals = []
+    for length in ("64", "128"):
+        arguments = (
+            "--devices",
+            "4",
+            "--set",
+            "parallel.pp=2",
+            "--set",
+            "gradient_accumulation_steps=2",
+            "--peak",
+            "--sequence-length",
+            length,
+        )
+        assert run(tmp_path, *arguments, "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert [peak["rank"] for peak in report["peak"]] == [0, 2] and report["peak_not_foretold"] is None
+        for peak in report["peak"]:
+            assert sum(peak["kinds"].values()) == peak["peak_bytes"] == max(peak["phases"].values())
+            assert peak["kinds"]["activations"] > 0
+        totals.append(report["peak"][0]["peak_bytes"])
+    assert totals[0] < totals[1]
+    assert run(tmp_path, "--peak", "--sequence-length", "64") == 0
+    shown = capsys.readouterr().out
+    assert "activations of all micro-batches in flight" in shown and "moment" in shown and "most in optimizer step" in shown
+
+
+def test_no_peak_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a length, nor what is not in the account."""
+    assert run(tmp_path) == 0
+    assert "peak of a step: found with --peak" in capsys.readouterr().out
+    assert run(tmp_path, "--peak") == 0
+    assert "peak of a step: the file has no data.sequence_length; give --sequence-length too" in capsys.readouterr().out
+    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--devices", "4", "--peak", "--sequence-length", "64")
+    assert run(tmp_path, *offload) == 0
+    assert "not in the account yet: zero_optimization.offload_optimizer" in capsys.readouterr().out

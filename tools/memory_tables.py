@@ -1,6 +1,6 @@
-"""Write docs/memory.md: what a micro-batch keeps, foretold by the dry run and measured on the real model, and what recompute costs.
+"""Write docs/memory.md: the peak of a step and what a micro-batch keeps, foretold and measured on the real model, and what recompute costs.
 
-Run: python tools/activation_table.py. Sizes are small so that the real runs fit anywhere; the last table is foretold alone.
+Run: python tools/memory_tables.py. Sizes are small so that the real runs fit anywhere; the last tables are foretold alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import plait
+from plait._torch import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
 from plait.engine.dryrun import activation_facts, token_batch
+from plait.engine.forecast import foretell, foretell_on
+from plait.engine.rehearsal import foretell_messages
 from plait.model.blocks import find_blocks
+from plait.parallel.peak import PEAK_KINDS
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB
-from plait.verify.memory import measure_activations
+from plait.verify.memory import measure_activations, measure_peak
 
 SAMPLES, LENGTH = 2, 128
 MODES = ("none", "selective", "full")
@@ -92,6 +96,69 @@ def foretold_and_measured() -> Iterator[list[str]]:
                     yield [kind, layout, mode, *(f"{figure:,}" for figure in figures)]
 
 
+PEAKS: list[tuple[str, dict[str, Any]]] = [
+    # model, and layout: ZeRO stage, tp, pp, recompute, bf16, micro-batches
+    *(("llama", {"stage": stage, "bf16": True, "count": count}) for stage in (0, 1, 2, 3) for count in (1, 2)),
+    *(("llama", {"stage": 3, "mode": mode}) for mode in MODES),
+    ("llama", {"stage": 3, "tp": 2, "bf16": True}),
+    *(("qwen3", {"stage": stage, "mode": "selective"}) for stage in (0, 3)),
+    *(("gpt2", {"stage": stage, "tp": tp, "mode": "full"}) for stage in (0, 3) for tp in (1, 2)),
+    *(("llama", {"stage": stage, "pp": 2, "schedule": "1f1b", "count": 4}) for stage in (0, 3)),
+    ("llama", {"stage": 2, "pp": 2, "schedule": "interleaved-1f1b", "count": 4}),
+    ("llama", {"stage": 2, "pp": 2, "schedule": "zbv", "count": 4}),
+]
+
+
+def peaks() -> Iterator[list[str]]:
+    """Rows: the model, the layout, the peak of rank 0, foretold and measured, and its moment."""
+    for kind, chosen in PEAKS:
+        stage, tp, pp, count = (chosen.get(name, default) for name, default in (("stage", 0), ("tp", 1), ("pp", 1), ("count", 1)))
+        mode, bf16 = chosen.get("mode", "none"), chosen.get("bf16", False)
+        parallel = {"tp": tp, "pp": pp, "recompute": {"mode": mode}, "pipeline": {"schedule": chosen.get("schedule", "1f1b")}}
+        file = {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "gradient_accumulation_steps": count,
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": bf16},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "parallel": parallel,
+        }
+        world = 2 * tp * pp
+        resolved = resolve(load(file), world_size=world)
+        model = model_of(kind, device="meta")
+        ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024
+        with fake_world(world), delivered_at_once():
+            found = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH).peak
+            engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+            batch = {"input_ids": ids, "labels": ids.clone()}
+            if engine._pipeline is not None:
+                foretell_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+            measured = measure_peak(engine, batch).torch_bytes
+        words = [f"ZeRO {stage}", *([f"tp {tp}"] if tp > 1 else []), *([f"pp 2, {chosen['schedule']}"] if pp > 1 else [])]
+        words += [*([f"recompute {mode}"] if mode != "none" else []), "bf16" if bf16 else "fp32", f"{count} micro-batches"]
+        difference = f"{100 * (found.peak_bytes / measured - 1):+.2f} %"
+        yield [kind, ", ".join(words), f"{found.peak_bytes:,}", f"{measured:,}", difference, found.moment]
+
+
+def large_peak() -> tuple[list[str], Iterator[list[str]]]:
+    """Columns and rows: Llama-3.1-8B on 64 ranks, the peak of rank 0 by kind."""
+    found = {}
+    for name, more in {
+        "ZeRO 3": {"zero_optimization": {"stage": 3}},
+        "ZeRO 2, tp 8": {"zero_optimization": {"stage": 2}, "parallel": {"tp": 8, "sequence_parallel": True}},
+    }.items():
+        for mode in ("none", "full"):
+            parallel = {**more.get("parallel", {}), "recompute": {"mode": mode}}
+            file = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **more, "parallel": parallel}
+            resolved = resolve(load(file), world_size=64)
+            found[f"{name}, recompute {mode}"] = foretell(llama_8b(), resolved, rank=0, samples=1, length=4096).peak
+    shown = list(found.values())
+    rows = [[said, *(f"{peak.kinds[kind] / GIB:.2f}" for peak in shown)] for kind, said in PEAK_KINDS.items() if kind != "messages"]
+    rows.append(["**peak**", *(f"**{peak.peak_bytes / GIB:.2f}**" for peak in shown)])
+    rows.append(["moment", *(peak.moment for peak in shown)])
+    return ["GiB", *found], iter(rows)
+
+
 def time_for_memory() -> Iterator[list[str]]:
     """Rows: the mode, what blocks keep, operations and seconds beside no recompute."""
     models: dict[str, nn.Module] = {}
@@ -116,8 +183,8 @@ def time_for_memory() -> Iterator[list[str]]:
         yield [mode, f"{sum(found.blocks) / MIB:.1f} MiB", f"{found.flops / facts['none'].flops:.3f}", f"{ratio:.2f}"]
 
 
-def large() -> Iterator[list[str]]:
-    """Rows: Llama-3.1-8B, one sequence of 4,096 tokens in bfloat16, a rank of tp 1 or 8."""
+def llama_8b() -> nn.Module:
+    """On meta, in float32."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -130,9 +197,15 @@ def large() -> Iterator[list[str]]:
         max_position_embeddings=8192,
         use_cache=False,
     )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+def large() -> Iterator[list[str]]:
+    """Rows: Llama-3.1-8B, one sequence of 4,096 tokens in bfloat16, a rank of tp 1 or 8."""
     for tp, sequence in ((1, False), (8, False), (8, True)):
+        model = llama_8b()
         with fake_world(tp), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
             facts = activation_facts(
                 model,
                 blocks=find_blocks(model),
@@ -165,11 +238,29 @@ def main() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     third = table(["layout", "recompute", "blocks", "head and loss", "one block comes back", "peak of forward and backward"], large())
-    page = f"""# Memory of activations
+    fourth = table(["model", "layout (2 data-parallel ranks)", "peak, foretold", "measured", "", "moment"], peaks())
+    fifth = table(*large_peak())
+    page = f"""# Memory of a step
 
-Written by `python tools/activation_table.py`; do not edit. torch {torch.__version__}, operators of CPUs.
+What a rank needs for a training step is foretold before a device is booked: `plait layout FILE --peak` prints it for a run, by kind and
+with the moment of its peak. Not in the account yet, and said so: compiled blocks, offload, compressed communication.
 
-## Foretold and measured
+Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, operators of CPUs.
+
+## The peak of a step
+
+Bytes that rank 0 holds at most during a step of micro-batches of {SAMPLES} x {LENGTH} tokens: states, gathered and whole parameters and
+gradients, buffers of collectives, activations in flight, temporaries, the batch. Foretold from one micro-batch on fake tensors and the
+account of the layout; measured by torch's `MemTracker` around the second step of the engine (a fake process group: nothing travels, all is
+allocated). Both count storages: what the allocator rounds up or cannot reuse comes on top.
+
+{fourth}
+
+Llama-3.1-8B on 64 ranks, one sequence of 4,096 tokens in bfloat16, rank 0, foretold, operators of CPUs:
+
+{fifth}
+
+## Activations of a micro-batch
 
 Bytes that one micro-batch of {SAMPLES} x {LENGTH} tokens keeps for its backward on rank 0, float32: foretold by a run on fake tensors
 before the model is sharded, and measured as the storages that are alive after a real forward.

@@ -1,0 +1,198 @@
+"""The most that a rank holds during a whole step: foretold, it is within 2 % of what torch's own tracker finds in a real step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait._torch import delivered_at_once
+from plait.cluster.mesh import build_mesh
+from plait.config.resolve import load, resolve
+from plait.engine.forecast import Forecast, foretell, foretell_on, why_not_foretold
+from plait.engine.rehearsal import rehearse
+from plait.errors import InputError
+from plait.parallel.peak import PEAK_KINDS
+from plait.verify.memory import MeasuredPeak, measure_peak
+from tests.fake import test_pipeline_bytes
+from tests.parity import cases
+from tests.parity.test_pipeline import LAYERS, named
+from tests.parity.test_pipeline import settings as pipeline_settings
+
+FakeWorld = Callable[..., None]
+SAMPLES, LENGTH = 2, 32
+TOLERANCE = 0.02
+
+
+def settings(*, stage: int, tp: int = 1, accumulation: int = 1, bf16: bool = False, recompute: str = "none", **more: Any) -> dict[str, Any]:
+    """Two data-parallel ranks."""
+    parallel = {"tp": tp, "dp_replicate": 1 if stage else 2, "dp_shard": 2 if stage else 1, "recompute": {"mode": recompute}}
+    return {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "bf16": {"enabled": bf16},
+        **more,
+        "parallel": {**parallel, **more.get("parallel", {})},
+    }
+
+
+def data(accumulation: int) -> dict[str, torch.Tensor]:
+    """One rank's step."""
+    ids = torch.arange(SAMPLES * accumulation * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def foretold_and_measured(start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False) -> tuple[Forecast, MeasuredPeak]:
+    """On rank 0."""
+    degrees = config["parallel"]
+    world = degrees["tp"] * degrees["dp_replicate"] * degrees["dp_shard"]
+    start(world)
+    resolved = resolve(load(config), world_size=world)
+    model = cases.build(kind, tied=tied, dtype=torch.float32)
+    forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    return forecast, measure_peak(engine, data(config["gradient_accumulation_steps"]))
+
+
+def check(forecast: Forecast, measured: MeasuredPeak) -> None:
+    """Within the tolerance of both measures, and the sum of its kinds."""
+    peak = forecast.peak
+    assert peak.peak_bytes == pytest.approx(measured.torch_bytes, rel=TOLERANCE), peak
+    assert measured.own_bytes == pytest.approx(measured.torch_bytes, rel=0.005)
+    assert sum(peak.kinds.values()) == peak.peak_bytes == max(peak.phases.values())
+    assert set(peak.kinds) == set(PEAK_KINDS)
+
+
+COVER = [
+    # kind, ZeRO stage, tp, accumulation, bf16, recompute
+    ("llama", 0, 1, 1, False, "none"),
+    ("llama", 0, 1, 2, True, "full"),
+    ("llama", 1, 1, 2, False, "selective"),
+    ("llama", 2, 2, 1, True, "none"),
+    ("llama", 3, 1, 2, True, "full"),
+    ("llama", 3, 2, 1, False, "selective"),
+    ("gpt2", 0, 2, 2, False, "none"),
+    ("gpt2", 1, 1, 1, True, "full"),
+    ("gpt2", 2, 1, 2, False, "none"),
+    ("gpt2", 3, 1, 1, False, "full"),
+    ("gpt2", 3, 2, 2, True, "selective"),
+    ("qwen3", 0, 1, 2, False, "selective"),
+    ("qwen3", 1, 2, 2, True, "none"),
+    ("qwen3", 2, 1, 1, False, "full"),
+    ("qwen3", 3, 1, 1, True, "none"),
+]
+WHOLE = [
+    (kind, stage, tp, accumulation, bf16, mode)
+    for kind in ("llama", "gpt2", "qwen3")
+    for stage in (0, 1, 2, 3)
+    for tp in (1, 2)
+    for accumulation in (1, 2)
+    for bf16 in (False, True)
+    for mode in ("none", "selective", "full")
+]
+FIELDS = ("kind", "stage", "tp", "accumulation", "bf16", "mode")
+
+
+@pytest.mark.parametrize(FIELDS, COVER)
+def test_peak(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str) -> None:
+    """A cover of the matrix."""
+    config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
+    check(*foretold_and_measured(fake_world, kind, config))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(FIELDS, WHOLE)
+def test_peak_everywhere(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str) -> None:
+    """The matrix."""
+    config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
+    check(*foretold_and_measured(fake_world, kind, config))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "one process": settings(stage=0, accumulation=2, parallel={"dp_replicate": 1}),
+    "one process, bf16": settings(stage=2, accumulation=2, bf16=True, parallel={"dp_shard": 1}),
+    "hybrid": settings(stage=2, accumulation=2, bf16=True, parallel={"dp_replicate": 2}),
+    "hybrid, stage 3": settings(stage=3, accumulation=2, bf16=True, parallel={"dp_replicate": 2}),
+    "bf16 on the wire": settings(stage=0, communication_data_type="bf16"),
+    "loss in pieces": settings(stage=3, parallel={"loss_chunk_tokens": 8}),
+    "SGD": settings(stage=2, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}),
+    "Adam without a fused kernel": settings(stage=0, optimizer={"type": "Adam", "params": {"lr": 0.1, "fused": False, "foreach": True}}),
+    "sequence parallel": settings(stage=3, tp=2, bf16=True, parallel={"sequence_parallel": True}),
+    "three ranks": settings(stage=3, parallel={"dp_shard": 3}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_settings(fake_world: FakeWorld, name: str) -> None:
+    """Hybrid sharding, one process, optimizers with temporaries, the loss in pieces."""
+    check(*foretold_and_measured(fake_world, "llama", OTHERS[name], tied=name == "three ranks"))
+
+
+def test_the_optimizers_temporaries_are_counted(fake_world: FakeWorld) -> None:
+    """They are the peak where the activations are small."""
+    config = OTHERS["Adam without a fused kernel"]
+    forecast, _ = foretold_and_measured(fake_world, "llama", config)
+    fused, _ = foretold_and_measured(fake_world, "llama", {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    assert forecast.peak.phases["optimizer step"] > fused.peak.phases["optimizer step"]
+
+
+PIPELINES = [
+    (4, 0, pipeline_settings(1, 4, "1f1b", pp=2, dp_shard=2)),
+    (4, 2, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=2)),
+    (4, 0, pipeline_settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2)),
+    (4, 2, pipeline_settings(2, 4, "interleaved-1f1b", pp=2, dp_shard=2)),
+    (4, 0, pipeline_settings(2, 4, "interleaved-zero-bubble", pp=2, dp_shard=2)),
+    (4, 0, pipeline_settings(1, 4, "zbv", pp=2, dp_shard=2)),
+    (4, 2, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2)),
+    (4, 1, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2)),
+    (16, 13, pipeline_settings(1, 4, "zbv", pp=2, dp_shard=4, tp=2)),
+    (12, 0, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=3, tp=2, sequence_parallel=True)),
+]
+
+
+@pytest.mark.parametrize(("world", "rank", "config"), PIPELINES, ids=[f"rank{rank}-{named(config)}" for _, rank, config in PIPELINES])
+def test_pipelines(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: int, config: dict[str, Any]) -> None:
+    """Micro-batches in flight, several stages on a rank, backwards in halves."""
+    monkeypatch.setattr(test_pipeline_bytes, "LENGTH", LENGTH)
+    fake_world(world, rank)
+    resolved = resolve(load(config), world_size=world)
+    model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
+    forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    engine, *_ = test_pipeline_bytes.build(config, world)
+    with delivered_at_once():
+        check(forecast, measure_peak(engine, data(config["gradient_accumulation_steps"])))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
+    """On fake tensors, with the real collectives, stages and optimizer."""
+    shard = 2 if stage else 1
+    config = pipeline_settings(stage, 2, "1f1b", pp=pp, dp_shard=shard)
+    resolved = resolve(load(config), world_size=pp * shard)
+    found = foretell(cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS), resolved, rank=0, samples=2, length=LENGTH)
+    model = cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS)
+    rehearsed = rehearse(model, resolved, rank=0, samples=2, length=LENGTH)
+    assert found.peak.peak_bytes == pytest.approx(rehearsed.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"compile": {"enabled": True}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+    ],
+)
+def test_what_is_not_foretold_is_said(more: dict[str, Any]) -> None:
+    """By name, and never guessed."""
+    resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, **more}), world_size=2)
+    assert why_not_foretold(resolved)
+    with pytest.raises(InputError, match="not foretold"):
+        foretell(cases.build("llama", tied=False), resolved, rank=0, samples=1, length=8)
