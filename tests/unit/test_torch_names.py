@@ -294,6 +294,8 @@ def test_process_group_of() -> None:
     assert group is not None
     assert _torch.process_group_of((torch.ones(1), group.boxed())).size() == 2
     assert _torch.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
+
+
 def test_storage_tracker_counts_resizes() -> None:
     """What existed, what appears, and what is resized in place."""
     existing = torch.zeros(100)

@@ -165,6 +165,7 @@ class _DryStep:
                 batch_bytes=sum(x.nbytes for x in self.piece.values()) * self.resolved.batch.accumulation,
                 buffer_bytes=storage_bytes(self.parts.model.buffers()),
                 optimizer_temporary_bytes=optimizer_temporary_bytes,
+                exchanges_reductions=self.mesh.device.type == "cpu",
             )
 
     def _stage(self, index: int, stage: Stage | None) -> StageMoments:

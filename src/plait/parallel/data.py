@@ -247,7 +247,7 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     units: dict[int, Array] = {}
     largest = zero
     for parameter in facts.trainable:
-        rows, row_numel = _local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        rows, row_numel = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
         units[parameter.unit] = units.get(parameter.unit, zero) + -(-rows // ledger.dp_shard) * row_numel * parameter.itemsize
         largest = np.maximum(largest, rows * row_numel * parameter.itemsize)
     return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)

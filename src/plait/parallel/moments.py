@@ -79,3 +79,5 @@ class StepFacts:
     """Buffers of the rank's model."""
     optimizer_temporary_bytes: int
     """The most that the optimizer's step holds beside its states."""
+    exchanges_reductions: bool = False
+    """Whether a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs (`comm.reduce_scatter`)."""

@@ -346,7 +346,7 @@ class _Walk:
         self.look(
             f"reduction of {self._unit(unit)}",
             # On one rank torch divides into a buffer of its own, and copies.
-            buffers=bytes_.reduce_output + (bytes_.reduce_input if self.ranks == 1 else 0),
+            buffers=bytes_.reduce_output + (bytes_.reduce_input if self.ranks == 1 or self.facts.exchanges_reductions else 0),
             shards=bytes_.sharded_gradients if casts else 0,
         )
         if self.replicas > 1:

@@ -7,15 +7,14 @@ Nothing is predicted anew: the same closed forms as in the search, asked for mor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from plait.errors import InputError
-from plait.parallel.timeline import Timeline, peak_in_flight
+from plait.parallel.timeline import Timeline
 from plait.planner.calibrate import Calibration, merged, uncalibrated
-from plait.planner.memory import MOMENTS, TERMS, States, memory_bytes
+from plait.planner.memory import MOMENTS, TERMS, memory_bytes
 from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
 from plait.planner.simulate import RANK_TERMS, timeline_of
 from plait.planner.step import TERMS as TERM_MEANINGS
@@ -48,37 +47,20 @@ class RankMemory:
 
 
 def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> tuple[RankMemory, ...]:
-    """Every pipeline rank of a choice, the first first. Ranks between the ends hold as many micro-batches as the schedule's table says;
-    they are one row where it has none. The largest is the choice's own figure."""
+    """Every pipeline rank of a choice, the first first. The one that allocates most is the choice's own figure."""
     rates = merged(calibration or uncalibrated())
     job = job_of(request, layouts_of(choice))
-    states = states_of(request, job)
     pp, spread = int(choice.layout["pp"]), choice.needed_high / choice.needed
 
-    def priced(title: str, rank: str, states: States = states) -> RankMemory:
-        found = memory_bytes(job, rates, states, ranks=(rank,))
+    def priced(rank: int) -> RankMemory:
+        which = "first" if rank == 0 else "last" if rank == pp - 1 else "inner"
+        found = memory_bytes(job, rates, states_of(request, job, inner=rank), ranks=(which,))
         terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
         needed = sum(terms.values())
+        title = f"rank {rank}" if pp > 1 else "every rank"
         return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, needed * spread)
 
-    if pp == 1:
-        return (priced("every rank", "first"),)
-    try:
-        table = timeline_of(job, rates).schedule
-    except InputError:
-        inner = [priced("inner stages", "inner")] if pp > 2 else []
-        return (priced("first stage", "first"), *inner, priced("last stage", "last"))
-    peaks = None if table.splits_backward else peak_in_flight(table)  # put-off gradients of weights have a closed form only
-    rows = [priced("rank 0", "first")]
-    for rank in range(1, pp - 1):
-        rows.append(priced(f"rank {rank}", "inner", states if peaks is None else _holding(states, peaks[rank])))
-    return (*rows, priced(f"rank {pp - 1}", "last"))
-
-
-def _holding(states: States, in_flight: float) -> States:
-    assert states.units is not None
-    units = states.units
-    return replace(states, units={**units, "inner": replace(units["inner"], in_flight=np.full(1, in_flight))})
+    return tuple(priced(rank) for rank in range(pp))
 
 
 def timeline(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> Timeline:

@@ -23,15 +23,16 @@ def idle_share(layouts: Layouts) -> Numbers:
     return share / np.where(interleaved, layouts.vpp, 1)
 
 
-def in_flight(layouts: Layouts) -> Numbers:
-    """Micro-batches whose activations the first stage holds at most, in whole stages."""
+def in_flight(layouts: Layouts, rank: int = 0) -> Numbers:
+    """Micro-batches whose activations a rank of the pipeline holds at most, in units of all its stages. For the last rank see
+    `in_flight_last`."""
     pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation
     deepest = [
         np.ones_like(np.asarray(pp, dtype=float)),  # none
         np.asarray(m, dtype=float),  # gpipe
-        np.asarray(pp, dtype=float),  # 1f1b
-        pp + (pp - 1) / vpp,  # interleaved
-        np.asarray(pp, dtype=float),  # zb-h1
+        np.asarray(pp - rank, dtype=float),  # 1f1b
+        pp + (pp - 1 - 2 * rank) / vpp,  # interleaved
+        np.asarray(pp - rank, dtype=float),  # zb-h1
         np.asarray(pp, dtype=float),  # interleaved-zb
         np.asarray(pp, dtype=float),  # zbv
         pp + 0.5,  # dualpipev
@@ -55,15 +56,6 @@ def in_flight_last(layouts: Layouts) -> Numbers:
         pp + 0.5,
     ]
     return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)
-
-
-def in_flight_second(layouts: Layouts) -> Numbers:
-    """The same for the stage after the first: with 1F1B one less, with interleaving two chunks less."""
-    schedule, deepest = np.asarray(layouts.schedule), in_flight(layouts)
-    one_less = np.isin(schedule, [SCHEDULES.index("1f1b"), SCHEDULES.index("zb-h1")])
-    chunks_less = schedule == SCHEDULES.index("interleaved")
-    held = np.where(one_less, layouts.pp - 1, np.where(chunks_less, layouts.pp + (layouts.pp - 3) / layouts.vpp, deepest))
-    return np.minimum(held, deepest)
 
 
 def put_off(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:

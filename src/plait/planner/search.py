@@ -230,9 +230,10 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     return estimate(job, rates, states_of(request, job))
 
 
-def states_of(request: Request, job: Job) -> States:
-    """Bytes of model states of its candidates, from the techniques' own accounts."""
-    return account_states(job, compute=_compute_dtype(request))
+def states_of(request: Request, job: Job, *, inner: int | None = None) -> States:
+    """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the rank to price between the ends of a
+    pipeline, by default the one that keeps most."""
+    return account_states(job, compute=_compute_dtype(request), inner=inner)
 
 
 def layouts_of(choice: Choice) -> Layouts:

@@ -6,6 +6,7 @@ The facts are written from an Architecture, so no model is built; tests compare 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -17,9 +18,9 @@ from plait.parallel.precision import Precision
 from plait.parallel.stages import cut
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import PRECISIONS, Numbers
-from plait.planner.job import SCHEDULES, Job
+from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.peak import States, Units
-from plait.planner.pipeline import in_flight, in_flight_last, in_flight_second, put_off
+from plait.planner.pipeline import in_flight, in_flight_last, put_off
 
 _MASTER_BYTES = 4
 """Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
@@ -108,11 +109,12 @@ def account_rows(job: Job) -> States:
     return States(first, last)
 
 
-def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
-    """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner stage, for every candidate of
+def account_states(job: Job, *, compute: str | None = "bfloat16", inner: int | None = None) -> States:
+    """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner rank, for every candidate of
     one model.
 
-    `compute` is the dtype of forward and backward; None computes in float32.
+    `compute` is the dtype of forward and backward; None computes in float32. `inner` is the rank to price between the ends; by default the
+    one that keeps most.
     """
     at, model = job.layouts, job.model
     size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp))
@@ -198,7 +200,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
             losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
         )
 
-    first_layers, last_layers, inner_layers = _layers_of_ranks(job, size)
+    first_layers, last_layers, inner_layers, inner_flight = _layers_of_ranks(job, size, inner)
     v_shaped = np.broadcast_to(np.isin(np.asarray(at.schedule), [SCHEDULES.index("zbv"), SCHEDULES.index("dualpipev")]), (size,)) & ~single
     one, none = np.ones(size), np.zeros(size)
     both = single | v_shaped  # a V ends where it began
@@ -210,9 +212,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
         "norm": np.where(v_shaped, none, one),
         "head": np.where(v_shaped, none, one),
     }
-    flights = [
-        np.broadcast_to(np.where(single, 1.0, value), (size,)) for value in (in_flight(at), in_flight_last(at), in_flight_second(at))
-    ]
+    flights = [np.broadcast_to(np.where(single, 1.0, value), (size,)) for value in (in_flight(at), in_flight_last(at), inner_flight)]
     late_first, late_last = put_off(at)
     inner_on = dict.fromkeys(first_on, none)
     return States(
@@ -227,21 +227,32 @@ def account_states(job: Job, *, compute: str | None = "bfloat16") -> States:
     )
 
 
-def _layers_of_ranks(job: Job, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Layers of the first and of the last rank of a pipeline, and the most of one between them, cut as the engine cuts: alike blocks, and
-    the head's product on the last stage (`stages.forward_costs`, in elements)."""
+def _layers_of_ranks(job: Job, size: int, inner: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Layers of the first and of the last rank of a pipeline, and layers and micro-batches in flight of `inner`, by default of the rank
+    between them that keeps most. Cut as the engine cuts: alike blocks, and the head's product on the last stage (`stages.forward_costs`, in
+    elements)."""
     model, at = job.model, job.layouts
-    pp, vpp, schedule = (np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in (at.pp, at.vpp, at.schedule))
+    rows = [np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in (at.pp, at.vpp, at.schedule, at.accumulation)]
     block = float(model.block_parameters / model.layers) - float(model.small_parameters)
-    kinds, inverse = np.unique(np.stack([pp, vpp, schedule], axis=1), axis=0, return_inverse=True)
-    found = np.zeros((len(kinds), 3))
-    for index, (ranks, chunks, kind) in enumerate(kinds.tolist()):
+    kinds, inverse = np.unique(np.stack(rows, axis=1), axis=0, return_inverse=True)
+    cuts: dict[int, Sequence[int]] = {}
+    found = np.zeros((len(kinds), 4))
+    for index, (ranks, chunks, kind, micro_batches) in enumerate(kinds.tolist()):
         stages = ranks * chunks
-        if ranks == 1 or stages > model.layers:
-            found[index] = int(model.layers) if ranks == 1 else -(-int(model.layers) // ranks)
+        if ranks == 1:
+            found[index] = int(model.layers), int(model.layers), 0, 0
             continue
-        counts = cut([block] * int(model.layers), stages, last=float(model.vocab * model.hidden))
+        if stages not in cuts:
+            even = stages > model.layers  # priced for comparison; no engine runs it
+            weights = [block] * int(model.layers)
+            cuts[stages] = (
+                [-(-int(model.layers) // stages)] * stages if even else cut(weights, stages, last=float(model.vocab * model.hidden))
+            )
+        counts = cuts[stages]
         in_a_v = SCHEDULES[kind] in ("zbv", "dualpipev")
-        by_rank = [counts[r] + counts[-1 - r] if in_a_v else sum(counts[r::ranks]) for r in range(ranks)]
-        found[index] = by_rank[0], by_rank[-1], max(by_rank[1:-1], default=0)
-    return found[inverse.ravel(), 0], found[inverse.ravel(), 1], found[inverse.ravel(), 2]
+        layers = [counts[r] + counts[-1 - r] if in_a_v else sum(counts[r::ranks]) for r in range(ranks)]
+        one = Layouts(pp=ranks, vpp=chunks, schedule=kind, accumulation=micro_batches)
+        between = {r: (layers[r], float(in_flight(one, r))) for r in range(1, ranks - 1)}
+        chosen = between.get(inner) if inner is not None else max(between.values(), key=lambda held: held[0] * held[1], default=None)
+        found[index] = layers[0], layers[-1], *(chosen or (0, 0))
+    return tuple(found[inverse.ravel(), column] for column in range(4))

@@ -5,7 +5,7 @@ from plait.parallel.schedule import make_schedule
 from plait.parallel.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.offers import SCHEDULE_NAMES
-from plait.planner.pipeline import idle_share, in_flight, in_flight_last, in_flight_second, put_off
+from plait.planner.pipeline import idle_share, in_flight, in_flight_last, put_off
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
@@ -54,8 +54,8 @@ def test_in_flight_is_what_the_table_holds(schedule, vpp, pp, m):
     """Rank 0 has the first stage; the last is on the last rank, or on rank 0 where stages form a V."""
     table = make_schedule(SCHEDULE_NAMES[schedule], pp=pp, microbatches=m, stages_per_rank=vpp)
     peaks, layouts = peak_in_flight(table), at(schedule, pp=pp, m=m, vpp=vpp)
-    assert in_flight(layouts)[0] == pytest.approx(peaks[0])
-    assert in_flight_second(layouts)[0] == pytest.approx(peaks[1])
+    for rank in range(pp - 1):
+        assert in_flight(layouts, rank)[0] == pytest.approx(peaks[rank])
     # Micro-batches whose gradients of weights are put off are held until these are done.
     last = max(in_flight_last(layouts)[0], put_off(layouts)[1][0].max())
     assert last == pytest.approx(peaks[table.stage_ranks[-1]])
