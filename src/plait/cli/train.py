@@ -36,8 +36,9 @@ def train(
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
-    Goes on from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step with a
-    checkpoint. Exit code 0 when all steps are done, 130 or 143 after Ctrl-C or SIGTERM.
+    Where the layout says "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others) it is planned first, for the devices of this
+    machine. Goes on from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step
+    with a checkpoint. Exit code 0 when all steps are done, 130 or 143 after Ctrl-C or SIGTERM.
     """
     overrides = list(set_ or ())
     if claim(os.environ) is not None:
@@ -50,9 +51,14 @@ def train(
 def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
     """What a person runs: nothing is started before everything was checked."""
     from plait.cli import launch
+    from plait.cli.planning.automatic import planned_file
     from plait.config.resolve import load
 
-    config, console = load(file, overrides), _console()
+    console = _console()
+    planned = planned_file(file, overrides, fresh=fresh, say=partial(console.print, soft_wrap=True))
+    if planned is not None:
+        file, overrides = planned, []
+    config = load(file, overrides)
     processes = _processes(config)
     checked = _check(config, world_size=processes, console=console, fresh=fresh)
     aside = checked.folder.set_aside() if fresh else None
@@ -69,12 +75,15 @@ def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
 
 def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
     """What each process of a launcher runs. announced: the user has been told about the run before it was started."""
+    from plait.cli.planning.automatic import refuse_auto
     from plait.cluster.topology import place
     from plait.config.resolve import load
 
     here = place()
     console = _console(quiet=here.rank != 0)
     try:
+        if not announced:
+            refuse_auto(file, overrides)
         checked = _check(load(file, overrides), world_size=here.world_size, console=console)
     except PlaitError as error:
         if here.local_rank:  # the first process of this machine reads the same files and says the same

@@ -11,6 +11,9 @@ from plait.cluster.layout import Layout
 from plait.config.schema import ParallelSection
 from plait.errors import ConfigError, Problem
 
+PLANNED = ("parallel.tp", "parallel.pp", "parallel.sequence_parallel", "parallel.recompute.mode", "zero_optimization.stage")
+"""Fields of a file that may say "auto" where a plan answers it, which `plait train` and `plait plan` make."""
+
 
 def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> Layout:
     """The layout of `world_size` processes. Raises ConfigError with the numbers and what works."""

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from plait.config import keys
+from plait.config.degrees import PLANNED
 from plait.config.names import instead
 from plait.config.schema import Config
 from plait.errors import ConfigError, Problem
@@ -50,6 +51,9 @@ def _problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
         text = errors[0]["msg"].removeprefix("Value error, ")
         shown = None if isinstance(value, dict) else value
         return [Problem(field, shown, *_split(part)) for part in text.split(" Also: ")]
+    if value == "auto" and field in PLANNED:
+        remedy = "run `plait plan FILE --out planned.json` and take planned.json"
+        return [Problem(field, value, "is answered by a plan, which only `plait train` makes by itself", remedy)]
     told = [_tell(error) for error in errors]
     return [Problem(field, value, "must be " + " or ".join(dict.fromkeys(rule for rule, _ in told)), told[0][1])]
 

@@ -5,9 +5,11 @@ Works on the tree of a file, before the schema sees it, so any field of the layo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from plait.config.degrees import PLANNED
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
@@ -36,12 +38,32 @@ def asks(tree: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(path for path in FIELDS if _at(tree, path) == "auto")
 
 
+def searched(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """The paths that say "auto" and that nothing but a search answers."""
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    open_sizes = [path for path in sizes if _at(tree, path) == "auto"]
+    follows = len(open_sizes) < 2 and all(_at(tree, path) is not None for path in sizes)  # one from the other and the whole batch
+    return tuple(path for path in asks(tree) if path in PLANNED or (path in open_sizes and not follows))
+
+
+def without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """A copy in which some paths are left out."""
+    whole = copy.deepcopy(dict(tree))
+    for path in paths:
+        *sections, name = path.split(".")
+        here = whole
+        for section in sections:
+            here = here[section]
+        del here[name]
+    return whole
+
+
 def complete(tree: Mapping[str, Any], *, cluster: Cluster, calibration: Calibration | None = None) -> tuple[dict[str, Any], Plan]:
     """(the configuration with nothing of the layout left open, the plan it comes from).
 
     Raises ConfigError where the file has no model or no batch to plan for, or fixes what cannot be, and InputError where nothing fits.
     """
-    request = _request(tree, cluster)
+    request = request_of(tree, cluster)
     found = plan(request, fixed=_fixed(tree), calibration=calibration, best=1)
     if not found.best:
         least = min(found.shortages, key=lambda shortage: shortage.needed, default=None)
@@ -50,7 +72,8 @@ def complete(tree: Mapping[str, Any], *, cluster: Cluster, calibration: Calibrat
     return config_of(request, found.best[0], tree), found
 
 
-def _request(tree: Mapping[str, Any], cluster: Cluster) -> Request:
+def request_of(tree: Mapping[str, Any], cluster: Cluster) -> Request:
+    """What is planned for a file. Raises ConfigError where it does not say enough."""
     section = tree.get("model")
     data = tree.get("data") or {}
     problems = []

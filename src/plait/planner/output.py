@@ -119,17 +119,19 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write the best choice as a configuration and beside it `<name>.plan.json`. Returns both. Raises InputError where they cannot be
-    written."""
+    """Write the best choice as a configuration and beside it `<name>.plan.json`, which holds what was asked for (`base`) too.
+
+    Returns both. Raises InputError where they cannot be written."""
     path = Path(path)
     if path.suffix != ".json":
         raise InputError(f"{path}: the configuration is written as JSON; give a name that ends in .json")
     beside = path.with_suffix(".plan.json")
     best = plan.best[0]
+    sidecar = sidecar_of(plan, best) | {"asked": base}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(config_of(plan.request, best, base), indent=2) + "\n", encoding="utf-8")
-        beside.write_text(json.dumps(sidecar_of(plan, best), indent=2) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return path, beside

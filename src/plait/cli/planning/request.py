@@ -43,9 +43,11 @@ def read_request(
     if file is not None:
         from plait.config.resolve import load
         from plait.config.source import read
+        from plait.planner.auto import searched, without
 
-        config = load(file)
         base = dict(read(file).tree)
+        answered = searched(base)
+        config = load(without(base, answered) if answered else file)
         if isinstance(config.train_batch_size, int):
             batch = batch or config.train_batch_size
         elif isinstance(config.train_micro_batch_size_per_gpu, int):
@@ -67,7 +69,7 @@ def read_request(
         raise InputError(
             "--model: nothing to plan for; name a public model (`plait plan --list`), a config.json, or a training configuration"
         )
-    machines = _cluster(gpus, gpu, per_node, cluster, memory_gib, network)
+    machines = cluster_for(gpus=gpus, gpu=gpu, per_node=per_node, file=cluster, memory_gib=memory_gib, network=network)
     if precision is None:
         precision = next(p for p in ("bf16", "fp16", "fp32") if p in machines.device.flops)
         precision = "fp32" if machines.device.name == "cpu" else precision
@@ -84,9 +86,16 @@ def read_request(
     return Request(planned, machines, batch, sequence, precision, compiled, everything), base, notes
 
 
-def _cluster(
-    gpus: int | None, gpu: str | None, per_node: int | None, file: Path | None, memory_gib: float | None, network: float | None
+def cluster_for(
+    *,
+    gpus: int | None,
+    gpu: str | None = None,
+    per_node: int | None = None,
+    file: Path | None = None,
+    memory_gib: float | None = None,
+    network: float | None = None,
 ) -> Cluster:
+    """The devices that are planned for: those that are named, else this machine's. Raises InputError for what is missing or unknown."""
     from plait.planner.hardware import cluster, cluster_of
     from plait.units import GIB
 

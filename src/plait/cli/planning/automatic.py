@@ -1,0 +1,68 @@
+"""A training file in which the layout says "auto": planned for the devices that are here, and written as the file that runs.
+
+That file stands beside the run's folder. As long as the training file asks for the same, the next start takes it as it is, so a run keeps
+its layout when it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.errors import InputError
+
+
+def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable[[str], None]) -> Path | None:
+    """The file with nothing of the layout left open; None where `file` leaves nothing open that takes a search. Raises ConfigError or
+    InputError for what cannot be planned."""
+    from plait.config.resolve import look
+    from plait.planner.auto import complete, request_of, searched
+
+    _, found = look(file, overrides)
+    asked = searched(found.tree)
+    if found.problems or not asked:
+        return None
+    from plait.cli.planning.request import cluster_for, read_calibration
+    from plait.planner.explain import describe
+    from plait.planner.output import write
+
+    run = found.tree.get("run") or {}
+    path = Path(str(run.get("folder") or f"runs/{file.stem}") + ".planned.json").expanduser()
+    if not fresh and _asked(path) == found.tree:
+        say(f'{", ".join(asked)}: "auto" was planned before ({path})')
+        return path
+    processes = run.get("processes")
+    cluster = cluster_for(gpus=processes if isinstance(processes, int) else None)
+    calibration, notes = read_calibration(None, request_of(found.tree, cluster))
+    _, plan = complete(found.tree, cluster=cluster, calibration=calibration)
+    write(plan, path, found.tree)
+    best = plan.best[0]
+    for note in notes:
+        say(note)
+    chosen = f"{describe(best.layout)}, {best.seconds:.3g} s a step predicted, of {plan.candidates:,} layouts"
+    say(f'{", ".join(asked)}: "auto" is {chosen} ({path})')
+    return path
+
+
+def refuse_auto(file: Path, overrides: list[str]) -> None:
+    """Raise InputError for a file that takes a search, in one of several processes that are there already."""
+    from plait.config.resolve import look
+    from plait.planner.auto import searched
+
+    _, found = look(file, overrides)
+    asked = searched(found.tree)
+    if asked and not found.problems:
+        raise InputError(
+            f'{file}: {", ".join(asked)} = "auto" is planned before processes are started, and these are there already; run '
+            f"`plait plan {file} --out planned.json` and start planned.json, or use `plait train {file}` on one machine"
+        )
+
+
+def _asked(path: Path) -> Mapping[str, Any] | None:
+    try:
+        content = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
+        return content.get("asked") if path.is_file() else None
+    except (OSError, ValueError):
+        return None
