@@ -26,7 +26,7 @@ from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.forecast import foretell, foretell_on
 from plait.engine.rehearsal import foretell_messages
 from plait.model.blocks import find_blocks
-from plait.parallel.peak import PEAK_KINDS
+from plait.parallel.moments import PEAK_KINDS
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.tensor import TensorParallel

@@ -15,7 +15,7 @@ from plait.config.resolve import load, resolve
 from plait.engine.forecast import Forecast, foretell, foretell_on, why_not_foretold
 from plait.engine.rehearsal import rehearse
 from plait.errors import InputError
-from plait.parallel.peak import PEAK_KINDS
+from plait.parallel.moments import PEAK_KINDS
 from plait.verify.memory import MeasuredPeak, measure_peak
 from tests.fake import test_pipeline_bytes
 from tests.parity import cases

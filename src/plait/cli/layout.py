@@ -141,7 +141,7 @@ def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[in
 def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None, length: int | None) -> None:
     from rich.console import Console
 
-    from plait.parallel.peak import PEAK_KINDS
+    from plait.parallel.moments import PEAK_KINDS
     from plait.units import format_bytes
 
     console = Console(soft_wrap=True, highlight=False)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.files import require_writable
 from plait.cli.planning.rehearse import dry_run as rehearse_rank
 from plait.cli.planning.rehearse import own_layout, print_dry_run
 from plait.cli.planning.report import write_report, write_trace
 from plait.cli.planning.request import read_calibration, read_request
 from plait.cli.planning.show import print_evaluation, print_names, print_nothing_fits, print_plan, write_json
 from plait.errors import InputError
+from plait.observe.files import require_writable
 
 if TYPE_CHECKING:
     from plait.planner.calibrate import Calibration

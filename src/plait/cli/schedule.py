@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.files import require_writable, write_text
+from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

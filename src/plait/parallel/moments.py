@@ -17,6 +17,23 @@ Direction = Literal["forward", "backward", "weights"]
 """`weights` is the second half of a backward that is split in two; the first half is a `backward` too."""
 
 
+PEAK_KINDS: dict[str, str] = {
+    "parameters": "parameters (their shards)",
+    "optimizer": "optimizer states",
+    "gradients": "gradients (their shards)",
+    "gathered_parameters": "gathered parameters",
+    "unsharded_gradients": "whole gradients",
+    "communication": "buffers of gathers and reductions",
+    "activations": "activations of all micro-batches in flight",
+    "logits": "logits and loss",
+    "temporaries": "temporaries of backward or of the optimizer",
+    "messages": "tensors on their way between stages",
+    "batch": "the batch",
+    "buffers": "buffers of the model",
+}
+"""What a peak is made of, and what to call it."""
+
+
 @dataclass(frozen=True)
 class Alive:
     """Bytes of one micro-batch."""

@@ -12,25 +12,9 @@ from dataclasses import dataclass, replace
 
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger
-from plait.parallel.moments import BESIDE, HEAD, LOSS, Alive, Moment, StageMoments, StepFacts
+from plait.parallel.moments import BESIDE, HEAD, LOSS, PEAK_KINDS, Alive, Moment, StageMoments, StepFacts
 from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
 from plait.parallel.unit_bytes import ROOT, UnitBytes, unit_bytes
-
-PEAK_KINDS: dict[str, str] = {
-    "parameters": "parameters (their shards)",
-    "optimizer": "optimizer states",
-    "gradients": "gradients (their shards)",
-    "gathered_parameters": "gathered parameters",
-    "unsharded_gradients": "whole gradients",
-    "communication": "buffers of gathers and reductions",
-    "activations": "activations of all micro-batches in flight",
-    "logits": "logits and loss",
-    "temporaries": "temporaries of backward or of the optimizer",
-    "messages": "tensors on their way between stages",
-    "batch": "the batch",
-    "buffers": "buffers of the model",
-}
-"""What a peak is made of, and what to call it."""
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,9 @@ class _Pass:
             length=boundary.length if boundary is not None else 0,
         )
         if stage.last:
-            outputs = [expect_backward(self.runtime.staged.model, self.loss(output, piece))]
+            loss = self.loss(output, piece)
+            # Where torch has found every tensor of the output, it makes the root ready once the loss's own backward is done.
+            outputs = [expect_backward(self.runtime.staged.model, loss) if _is_opaque(output) else loss]
         else:
             outputs = self._hand_on(action, output)
         self._check_known(stage, action.microbatch, received, outputs)
@@ -272,3 +274,8 @@ def _slot(leaf: Any, tensors: list[torch.Tensor]) -> Any:
         return leaf
     tensors.append(leaf)
     return Slot(len(tensors) - 1)
+
+
+def _is_opaque(output: Any) -> bool:
+    """Whether something in a model's output is of a class into which torch does not look."""
+    return any(not isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(output))

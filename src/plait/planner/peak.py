@@ -46,7 +46,7 @@ class Units:
     """Outside of the blocks."""
     head: Numbers
     """Of the matrix that makes the logits; 0 on a rank without it."""
-    width: int
+    width: Numbers
     """Bytes of a weight in forward and backward."""
     sharded: Numbers
     """Whether `fully_shard` is used at all; otherwise weights and gradients are whole and stay."""
@@ -174,7 +174,7 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     if np.any((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3)):
         # Where stages alternate, the block that is computed and the two to come are gathered in a forward too.
         transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.tokens
-        forward = {"gradients": adds_up, "gathered": _gathered(rank, left=3, ahead=3), "activations": deepest, "working": transient}
+        forward = {"gradients": adds_up, "gathered": _gathered(rank, left=2, ahead=2), "activations": deepest, "working": transient}
         yield "forward of a block", _where((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3), forward)
     for done in (0, 1, np.maximum(layers - 2, 0), layers - 1):
         yield from _block(rank, alone, adds_up, done=done, last=True)

@@ -6,8 +6,9 @@ The facts are written from an Architecture, so no model is built; tests compare 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -97,16 +98,29 @@ def account_rows(job: Job) -> States:
     size = np.size(job.sequence)
     names = [f.name for f in fields(Architecture)]
     keys = [(*(np.asarray(getattr(job.model, name))[i].item() for name in names), int(job.precision[i])) for i in range(size)]
-    first: dict[str, np.ndarray] = {}
-    last: dict[str, np.ndarray] = {}
+    parts = []
     for key in dict.fromkeys(keys):
         index = np.array([i for i, other in enumerate(keys) if other == key])
         part = replace(job.take(index), model=Architecture(*key[:-1]))
-        found = account_states(part, compute={"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[key[-1]]))
-        for whole, some in ((first, found.first), (last, found.last)):
-            for name, value in some.items():
-                whole.setdefault(name, np.zeros(size))[index] = value
-    return States(first, last)
+        parts.append((index, account_states(part, compute={"bf16": "bfloat16", "fp16": "float16"}.get(PRECISIONS[key[-1]]))))
+    whole: States = _stacked(parts, size)
+    return whole
+
+
+def _stacked(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
+    """Parts of the same form put together, each at its places: of dataclasses, mappings and tuples, down to their arrays."""
+    shape = parts[0][1]
+    if isinstance(shape, Mapping):
+        return {name: _stacked([(index, part[name]) for index, part in parts], size) for name in shape}
+    if isinstance(shape, tuple):
+        return tuple(_stacked([(index, part[place]) for index, part in parts], size) for place in range(len(shape)))
+    if is_dataclass(shape):
+        stacked = {f.name: _stacked([(index, getattr(part, f.name)) for index, part in parts], size) for f in fields(shape)}
+        return replace(shape, **stacked)  # type: ignore[type-var]
+    whole = np.zeros(size, dtype=np.asarray(shape).dtype)
+    for index, part in parts:
+        whole[index] = part
+    return whole
 
 
 def account_states(job: Job, *, compute: str | None = "bfloat16", inner: int | None = None) -> States:

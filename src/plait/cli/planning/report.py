@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.cli.files import write_text
 from plait.errors import InputError
+from plait.observe.files import write_text
 
 if TYPE_CHECKING:
     from plait.planner.calibrate import Calibration
