@@ -112,8 +112,8 @@ def device(name: str) -> Device:
 
 
 def _place(patterns: list[str], name: str) -> int | None:
-    """Where in `name` the first pattern begins: of several devices that are named, the first is meant."""
-    return min((match.start() for pattern in patterns if (match := re.search(pattern, name))), default=None)
+    """Where in `name` the first pattern begins: of several devices that are named, the first is meant. An H1000 is no H100."""
+    return min((match.start() for pattern in patterns if (match := re.search(f"(?:{pattern})(?![0-9])", name))), default=None)
 
 
 def stack(devices: list[Device]) -> Device:

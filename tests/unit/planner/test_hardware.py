@@ -49,9 +49,10 @@ def test_names_of_published_tables(written, name):
     assert device(written).name == name
 
 
-def test_an_unknown_device_names_the_nearest():
+@pytest.mark.parametrize("written", ["h10", "h1000"])
+def test_an_unknown_device_names_the_nearest(written):
     with pytest.raises(InputError, match="did you mean h100"):
-        device("h10")
+        device(written)
 
 
 def test_a_cluster_has_whole_nodes():
