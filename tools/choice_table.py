@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.table import markdown
-from plait.comm.choose import QUANTISE_SECONDS_PER_BYTE, choose_buckets, price_int8
+from plait.comm.choose import QUANTISE_SECONDS_PER_BYTE, choose_buckets, price_quantised
 from plait.comm.links import GroupLinks, Link, describe
 from plait.units import GIB, KIB, MIB, format_bytes
 
@@ -38,7 +38,7 @@ def table() -> str:
     for name, group in topologies().items():
         for gradient_bytes in GRADIENTS:
             choice = choose_buckets(gradient_bytes, group)
-            int8 = price_int8(gradient_bytes, group, quantise_seconds_per_byte=ON_A_GPU)
+            int8 = price_quantised(8, gradient_bytes, group, quantise_seconds_per_byte=ON_A_GPU)
             assert int8 is not None
             rows.append(
                 (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from plait.comm.links import GroupLinks
 from plait.comm.quantise import packed_bytes
@@ -30,7 +31,7 @@ class Choice:
     """A way and its price."""
 
     algorithm: str
-    """A name of `comm.algorithms`, `shared-memory`, or `int8` (quantised to owners and back)."""
+    """A name of `comm.algorithms`, `shared-memory`, or `int8`, `int4` (quantised to owners and back)."""
     seconds: float
     """Of all messages together."""
     bucket_bytes: int
@@ -49,10 +50,13 @@ def prices(
     measured = {way: cost.at(nbytes) for way, cost in group.whole.costs.items() if way in _WAYS}
     composed = _composed(nbytes, group, quantise_seconds_per_byte) if "exchange" in group.whole.costs else {}
     found = composed | measured
-    return {way: found[way] for way in _WAYS if way in found and (lossy or way != "int8")}
+    return {way: found[way] for way in (_WAYS if lossy else _EXACT) if way in found}
 
 
-_WAYS = ("shared-memory", "all-reduce", "reduce-scatter+all-gather", "two-level", "recursive-doubling", "ring", "int8")
+QUANTISED: tuple[Literal[4, 8], ...] = (8, 4)
+"""Bits of a number in what is compressed."""
+_EXACT = ("shared-memory", "all-reduce", "reduce-scatter+all-gather", "two-level", "recursive-doubling", "ring")
+_WAYS = (*_EXACT, *(f"int{bits}" for bits in QUANTISED))
 
 
 def _composed(nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float) -> dict[str, float]:
@@ -68,9 +72,10 @@ def _composed(nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float
     nearby = (group.inside or group.whole).costs["exchange"]
     found["recursive-doubling"] = near * nearby.at(nbytes) + (far * costs["far_exchange"].at(nbytes) if far else 0)
     found["ring"] = 2 * (ranks - 1) * costs["exchange"].at(nbytes / ranks)
-    packed = packed_bytes(int(nbytes) // 4, 8)
-    sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
-    found["int8"] = sent + quantise_seconds_per_byte * nbytes
+    for bits in QUANTISED:
+        packed = packed_bytes(int(nbytes) // 4, bits)
+        sent = costs["reduce_scatter"].at(packed) + costs["all_gather"].at(packed)
+        found[f"int{bits}"] = sent + quantise_seconds_per_byte * nbytes
     return found
 
 
@@ -92,18 +97,19 @@ def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int 
     return _in_buckets(gradient_bytes, group, lambda nbytes: prices(nbytes, group), bucket_bytes)
 
 
-def price_int8(
+def price_quantised(
+    bits: int,
     gradient_bytes: int,
     group: GroupLinks,
     *,
     bucket_bytes: int | None = None,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> Choice | None:
-    """The same for int8 alone; None where the links have no price of it."""
+    """The same for numbers of 8 or 4 bits alone; None where the links have no price of it."""
 
     def price(nbytes: float) -> dict[str, float]:
         found = prices(nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte)
-        return {way: seconds for way, seconds in found.items() if way == "int8"}
+        return {way: seconds for way, seconds in found.items() if way == f"int{bits}"}
 
     return _in_buckets(gradient_bytes, group, price, bucket_bytes) if price(gradient_bytes) else None
 
@@ -146,8 +152,8 @@ def _why(best: str, group: GroupLinks) -> str:
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if best == "recursive-doubling":
         return "Fewest messages in a row, each of all bytes."
-    if best == "int8":
-        return "A quarter of the bytes; the links are slower than quantising."
+    if best.startswith("int"):
+        return f"{best.removeprefix('int')} bits a number; the links are slower than quantising."
     if best == "shared-memory":
         return "All ranks are on one machine and share memory."
     if best == "all-reduce":

@@ -18,6 +18,7 @@ from plait._torch import all_gather_single
 from plait.cluster.mesh import Levels
 from plait.comm.algorithms import Name, exchange, reduce_scatter_steps, run, sum_over
 from plait.comm.buckets import Buckets, Flat
+from plait.comm.choose import QUANTISED
 from plait.comm.compress import QuantisedBuckets
 from plait.comm.links import GroupLinks, Level, measured_cost
 from plait.comm.quantise import BLOCK
@@ -95,7 +96,8 @@ def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.de
             found["shared-memory"] = partial(_sum_bucket, host.buckets([Flat(torch.float32, ((tensor.numel(),),))]))
         if lossy:
             flat = Flat(torch.float32, ((max(1, tensor.numel() // BLOCK), BLOCK),))
-            found["int8"] = partial(_sum_bucket, QuantisedBuckets(group, [flat], device, bits=8, feedback=True))
+            for bits in QUANTISED:
+                found[f"int{bits}"] = partial(_sum_bucket, QuantisedBuckets(group, [flat], device, bits=bits, feedback=True))
         return found
 
     return of

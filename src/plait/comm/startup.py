@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.choose import prices
+from plait.comm.choose import QUANTISED, prices
 from plait.comm.links import GroupLinks, load_with_facts, save
 from plait.comm.measure import SIZES, measure_ways, probe
 from plait.errors import InputError
@@ -80,7 +80,7 @@ def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[s
     found = groups.get(axis)
     if found is None or (found.ranks, found.machines, facts.get("hosts")) != (ranks, machines, hosts):
         return None, ", because the ranks or machines are others than at the last start"
-    if lossy and "int8" not in found.whole.costs:
+    if lossy and not all(f"int{bits}" in found.whole.costs for bits in QUANTISED):
         return None, ", because compression is allowed now and was not measured"
     return found, ""
 

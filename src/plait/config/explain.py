@@ -177,7 +177,7 @@ def values_of(resolved: Resolved) -> tuple[Value, ...]:
 
 def _compression_of(data: DataParallel) -> str:
     if data.may_compress:
-        return "int8 or none, by the first steps"
+        return "int8, int4 or none, by the first steps"
     return "powersgd" if data.compression.powersgd_rank else _BITS[data.compression.gradient_bits]
 
 

@@ -242,7 +242,7 @@ class ParallelSection(Policy):
     compress_gradients: Literal["none", "auto", "int8", "int4", "powersgd"] = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
     factors of every matrix. It changes the training a little; for links that are slower than the computation. "auto", at stage 0: int8 with
-    error feedback if the first steps show that it saves a tenth of a step."""
+    error feedback if the first steps show that it saves a tenth of a step, int4 if that saves another tenth."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
     """Stages 1 to 3: what parameters travel as when they are gathered."""
     error_feedback: FlagOrAuto = "auto"

@@ -88,8 +88,9 @@ def states(parts: Parts) -> dict[str, torch.Tensor]:
 
 def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
     """Put back what `states` gave, where it has the same form; the rest starts anew."""
-    if parts.trial is not None and int(saved.get(_VERDICT, torch.tensor(-1))) >= 0:
-        parts.trial.conclude(compress=bool(saved[_VERDICT]))
+    decided = int(saved.get(_VERDICT, torch.tensor(-1)))
+    if parts.trial is not None and decided in (0, *(option.bits for option in parts.trial.options)):
+        parts.trial.conclude(decided)
     if parts.reducer is not None:
         for name, tensor in parts.reducer.reduction.state.items():
             if name in saved and saved[name].shape == tensor.shape:

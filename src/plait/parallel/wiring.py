@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.distributed as dist
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
-from plait.comm.choose import Choice, choose_buckets, price_int8
+from plait.comm.choose import QUANTISED, Choice, choose_buckets, price_quantised
 from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links
@@ -28,7 +29,7 @@ from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.compression import Compression
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts
-from plait.parallel.trial import Trial
+from plait.parallel.trial import Option, Trial
 
 if TYPE_CHECKING:
     from plait.parallel.data import DataParallel
@@ -44,17 +45,12 @@ class Summing:
     bucket_bytes: int
     said: str
     """For people."""
-    compressed: MakeBuckets | None = None
-    """What may take the buckets' place after the first steps; None where that is not open."""
-    compressed_bucket_bytes: int = 0
-    int8_saves_seconds: float = 0.0
-    """What it would take less for all gradients of a step."""
+    options: tuple[Option, ...] = ()
+    """What may take the buckets' place after the first steps."""
 
     def trial_of(self, reducer: Reducer) -> Trial | None:
         """The steps that decide."""
-        if self.compressed is None:
-            return None
-        return Trial(reducer, self.compressed, self.compressed_bucket_bytes, self.int8_saves_seconds)
+        return Trial(reducer, self.options) if self.options else None
 
 
 def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
@@ -68,14 +64,12 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     wanted: str = technique.all_reduce
     why = "set in the configuration"
     bucket_bytes, shared = technique.bucket_bytes, None
-    int8: Choice | None = None
-    saves: float | None = None
-    no_int8 = "the links were not measured"
+    found: Found | None = None
+    whole: Choice | None = None
     if wanted == "two-level" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
     if wanted == "by-machines" and dist.get_backend(group) != "fake":
-        found = None
         if technique.links is not None:
             found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
         else:
@@ -94,32 +88,54 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
                 )
         if found is not None:
             given = None if technique.bucket_by_links else bucket_bytes
-            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
-            wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
-            int8 = price_int8(gradient_bytes, found.links, bucket_bytes=given) if technique.may_compress else None
-            saves = choice.seconds - int8.seconds if int8 is not None else None
-            no_int8 = f"int8 would take {-saves * 1e3:.3g} ms longer" if saves is not None else "int8 was not measured on the links"
+            whole = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
+            wanted, bucket_bytes, why = whole.algorithm, whole.bucket_bytes, f"{whole.reason} The links were {found.how}"
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
         way = shared or connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
         note = "; the links were not measured, because nothing here is faster" if way.name == "shared-memory" else ""
         why = way.reason + note if wanted == "by-machines" else why
-        if way.name == "shared-memory":
-            saves, no_int8 = None, "shared memory is faster than quantising"
         make, said = way.buckets, f"gradients are summed by {way.name}: {why}"
     else:
         make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
         said = f"gradients are summed by {wanted}: {why}"
     if not technique.may_compress:
         return Summing(make, bucket_bytes, said)
+    options, why_not = _options(technique, group, mesh, found, whole, gradient_bytes)
+    if not options:
+        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: {why_not}")
+    saves = ", ".join(f"int{option.bits} {option.saves_seconds * 1e3:.3g} ms" for option in options)
+    return Summing(make, bucket_bytes, f"{said}. The first steps decide on compression, which would save up to: {saves}", options)
+
+
+def _options(
+    technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, found: Found | None, whole: Choice | None, gradient_bytes: int
+) -> tuple[tuple[Option, ...], str]:
+    """(ways to compress that the links make faster than `whole`, why there are none)."""
     if mesh.device.type != "cpu":
-        saves, no_int8 = None, f"what a step waits for is not measured on {mesh.device.type}"
-    if int8 is None or saves is None or saves <= 0:
-        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: {no_int8}")
-    smaller = Compression(gradient_bits=8, error_feedback=technique.compression.error_feedback)
-    said = f"{said}. The first steps decide whether int8 takes its place, which would save up to {saves * 1e3:.3g} ms"
-    return Summing(make, bucket_bytes, said, lambda flats: smaller.buckets(group, flats, mesh.device), int8.bucket_bytes, saves)
+        return (), f"what a step waits for is not measured on {mesh.device.type}"
+    if found is None or whole is None:
+        return (), "the links were not measured, or processes share memory, which is faster than quantising"
+    if whole.algorithm == "shared-memory":
+        return (), "shared memory is faster than quantising"
+    options, why_not = [], "compression was not measured on the links"
+    for bits in QUANTISED:
+        given = None if technique.bucket_by_links else technique.bucket_bytes
+        priced = price_quantised(bits, gradient_bytes, found.links, bucket_bytes=given)
+        if priced is None:
+            continue
+        saves = whole.seconds - priced.seconds
+        if saves > 0:
+            smaller = Compression(gradient_bits=bits, error_feedback=technique.compression.error_feedback)
+            options.append(Option(bits, saves, partial(_compressed, smaller, group, mesh.device), priced.bucket_bytes))
+        else:
+            why_not = f"int{bits} would take {-saves * 1e3:.3g} ms longer"
+    return tuple(options), why_not
+
+
+def _compressed(compression: Compression, group: dist.ProcessGroup, device: torch.device, flats: Sequence[Flat]) -> Buckets:
+    return compression.buckets(group, flats, device)
 
 
 def _from_file(path: str, group: dist.ProcessGroup, machines: int) -> GroupLinks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.comm.choose import choose_all_reduce, choose_buckets, price_int8, prices
+from plait.comm.choose import choose_all_reduce, choose_buckets, price_quantised, prices
 from plait.comm.links import Cost, GroupLinks, Level, Link, describe, measured_cost
 from plait.units import KIB, MIB
 from tools.choice_table import DOCUMENT, topologies, written
@@ -42,7 +42,7 @@ def test_two_levels_halve_the_time_on_ethernet() -> None:
 def test_compression_only_where_it_is_allowed_and_pays() -> None:
     on_gpus = 2e-11
     assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET).algorithm != "int8"
-    assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET, lossy=True).algorithm == "int8"
+    assert choose_all_reduce(25 * MIB, TWO_NODES_ON_ETHERNET, lossy=True).algorithm == "int4"
     assert choose_all_reduce(25 * MIB, NVLINK_NODE, lossy=True, quantise_seconds_per_byte=on_gpus).algorithm == "all-reduce"
 
 
@@ -99,13 +99,13 @@ def test_a_given_bucket_decides_the_way() -> None:
 
 
 def test_what_int8_saves() -> None:
-    slow = price_int8(100 * MIB, TWO_NODES_ON_ETHERNET)
+    slow = price_quantised(8, 100 * MIB, TWO_NODES_ON_ETHERNET)
     assert slow is not None
     assert slow.seconds < choose_buckets(100 * MIB, TWO_NODES_ON_ETHERNET).seconds
-    fast = price_int8(100 * MIB, NVLINK_NODE)
+    fast = price_quantised(8, 100 * MIB, NVLINK_NODE)
     assert fast is not None
     assert fast.seconds > choose_buckets(100 * MIB, NVLINK_NODE).seconds, "quantising on one core takes longer than NVLink"
-    assert price_int8(MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)}))) is None
+    assert price_quantised(8, MIB, GroupLinks("x", 1, 2, Level(2, {"all-reduce": Cost(1e-3, 1e-9)}))) is None
 
 
 def test_small_messages_that_pass_a_buffer_are_no_faster_together() -> None:
