@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ from tests.pool import Pool
 settings.register_profile("plait", deadline=None)  # on a shared machine the clock says nothing about the code
 settings.load_profile("plait")
 torch.set_num_threads(1)  # the machine is shared with the workers
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so would all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
