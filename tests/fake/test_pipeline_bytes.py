@@ -12,6 +12,7 @@ import plait
 from plait._torch import unsharded_gradient_bytes, unsharded_parameter_bytes
 from plait.config.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
+from plait.engine.rehearsal import foretell_messages
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
@@ -40,14 +41,7 @@ def build(config: dict[str, Any], world: int) -> tuple[Engine, Resolved, ModelFa
     facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     assert engine.parts.pipeline is not None and engine._pipeline is not None
-    region = engine.parts.tensor_region
-    length = LENGTH
-    if region is not None:
-        region.length = LENGTH
-        length //= region.group.size() if region.sequence_parallel else 1
-    hidden = torch.empty(2, length, HIDDEN, dtype=engine.parts.compute_dtype or torch.float32)
-    for stage in range(engine.parts.pipeline.schedule.stages - 1):
-        engine._pipeline.runtime.foretell(stage, batch(1), hidden)
+    foretell_messages(engine.model, engine.parts, engine._pipeline, batch(1))
     return engine, resolved, facts, engine.parts.pipeline
 
 
@@ -61,15 +55,7 @@ def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelineParts, ra
     """What the techniques' `account` says of a rank."""
     layout = resolved.layout
     at = layout.coordinates(rank)
-    ledger = Ledger.start(
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        accumulation=resolved.batch.accumulation,
-        shard_rank=at["dp_shard"],
-        tp=layout.tp,
-        tp_rank=at["tp"],
-        tokens=2 * LENGTH,
-    )
+    ledger = Ledger.of_rank(layout, at, accumulation=resolved.batch.accumulation, tokens=2 * LENGTH)
     itemsize = 2 if resolved.precision.compute else 4
     part = layout.tp if resolved.tensor_parallel.sequence_parallel else 1
     counts = stage_counts(

@@ -42,9 +42,7 @@ def step(
     with count_traffic() as traffic:
         engine.train_batch(batch)
     layout = resolved.layout
-    start = Ledger.start(
-        dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard, accumulation=accumulation, tp=layout.tp, tokens=samples * length
-    )
+    start = Ledger.of_rank(layout, accumulation=accumulation, tokens=samples * length)
     techniques = (resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel)
     sent = {name: count for name, count in traffic.bytes().items() if name != "control"}
     return held, sent, account_all(techniques, start, facts)

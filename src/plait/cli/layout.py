@@ -117,7 +117,7 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
     at, facts, pipeline = resolved.layout, built["facts"], built["pipeline"]
     if pipeline is not None:
         facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(0))
-    start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=resolved.batch.accumulation, tp=at.tp)
+    start = Ledger.of_rank(at, accumulation=resolved.batch.accumulation)
     techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel)
     return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
 

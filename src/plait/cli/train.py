@@ -98,10 +98,11 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
 
 
 def _check(config: Config, *, world_size: int, console: Console, fresh: bool = False) -> Checked:
+    from plait.cli.planning.calibrations import default_cache
     from plait.train.session import check
 
     given = config.data.cache if config.data is not None else None
-    cache = Path(given or os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
+    cache = Path(given).expanduser() if given else default_cache()
     return check(config, world_size=world_size, cache=cache, fresh=fresh, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 

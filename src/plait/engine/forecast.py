@@ -99,16 +99,8 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
         plan = make_plan(model, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks)
     whole = model_facts(model, blocks, tensor_plan=plan)
     at, layout = mesh.coordinates, resolved.layout
-    ledger = Ledger.start(
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        accumulation=resolved.batch.accumulation,
-        shard_rank=at["dp_shard"],
-        tp=layout.tp,
-        tp_rank=at["tp"],
-        tokens=samples * length,
-        loss_passes=2 if resolved.loss_chunk_tokens else 1,
-    )
+    passes = 2 if resolved.loss_chunk_tokens else 1
+    ledger = Ledger.of_rank(layout, at, accumulation=resolved.batch.accumulation, tokens=samples * length, loss_passes=passes)
     own, schedule, pp_rank = whole, None, at["pp"]
     run = _DryStep(model, resolved, mesh, samples=samples, length=length)
     if pipeline is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from plait.cluster.layout import Layout
     from plait.parallel.activations import ActivationFacts
 
 Array = NDArray[np.int64]
@@ -115,6 +116,21 @@ class Ledger:
         arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
         axes: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return cls(**axes, **fields)
+
+    @classmethod
+    def of_rank(cls, layout: Layout, at: Mapping[str, int] | None = None, *, accumulation: int, tokens: int = 0, **fields: Any) -> Ledger:
+        """A ledger for one rank of one layout; `at` are its coordinates by axis, by default those of rank 0."""
+        at = at or layout.coordinates(0)
+        return cls.start(
+            dp_replicate=layout.dp_replicate,
+            dp_shard=layout.dp_shard,
+            accumulation=accumulation,
+            shard_rank=at["dp_shard"],
+            tp=layout.tp,
+            tp_rank=at["tp"],
+            tokens=tokens,
+            **fields,
+        )
 
     def add_memory(self, kind: str, count: Any) -> Ledger:
         """More bytes of a kind (see MEMORY_KINDS, ACTIVATION_KINDS and PLACE_KINDS)."""

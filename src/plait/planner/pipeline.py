@@ -23,7 +23,7 @@ def idle_share(layouts: Layouts) -> Numbers:
     return share / np.where(interleaved, layouts.vpp, 1)
 
 
-def in_flight(layouts: Layouts, rank: int = 0) -> Numbers:
+def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
     """Micro-batches whose activations a rank of the pipeline holds at most, in units of all its stages. For the last rank see
     `in_flight_last`."""
     pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation

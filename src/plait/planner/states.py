@@ -266,7 +266,8 @@ def _layers_of_ranks(job: Job, size: int, inner: int | None) -> tuple[np.ndarray
         in_a_v = SCHEDULES[kind] in ("zbv", "dualpipev")
         layers = [counts[r] + counts[-1 - r] if in_a_v else sum(counts[r::ranks]) for r in range(ranks)]
         one = Layouts(pp=ranks, vpp=chunks, schedule=kind, accumulation=micro_batches)
-        between = {r: (layers[r], float(in_flight(one, r))) for r in range(1, ranks - 1)}
+        flights = in_flight(one, np.arange(ranks))
+        between = {r: (layers[r], float(flights[r])) for r in range(1, ranks - 1)}
         chosen = between.get(inner) if inner is not None else max(between.values(), key=lambda held: held[0] * held[1], default=None)
         found[index] = layers[0], layers[-1], *(chosen or (0, 0))
     return tuple(found[inverse.ravel(), column] for column in range(4))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from plait.errors import InputError
 
 if TYPE_CHECKING:
+    from plait.cluster.machines import Topology
     from plait.planner.calibrate import Calibration
     from plait.planner.calibration_file import Origin
     from plait.planner.constants import Knowledge
@@ -25,15 +26,19 @@ _NEWEST = 200
 """Rows of a history that count."""
 
 
+def default_cache() -> Path:
+    """The folder for what is kept between runs, where no file names one."""
+    return Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
+
+
 def default_history() -> Path:
     """Where `plait train` adds what it measured of planned runs, and `plait plan` looks."""
-    return Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser() / "history.jsonl"
+    return default_cache() / "history.jsonl"
 
 
-def live_cluster() -> Cluster:
-    """The devices of the processes that run now. Raises InputError for GPUs that are not in the catalogue."""
+def live_devices() -> tuple[Topology, str]:
+    """The machines of the processes that run now, and what their devices call themselves."""
     from plait.cluster.topology import discover
-    from plait.planner.hardware import cluster_of
 
     topology = discover()
     name = "cpu"
@@ -41,7 +46,14 @@ def live_cluster() -> Cluster:
         import torch
 
         name = torch.cuda.get_device_name()
-    return cluster_of(topology, name)
+    return topology, name
+
+
+def live_cluster() -> Cluster:
+    """The devices of the processes that run now. Raises InputError for GPUs that are not in the catalogue."""
+    from plait.planner.hardware import cluster_of
+
+    return cluster_of(*live_devices())
 
 
 def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:

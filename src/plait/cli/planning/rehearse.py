@@ -192,8 +192,7 @@ def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> 
     from plait.cluster.mesh import default_device_type
     from plait.planner.hardware import device
     from plait.planner.job import Layouts
-    from plait.planner.search import job_of
-    from plait.planner.states import account_states
+    from plait.planner.search import job_of, states_of
 
     if default_device_type() == "cpu" and not on_device:
         family = device("cpu").family
@@ -201,7 +200,7 @@ def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> 
         request = replace(request, cluster=cluster)
     names = {f.name for f in fields(Layouts)}
     job = job_of(request, Layouts(**{name: np.array([value]) for name, value in layout.items() if name in names}))
-    return job, account_states(job, compute={"bf16": "bfloat16", "fp16": "float16"}.get(request.precision))
+    return job, states_of(request, job)
 
 
 def _memory(job: Any, states: Any, *, last: bool) -> tuple[float, str]:

@@ -114,14 +114,9 @@ def cluster_for(
         if gpus is None:
             raise InputError(f"--gpu {gpu}: how many? add --gpus, for example --gpus 8")
         return cluster(gpu, gpus, devices_per_node=per_node, **changes)
-    from plait.cluster.topology import discover
+    from plait.cli.planning.calibrations import live_devices
 
-    topology = discover()
-    name = "cpu"
-    if topology.device_type == "cuda":
-        import torch
-
-        name = torch.cuda.get_device_name(0)
+    topology, name = live_devices()
     if gpus is not None:
         changes["memory_bytes"] = changes["memory_bytes"] or topology.memory_bytes
         return cluster(
