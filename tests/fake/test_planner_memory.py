@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.planner_memory.layouts import CASES, Case, compare, describe
+from benchmarks.planner_memory.layouts import CASES, MODELS, Case, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.engine.dryrun import activation_facts, token_batch
@@ -24,36 +24,7 @@ from plait.planner.search import Request, job_of
 transformers = pytest.importorskip("transformers")
 FakeWorld = Callable[..., None]
 SAMPLES, LENGTH = 2, 320  # no size of the model, so that bytes of one are not taken for the other's
-SHAPES = {
-    "llama": {
-        "hidden_size": 512,
-        "intermediate_size": 1792,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 4096,
-    },
-    "qwen3": {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 4096,
-        "head_dim": 128,
-    },
-    "gpt2": {
-        "n_embd": 512,
-        "n_layer": 3,
-        "n_head": 8,
-        "n_inner": 2048,
-        "vocab_size": 4096,
-        "n_positions": 512,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-    },
-}
+SHAPES = {kind: {name: value for name, value in MODELS[kind].items() if name != "model_type"} for kind in ("llama", "qwen3", "gpt2")}
 
 
 @pytest.mark.parametrize("kind", SHAPES)
