@@ -124,7 +124,7 @@ def like_torch(rank: int, ranks: int) -> float:
     for step in range(POWERSGD_START + 8):
         gradient = numbers(step * 10 + rank, mine.buffers[0].numel())
         if step == POWERSGD_START:  # the first factors are random, and drawn otherwise
-            right = torch.cat([tensor.reshape(-1) for name, tensor in mine.state.items() if name.endswith("right")])
+            right = torch.cat([tensor.T.reshape(-1) for name, tensor in mine.state.items() if name.endswith("right")])
             state.q_memory_dict[0], state.p_memory_dict[0] = right.clone(), torch.zeros(2 * (40 + 64))
         mine.buffers[0].copy_(gradient)
         mine.start(0)

@@ -25,6 +25,8 @@ from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
 
+_HOPS_AT_ONCE = 2
+"""Buckets on their first hop before the oldest is waited for: the link has the next while it is added up."""
 POWERSGD_START = 10
 """Steps that are reduced whole before factors stand in for gradients: early gradients change too much."""
 
@@ -33,49 +35,74 @@ POWERSGD_START = 10
 
 
 class QuantisedBuckets:
-    """Buckets (see `comm.buckets`) whose matrices travel in `bits`; buckets that hold a vector are summed as they are."""
+    """Buckets (see `comm.buckets`) whose matrices travel in `bits`; buckets that hold a vector are summed as they are.
+
+    Two hops: parts to their owners, who add them up, and sums back. A bucket's second hop begins when the one after the next is started, so
+    it travels beside the computation too; which bucket that is depends on the order of starts alone, and so is the same on every rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, bits: Bits, feedback: bool) -> None:
-        self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
-        self._group, self._bits, self._flats = group, bits, flats
-        self._works: dict[int, tuple[dist.Work, torch.Tensor | None]] = {}
+        self._group, self._bits = group, bits
+        self._rows: list[torch.Tensor | None] = []
+        """A bucket as its owners' parts [ranks, part], zeros behind its end; None where it is summed as it is."""
+        self.buffers: list[torch.Tensor] = []
+        self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        """Bucket to what travels, and what it fills."""
+        self._first_hop: list[int] = []
+        """Buckets that are on their way to their owners, in order."""
         self.state: dict[str, torch.Tensor] = {}
         """Errors by name, float32; empty without feedback."""
-        if feedback:
-            for index, flat in enumerate(flats):
-                if flat.matrices:
-                    part = part_of(flat.numel, group.size())
-                    self.state[f"{index}.sent"] = torch.zeros(group.size(), part, device=device)
-                    self.state[f"{index}.owned"] = torch.zeros(1, part, device=device)
+        for index, flat in enumerate(flats):
+            if not flat.matrices:
+                self._rows.append(None)
+                self.buffers.append(torch.zeros(flat.numel, dtype=flat.dtype, device=device))
+                continue
+            part = part_of(flat.numel, group.size())
+            rows = torch.zeros(group.size(), part, dtype=flat.dtype, device=device)
+            self._rows.append(rows)
+            self.buffers.append(rows.view(-1)[: flat.numel])
+            if feedback:
+                self.state[f"{index}.sent"] = torch.zeros(group.size(), part, device=device)
+                self.state[f"{index}.owned"] = torch.zeros(1, part, device=device)
 
     def start(self, index: int) -> None:
         """See Buckets."""
-        buffer, ranks = self.buffers[index], self._group.size()
-        if not self._flats[index].matrices:
-            self._works[index] = (_launched(dist.all_reduce(buffer, group=self._group, async_op=True)), None)
+        rows = self._rows[index]
+        if rows is None:
+            buffer = self.buffers[index]
+            self._works[index] = _launched(dist.all_reduce(buffer, group=self._group, async_op=True)), buffer
             return
-        part = part_of(buffer.numel(), ranks)
-        rows = torch.cat([buffer, buffer.new_zeros(ranks * part - buffer.numel())]).view(ranks, part)
-        packed = self._packing(part).pack(rows, self.state.get(f"{index}.sent"))
+        packed = self._packing(rows).pack(rows, self.state.get(f"{index}.sent"))
         received = torch.empty_like(packed)
-        self._works[index] = (_launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True)), received)
+        self._works[index] = _launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True)), received
+        self._first_hop.append(index)
+        if len(self._first_hop) > _HOPS_AT_ONCE:
+            self._second_hop()
 
     def finish(self, index: int) -> None:
         """See Buckets."""
-        work, received = self._works.pop(index)
+        while self._first_hop:
+            self._second_hop()
+        work, everyone = self._works.pop(index)
         work.wait()
-        if received is None:
-            return
-        buffer, ranks = self.buffers[index], self._group.size()
-        packing = self._packing(part_of(buffer.numel(), ranks))
-        total = packing.unpack_sum(received, torch.float32).unsqueeze(0)
-        packed = packing.pack(total, self.state.get(f"{index}.owned"))
-        everyone = packed.new_empty(ranks * packed.shape[1])
-        all_gather_single(everyone, packed[0], group=self._group)
-        buffer.copy_(packing.unpack(everyone.view(ranks, -1), torch.float32).view(-1)[: buffer.numel()])
+        rows = self._rows[index]
+        if rows is not None:
+            rows.copy_(self._packing(rows).unpack(everyone.view(rows.shape[0], -1), torch.float32))
+            rows.view(-1)[self.buffers[index].numel() :].zero_()  # a block that is not finite reaches behind the end
 
-    def _packing(self, part: int) -> Packing:
-        return Packing((Segment(part, matrix=True),), self._bits)
+    def _second_hop(self) -> None:
+        index = self._first_hop.pop(0)
+        work, received = self._works[index]
+        work.wait()
+        rows = self._rows[index]
+        assert rows is not None
+        packing = self._packing(rows)
+        packed = packing.pack(packing.unpack_sum(received, torch.float32).unsqueeze(0), self.state.get(f"{index}.owned"))
+        everyone = packed.new_empty(rows.shape[0] * packed.shape[1])
+        self._works[index] = _launched(all_gather_single(everyone, packed[0], group=self._group, async_op=True)), everyone
+
+    def _packing(self, rows: torch.Tensor) -> Packing:
+        return Packing((Segment(rows.shape[1], matrix=True),), self._bits)
 
 
 def part_of(numel: Any, ranks: Any) -> Any:
@@ -85,7 +112,8 @@ def part_of(numel: Any, ranks: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Factored:
-    """A matrix of a bucket that is sent as factors. `right` [columns, rank] is that of the last step."""
+    """A matrix of a bucket that is sent as factors, `left.T @ right`. Both lie: [rank, rows] and [rank, columns] make the products with the
+    matrix several times as fast on a CPU as their transposes do. `right` is that of the last step."""
 
     at: int
     rows: int
@@ -93,17 +121,25 @@ class _Factored:
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """[rows, columns], a view."""
-        return buffer[self.at : self.at + self.rows * self.right.shape[0]].view(self.rows, -1)
+        return buffer[self.at : self.at + self.rows * self.right.shape[1]].view(self.rows, -1)
 
 
 class PowerSGDBuckets:
-    """Buckets whose matrices travel as two factors of `rank` columns, with error feedback and warm start; what would not become half as
-    small travels as it is. The numbers of torch's DDP hook, but the caller's thread issues every collective, in one order."""
+    """Buckets whose matrices travel as two factors of `rank` numbers a row and column, with error feedback and warm start; what would not
+    become half as small travels as it is. The numbers of torch's DDP hook, but the caller's thread issues every collective, in one order,
+    and the first factors travel beside the computation."""
 
-    def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, rank: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, rank: int, whole_steps: int = POWERSGD_START
+    ) -> None:
+        """`whole_steps` first ones are summed as they are."""
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
-        self._group = group
-        self._works: dict[int, dist.Work] = {}
+        self._group, self._whole_steps = group, whole_steps
+        self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
+        """Bucket to what travels: nothing but the buffer, left factors with what is whole, or right factors."""
+        self._first_hop: list[int] = []
+        self._lefts: dict[int, list[torch.Tensor]] = {}
+        """Of buckets whose right factors travel: orthonormal left factors, then what was summed as it is."""
         self._steps = torch.zeros((), dtype=torch.int64)
         self._factored: dict[int, list[_Factored]] = {}
         self._whole: dict[int, list[tuple[int, int]]] = {}
@@ -118,7 +154,7 @@ class PowerSGDBuckets:
         for shape in flat.shapes:
             numel, columns = prod(shape), factor_rank(shape, rank)
             if columns:
-                drawn = torch.randn(numel // shape[0], columns, generator=generator)
+                drawn = torch.randn(columns, numel // shape[0], generator=generator)
                 right = drawn.to(buffer.device, _wide(flat.dtype))
                 self._factored.setdefault(index, []).append(_Factored(at, shape[0], right))
             else:
@@ -134,34 +170,56 @@ class PowerSGDBuckets:
     def start(self, index: int) -> None:
         """See Buckets."""
         self._steps += index == 0
-        if int(self._steps) <= POWERSGD_START or index not in self._factored:
-            self._works[index] = _launched(dist.all_reduce(self.buffers[index], group=self._group, async_op=True))
+        if int(self._steps) <= self._whole_steps or index not in self._factored:
+            self._works[index] = _launched(dist.all_reduce(self.buffers[index], group=self._group, async_op=True)), []
+            return
+        buffer, error = self.buffers[index], self._errors[index]
+        error.add_(buffer)  # what should be sent
+        lefts = [_orthonormal(f.right) @ f.of(error).T for f in self._factored[index]]
+        whole = [buffer[at : at + numel].to(error.dtype) for at, numel in self._whole.get(index, [])]
+        self._works[index] = self._sum([*lefts, *whole])
+        self._first_hop.append(index)
+        if len(self._first_hop) > _HOPS_AT_ONCE:
+            self._second_hop()
 
     def finish(self, index: int) -> None:
         """See Buckets."""
-        if index in self._works:
-            self._works.pop(index).wait()
+        while self._first_hop:
+            self._second_hop()
+        work, rights = self._works.pop(index)
+        work.wait()
+        if not rights:
             return
         buffer, error, factored = self.buffers[index], self._errors[index], self._factored[index]
-        error.add_(buffer)  # what should be sent
-        lefts = [f.of(error) @ torch.linalg.qr(f.right).Q for f in factored]
-        parts = [buffer[at : at + numel].to(error.dtype) for at, numel in self._whole.get(index, [])]
-        summed = self._sum([*lefts, *parts])
-        lefts, totals = [torch.linalg.qr(left).Q for left in summed[: len(factored)]], summed[len(factored) :]
-        rights = self._sum([f.of(error).T @ left for f, left in zip(factored, lefts, strict=True)])
-        for f, left, right in zip(factored, lefts, rights, strict=True):
-            f.of(buffer).copy_(left @ right.T)
+        summed = self._lefts.pop(index)
+        for f, left, right in zip(factored, summed, rights, strict=False):
+            f.of(buffer).copy_(left.T @ right)
             f.right.copy_(torch.where(right.isfinite().all(), right, f.right))
             f.of(error).sub_(f.of(buffer), alpha=1 / self._group.size())
-        for (at, numel), total in zip(self._whole.get(index, []), totals, strict=True):
+        for (at, numel), total in zip(self._whole.get(index, []), summed[len(factored) :], strict=True):
             buffer[at : at + numel].copy_(total)
             error[at : at + numel].zero_()
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
 
-    def _sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _second_hop(self) -> None:
+        index = self._first_hop.pop(0)
+        work, summed = self._works[index]
+        work.wait()
+        factored, error = self._factored[index], self._errors[index]
+        lefts = [_orthonormal(left) for left in summed[: len(factored)]]
+        self._lefts[index] = [*lefts, *summed[len(factored) :]]
+        self._works[index] = self._sum([left @ f.of(error) for f, left in zip(factored, lefts, strict=True)])
+
+    def _sum(self, tensors: list[torch.Tensor]) -> tuple[dist.Work, list[torch.Tensor]]:
+        """(the work, what will be their sums), of tensors in one message."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self._group)
-        return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+        work = _launched(dist.all_reduce(flat, group=self._group, async_op=True))
+        return work, [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
+    """[rank, n] with the same span of rows."""
+    return torch.linalg.qr(rows.T).Q.T
 
 
 def factor_rank(shape: Sequence[int], rank: int) -> int:

@@ -43,6 +43,7 @@ def account_buckets(
     columns = list(numels)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "memory")
     sums = {kind: np.zeros_like(ledger.dp_replicate) for kind in kinds}
+    padding = np.zeros_like(ledger.dp_replicate)  # behind the gradients of a bucket, to whole parts
     for candidate in np.flatnonzero(at):
         ranks = int(ledger.dp_replicate[candidate])
         held = [int(np.broadcast_to(column, at.shape)[candidate]) for column in columns]
@@ -71,7 +72,8 @@ def account_buckets(
                 for kind in ("reduce_scatter", "all_gather"):
                     sums[kind][candidate] += (ranks - 1) * packed_bytes(part, compression.gradient_bits)
                 sums["memory"][candidate] += 4 * (ranks + 1) * part * compression.error_feedback
-    ledger = ledger.add_memory("compression", sums.pop("memory"))
+                padding[candidate] += (ranks * part - numel) * itemsize
+    ledger = ledger.add_memory("compression", sums.pop("memory")).add_memory("gradients", padding)
     for kind, count in sums.items():
         ledger = ledger.add_traffic(kind, count)
     return ledger
