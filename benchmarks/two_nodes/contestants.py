@@ -46,6 +46,13 @@ ALL = (
         options={"stage": 0, "compress_gradients": "auto"},
         adapts=True,
     ),
+    Contestant(
+        "plait-0-any",
+        "Plait ZeRO 0, PowerSGD allowed too",
+        compressed=True,
+        options={"stage": 0, "compress_gradients": ["int8", "int4", "powersgd"]},
+        adapts=True,
+    ),
     Contestant("plait-2", "Plait ZeRO 2, as it comes", options={"stage": 2}),
     Contestant("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
     Contestant("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,16 +14,18 @@ import torch
 import plait
 from plait.comm import startup
 from plait.comm.buckets import AlgorithmBuckets
-from plait.comm.compress import QuantisedBuckets
+from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.comm.links import Cost, GroupLinks, Level
 from plait.errors import ConfigError
-from plait.parallel.trial import Trial
+from plait.parallel.trial import Trial, best_of
 from tests.parity import cases
 from tests.parity.test_data_parallel import settings
 from tests.pool import Pool
 
-DECIDES_AT = 6
-WAIT_SECONDS = 0.05
+WHOLE_STEPS, TRIED_STEPS = 6, 5
+"""Of whole gradients, and of each way that is tried: one before the clock, two uncounted, three that count."""
+DECIDES_AT = WHOLE_STEPS + 2 * TRIED_STEPS
+COMPUTATION = -1
 
 
 def config_of(**parallel: Any) -> dict[str, Any]:
@@ -31,32 +34,41 @@ def config_of(**parallel: Any) -> dict[str, Any]:
     return config
 
 
-def links(saves_seconds: float, more_seconds: float = -0.001) -> GroupLinks:
-    """Of which int8 takes so much less, for any number of bytes, and int4 so much less again."""
-    int8 = 1.0 - saves_seconds
-    return GroupLinks(
-        "dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0), "int8": Cost(int8, 0), "int4": Cost(int8 - more_seconds, 0)})
-    )
+LINKS = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0)}))
 
 
-def slow_finish(self: AlgorithmBuckets, index: int) -> None:
-    time.sleep(WAIT_SECONDS)
-    HONEST(self, index)
+WAYS = {8: QuantisedBuckets, 4: QuantisedBuckets, 0: AlgorithmBuckets, 1: PowerSGDBuckets}
 
 
-HONEST = AlgorithmBuckets.finish
+def slowed(seconds: dict[int, float]) -> ExitStack:
+    """Finishing the buckets of a step takes so long in each way (bits; 0 whole, 1 PowerSGD)."""
+    stack = ExitStack()
+    for kind in {WAYS[way] for way in seconds if way != COMPUTATION}:
+
+        def finish(self: Any, index: int, honest: Any = kind.finish) -> None:
+            if index == 0:
+                time.sleep(seconds.get(1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0))
+            honest(self, index)
+
+        stack.enter_context(patch.object(kind, "finish", finish))
+    return stack
 
 
 def trained(
-    rank: int, world: int, config: dict[str, Any], saves_seconds: float, slow: bool, steps: int, more_seconds: float = -0.001
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    slow: dict[int, float],
+    steps: int,
 ) -> dict[str, Any]:
     """Runs in a worker."""
-    finish = slow_finish if slow else HONEST
     with (
-        patch.object(startup, "measure_ways", lambda *args, **options: links(saves_seconds, more_seconds)),
-        patch.object(AlgorithmBuckets, "finish", finish),
+        patch.object(startup, "measure_ways", lambda *args, **options: LINKS),
+        slowed(slow),
     ):
-        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        model = cases.build("plain", tied=False)
+        model.register_forward_pre_hook(lambda *_: time.sleep(slow.get(COMPUTATION, 0)))
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         batch = cases.steps_for("plain", world)[0][rank]
         results = [engine.train_batch(batch) for _ in range(steps)]
     assert engine.parts.reducer is not None
@@ -66,60 +78,87 @@ def trained(
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
         "compressed": isinstance(engine.parts.reducer.reduction, QuantisedBuckets),
-        "bits": int(engine.parts.trial.verdict) if engine.parts.trial is not None else 0,
+        "code": int(engine.parts.trial.verdict) if engine.parts.trial is not None else 0,
         "trial": engine.parts.trial is not None,
         "parameters": [p.detach().clone() for p in engine.model.parameters()],
     }
 
 
-def test_it_is_taken_where_a_step_waits_and_the_links_say_that_it_saves(pool: Pool) -> None:
-    first, second = pool.run(2, trained, config_of(), 0.03, True, DECIDES_AT + 3)
-    assert "The first steps decide on compression, which would save up to: int8 30 ms, int4 29 ms" in first["said"]
-    assert first["compressed"]
-    assert second["compressed"]
+SLOW = {0: 0.3}
+"""A step of some 0.31 s."""
+
+
+def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: Pool) -> None:
+    first, second = pool.run(2, trained, config_of(), SLOW, DECIDES_AT + 3)
+    assert "The first steps decide on compression: int8, int4" in first["said"]
+    assert first["compressed"] and second["compressed"]
     assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)]
-    assert "gradients travel as int8 from here on: a step takes" in first["decided"][DECIDES_AT - 1]
-    assert first["says_now"] == f"{first['said']}. {first['decided'][DECIDES_AT - 1]}"
-    assert "int8 saves 30 ms" in first["decided"][DECIDES_AT - 1]
+    decided = first["decided"][DECIDES_AT - 1]
+    assert "gradients travel as int8 from here on: a step takes" in decided
+    assert "ms of them for gradients; tried: int8 " in decided
+    assert first["says_now"] == f"{first['said']}. {decided}"
     assert first["losses"] == second["losses"]
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
-    whole = pool.run(2, trained, config_of(compress_gradients="none"), 0.03, False, DECIDES_AT + 3)[0]
-    assert first["losses"][: DECIDES_AT + 1] == pytest.approx(whole["losses"][: DECIDES_AT + 1], rel=1e-12), "the first steps are whole"
+    whole = pool.run(2, trained, config_of(compress_gradients="none"), {}, DECIDES_AT + 3)[0]
+    assert first["losses"][: WHOLE_STEPS + 1] == pytest.approx(whole["losses"][: WHOLE_STEPS + 1], rel=1e-12), "the first steps are whole"
     assert first["losses"][-1] != whole["losses"][-1]
     assert first["losses"][-1] == pytest.approx(whole["losses"][-1], rel=0.01)
 
 
-def test_fewer_bits_are_taken_where_they_save_as_much_again(pool: Pool) -> None:
-    """A step of some 0.1 s: int4 has to save 10 ms more than int8."""
-    assert {found["bits"] for found in pool.run(2, trained, config_of(), 0.02, True, DECIDES_AT, 0.025)} == {4}
-    assert {found["bits"] for found in pool.run(2, trained, config_of(), 0.03, True, DECIDES_AT, 0.001)} == {8}
+@pytest.mark.parametrize(
+    ("allowed", "takes", "code"),
+    [
+        ("auto", {8: 0.2, 4: 0.02}, 4),
+        ("auto", {8: 0.05, 4: 0.3}, 8),
+        (["int8"], {8: 0.1}, 8),
+        (["powersgd", "int8"], {8: 0.2, 1: 0}, 1),
+        (["powersgd", "int4"], {4: 0.05, 1: 0.3}, 4),
+        ("auto", {8: 0.5, 4: 0.5}, 0),
+    ],
+)
+def test_what_changes_more_has_to_save_more(pool: Pool, allowed: Any, takes: dict[int, float], code: int) -> None:
+    tried = len(takes)
+    steps = WHOLE_STEPS + tried * TRIED_STEPS
+    results = pool.run(2, trained, config_of(compress_gradients=allowed), SLOW | takes, steps)
+    assert [found["code"] for found in results] == [code, code]
+    assert [bool(said) for said in results[0]["decided"]] == [step + 1 == steps for step in range(steps)]
+    assert results[0]["compressed"] == (code > 1)
 
 
-def test_it_is_not_taken_where_it_saves_little(pool: Pool) -> None:
-    """A step waits for long, and not because of its bytes."""
-    found = pool.run(2, trained, config_of(), 1e-4, True, DECIDES_AT)[0]
+@pytest.mark.parametrize(
+    ("tried", "taken"),
+    [
+        ({"int8": 0.96}, "whole"),
+        ({"int8": 0.94, "int4": 0.9}, "int8"),
+        ({"int8": 0.94, "int4": 0.89}, "int4"),
+        ({"int8": 2.0, "int4": 0.9}, "int4"),
+    ],
+)
+def test_a_twentieth_of_the_best_before_has_to_be_saved(tried: dict[str, float], taken: str) -> None:
+    assert best_of({"whole": 1.0, **tried}) == taken
+
+
+def test_it_is_not_tried_where_it_saves_little(pool: Pool) -> None:
+    """A step that does not wait: compute is slow."""
+    found = pool.run(2, trained, config_of(), {COMPUTATION: 0.3}, WHOLE_STEPS)[0]
     assert not found["compressed"]
     assert "gradients stay whole: a step takes" in found["decided"][-1]
-    assert "less than 10%" in found["decided"][-1]
+    assert "less than 5%" in found["decided"][-1]
 
 
 def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
-    for config, saves, why in (
-        (config_of(transport="auto"), 0.03, "Gradients stay whole: the links were not measured, or processes share memory"),
-        (config_of(measure_seconds=0), 0.03, "Gradients stay whole: the links were not measured"),
-        (config_of(), -0.002, "Gradients stay whole: int4 would take 3 ms longer"),
-    ):
-        found = pool.run(2, trained, config, saves, False, 1)[0]
-        assert why in found["said"]
-        assert not found["trial"]
-    assert "stay whole" not in pool.run(2, trained, config_of(compress_gradients="none"), 0.03, False, 1)[0]["said"]
+    found = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
+    assert "Gradients stay whole: shared memory is faster than compressing" in found["said"]
+    assert not found["trial"]
+    assert "stay whole" not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
+    assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["trial"], "the steps decide, with or without measured links"
 
 
 def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[float], list[float], bool]:
     """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
     a worker."""
     batch = cases.steps_for("plain", world)[0][rank]
-    with patch.object(startup, "measure_ways", lambda *args, **options: links(0.03)):
+    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
         one = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
         assert one.parts.trial is not None
         one.train_batch(batch)
@@ -132,7 +171,7 @@ def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[f
     assert other.parts.reducer is not None
     compresses = isinstance(other.parts.reducer.reduction, QuantisedBuckets)
     with patch.object(Trial, "conclude", side_effect=AssertionError("decided twice")):
-        after = [[float(engine.train_batch(batch)) for _ in range(DECIDES_AT + 1)] for engine in (one, other)]
+        after = [[float(engine.train_batch(batch)) for _ in range(4)] for engine in (one, other)]
     return after[0], after[1], compresses
 
 

@@ -29,7 +29,8 @@ SIZES = (16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of float32."""
 _SELDOM_BYTES, _SELDOM = 16 * MIB, 3
 """From this size on only every third round has it: it takes most of the time, and a long time is disturbed less."""
-_FEWEST_SIZES = 2
+_FEWEST_SIZES = 3
+"""Up to a MiB: what is smaller passes through the buffers of switches and rate limits as if the link had no rate."""
 _SHARE_OF_A_ROUND = 0.6
 """A round of all sizes may take this part of the time."""
 _MOST_ROUNDS = 20
@@ -63,13 +64,12 @@ def measure_ways(
     machines: int = 1,
     device: torch.device,
     seconds: float,
-    lossy: bool = False,
     shared_memory: bool = False,
     largest_bytes: int = SIZES[-1],
 ) -> GroupLinks:
-    """Only the ways of summing, for a choice between them; `lossy` has compression among them, `shared_memory` that where there is some.
+    """Only the exact ways of summing, for a choice between them; `shared_memory` has that among them where there is some.
     No tensor is larger than `largest_bytes`, unless two sizes need it. Collective over the group, about `seconds`."""
-    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=lossy)
+    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
     whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes)
     return GroupLinks(axis, machines, group.size() // machines, whole)
 

@@ -40,8 +40,8 @@ def quantise(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:
     return _coded(rounded, bits), scales
 
 
-# Which operators these are made of was measured, on CPUs: amax and amin are vectorised there and aminmax is not (15 x), contiguous halves of
-# a block are packed 8 x as fast as every second number, and what is in place needs no fresh pages.
+# Which operators these are made of was measured on CPUs: amax and amin are vectorised there and aminmax is not (15 x), contiguous halves
+# of a block are packed 8 x as fast as every second number, and what is in place needs no fresh pages.
 
 
 def _rounded(x: torch.Tensor, bits: Bits) -> tuple[torch.Tensor, torch.Tensor]:

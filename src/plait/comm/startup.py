@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.choose import QUANTISED, prices
+from plait.comm.choose import prices
 from plait.comm.links import GroupLinks, load_with_facts, save
 from plait.comm.measure import SIZES, measure_ways, probe
 from plait.errors import InputError
@@ -43,14 +43,13 @@ def find_links(
     device: torch.device,
     seconds: float,
     kept: Path | None = None,
-    lossy: bool = False,
     largest_bytes: int = SIZES[-1],
 ) -> Found:
     """The costs of the ways to sum over the group, the same on every rank. Collective over the group. `kept` is read by the group's first
     rank, and written by rank 0 of all where it was measured. `largest_bytes`: no message will be larger."""
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    before, why = _shared(group, _read(kept, axis, group.size(), machines, hosts, lossy) if group.rank() == 0 else None)
+    before, why = _shared(group, _read(kept, axis, group.size(), machines, hosts) if group.rank() == 0 else None)
     if before is not None:
         sizes = (SIZES[0], MIB)
         now = probe(group, sizes, device=device)
@@ -60,7 +59,7 @@ def find_links(
         worst = max(zip(now, expected, strict=True), key=lambda pair: max(pair[0] / pair[1], pair[1] / pair[0]))
         why = f", because a probe took {worst[0] * 1e3:.3g} ms and the kept measurement says {worst[1] * 1e3:.3g} ms"
     began = time.perf_counter()
-    mine = measure_ways(axis, group, levels, machines=machines, device=device, seconds=seconds, lossy=lossy, largest_bytes=largest_bytes)
+    mine = measure_ways(axis, group, levels, machines=machines, device=device, seconds=seconds, largest_bytes=largest_bytes)
     links, how = _shared(group, (mine, f"measured at the start in {time.perf_counter() - began:.1f} s{why}"))
     assert links is not None
     if kept is not None and dist.get_rank() == 0:
@@ -69,7 +68,7 @@ def find_links(
     return Found(links, how)
 
 
-def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str], lossy: bool) -> tuple[GroupLinks | None, str]:
+def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str]) -> tuple[GroupLinks | None, str]:
     """(what was kept for this group, why nothing of it can be used)."""
     if path is None or not path.exists():
         return None, ""
@@ -80,8 +79,6 @@ def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[s
     found = groups.get(axis)
     if found is None or (found.ranks, found.machines, facts.get("hosts")) != (ranks, machines, hosts):
         return None, ", because the ranks or machines are others than at the last start"
-    if lossy and not all(f"int{bits}" in found.whole.costs for bits in QUANTISED):
-        return None, ", because compression is allowed now and was not measured"
     return found, ""
 
 

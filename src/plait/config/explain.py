@@ -130,10 +130,14 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
     (
         ("parallel.error_feedback",),
-        lambda r: r.data_parallel.compression.gradient_bits == 0 and not r.data_parallel.may_compress,
+        lambda r: not any(way.gradient_bits for way in (r.data_parallel.compression, *r.data_parallel.may_compress)),
         "gradients are not quantised",
     ),
-    (("parallel.powersgd_rank",), lambda r: r.data_parallel.compression.powersgd_rank == 0, "compress_gradients is not powersgd"),
+    (
+        ("parallel.powersgd_rank",),
+        lambda r: not any(way.powersgd_rank for way in (r.data_parallel.compression, *r.data_parallel.may_compress)),
+        "compress_gradients does not have powersgd",
+    ),
     (
         ("parallel.transport",),
         lambda r: r.data_parallel.stage == 0 and r.data_parallel.all_reduce != "by-machines",
@@ -177,7 +181,7 @@ def values_of(resolved: Resolved) -> tuple[Value, ...]:
 
 def _compression_of(data: DataParallel) -> str:
     if data.may_compress:
-        return "int8, int4 or none, by the first steps"
+        return ", ".join(way.name for way in data.may_compress) + " or none, by the first steps"
     return "powersgd" if data.compression.powersgd_rank else _BITS[data.compression.gradient_bits]
 
 
@@ -209,8 +213,8 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.links": data.links or "not measured",
         "parallel.compress_gradients": _compression_of(data),
         "parallel.compress_weights": _BITS[wire.weight_bits],
-        "parallel.error_feedback": wire.error_feedback or bool(wire.powersgd_rank),
-        "parallel.powersgd_rank": wire.powersgd_rank,
+        "parallel.error_feedback": any(way.error_feedback or way.powersgd_rank for way in (wire, *data.may_compress)),
+        "parallel.powersgd_rank": max(way.powersgd_rank for way in (wire, *data.may_compress)),
         "parallel.second_copy": data.second_copy,
         "parallel.nccl_algorithm": resolved.nccl.algorithm or "NCCL decides",
         "parallel.nccl_protocol": resolved.nccl.protocol or "NCCL decides",

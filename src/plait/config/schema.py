@@ -52,6 +52,11 @@ CountOrAuto = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_is
 PowerOrAuto = Annotated[Annotated[int, Field(ge=0, le=126), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
 SizeOrAuto = Annotated[Annotated[float, Field(ge=0, allow_inf_nan=False), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
 PositiveOrAuto = Annotated[Annotated[float, Field(gt=0, allow_inf_nan=False), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
+Compressions = Annotated[
+    Annotated[Literal["none", "auto", "int8", "int4", "powersgd"], Tag("one")]
+    | Annotated[Annotated[list[Literal["int8", "int4", "powersgd"]], Field(min_length=1)], Tag("several")],
+    Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
+]
 FlagOrAuto = Annotated[Annotated[bool, Tag("value")] | Auto, Discriminator(_is_auto)]
 
 
@@ -239,10 +244,11 @@ class ParallelSection(Policy):
     links names no file. 0: it does not, and decides by the machines."""
     links: str | None = None
     """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
-    compress_gradients: Literal["none", "auto", "int8", "int4", "powersgd"] = "none"
+    compress_gradients: Compressions = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
-    factors of every matrix. It changes the training a little; for links that are slower than the computation. "auto", at stage 0: int8 with
-    error feedback if the first steps show that it saves a tenth of a step, int4 if that saves another tenth."""
+    factors of every matrix. It changes the training a little; for links that are slower than the computation. A list, at stage 0: what is
+    allowed; the first steps are whole, the next try what could save a tenth of a step, and what does is taken, of ways that change the
+    numbers more if they save another tenth. "auto" is ["int8", "int4"]."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
     """Stages 1 to 3: what parameters travel as when they are gathered."""
     error_feedback: FlagOrAuto = "auto"

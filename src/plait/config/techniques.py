@@ -5,6 +5,7 @@ Pure, like `parts`, which does the rest of a configuration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from plait.cluster.layout import Layout
@@ -13,7 +14,7 @@ from plait.config.batch import CALLERS, MICRO, Batch
 from plait.config.parts import Findings, described
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
-from plait.parallel.compression import Compression
+from plait.parallel.compression import QUANTISED_BUCKET_BYTES, Compression
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.pipeline import Pipeline
@@ -24,6 +25,9 @@ from plait.units import GIB, MIB, dtype_of
 
 DEFAULT_BUCKET_BYTES = 25 * MIB
 """That of DistributedDataParallel."""
+_SCHEMES = ("int8", "int4", "powersgd")
+"""What changes the numbers least first."""
+_BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
 def tensor_parallel(found: Findings) -> TensorParallel:
@@ -54,21 +58,22 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
     """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters out."""
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd"))
+    compression, may_compress = _compression(found, dtypes)
     found.sources["parallel.measure_seconds"] = found.config.origin("parallel.measure_seconds")
     transport = found.config.parallel.transport
     given = found.config.origin("parallel.transport")
     found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
     return DataParallel(
         stage=found.config.zero_optimization.stage,
-        bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES,
+        bucket_bytes=bucket_bytes or (QUANTISED_BUCKET_BYTES if compression.gradient_bits else DEFAULT_BUCKET_BYTES),
         bucket_by_links=bucket_bytes is None,
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
         links=found.config.parallel.links,
         measure_seconds=found.config.parallel.measure_seconds,
-        may_compress=found.config.parallel.compress_gradients == "auto",
-        compression=_compression(found, dtypes),
+        may_compress=may_compress,
+        compression=compression,
         second_copy=_second_copy(found, shard),
         update_in_backward=found.value("parallel.optimizer_in_backward", found.config.parallel.optimizer_in_backward, False, ""),
     )
@@ -88,7 +93,8 @@ def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
     return wanted
 
 
-def _compression(found: Findings, dtypes: Precision) -> Compression:
+def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple[Compression, ...]]:
+    """(what is compressed from the first step, ways of which the first steps may take one)."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
     buckets = has_buckets(stage, mixed=dtypes.compute is not None)
     for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
@@ -97,10 +103,11 @@ def _compression(found: Findings, dtypes: Precision) -> Compression:
     if gradients == "powersgd" and stage:
         rule = f"factors a matrix's whole gradient, and ZeRO stage {stage} reduces it in shards"
         raise ConfigError(Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0'))
-    if gradients == "auto" and stage:
+    decided = gradients == "auto" or isinstance(gradients, list)
+    if decided and stage:
         rule = f"is decided by the first steps of ZeRO stage 0, and this is stage {stage}"
         raise ConfigError(Problem(path, gradients, rule, 'use "int8" or "none", or zero_optimization.stage 0'))
-    if gradients == "auto" and parallel.all_reduce != "auto":
+    if decided and parallel.all_reduce != "auto":
         rule = f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide"
         raise ConfigError(Problem(path, gradients, rule, 'set parallel.all_reduce = "auto", or say "int8" or "none"'))
     if gradients != "none" and stage == 0 and not buckets:
@@ -108,13 +115,17 @@ def _compression(found: Findings, dtypes: Precision) -> Compression:
         raise ConfigError(Problem(path, gradients, rule, "use zero_optimization.stage 1, or compute in the model's own dtype"))
     default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold whole gradients")
     feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
-    bits = {"none": 0, "auto": 0, "powersgd": 0, "int8": 8, "int4": 4}
-    return Compression(
-        gradient_bits=bits[gradients],
-        weight_bits=bits[parallel.compress_weights] if stage else 0,
-        powersgd_rank=parallel.powersgd_rank if gradients == "powersgd" else 0,
-        error_feedback=bool(feedback) and gradients in ("int8", "int4", "auto"),
-    )
+
+    def of(scheme: str, weights: str = "none") -> Compression:
+        bits = _BITS.get(scheme, 0)
+        rank = parallel.powersgd_rank if scheme == "powersgd" else 0
+        return Compression(
+            gradient_bits=bits, weight_bits=_BITS.get(weights, 0), powersgd_rank=rank, error_feedback=bool(feedback) and bits > 0
+        )
+
+    allowed = gradients if isinstance(gradients, list) else ["int8", "int4"] if decided else []
+    now = "none" if isinstance(gradients, list) else gradients
+    return of(now, parallel.compress_weights if stage else "none"), tuple(of(scheme) for scheme in _SCHEMES if scheme in allowed)
 
 
 def refuse_in_backward(

@@ -19,6 +19,7 @@ from plait._torch import shard_shapes, sharded_modules
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.compress import (
+    POWERSGD_START,
     PowerSGDBuckets,
     QuantisedAllGather,
     QuantisedBuckets,
@@ -28,11 +29,16 @@ from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
 from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.parallel.ledger import Array
 from plait.policy import Policy
+from plait.units import MIB
 
 if TYPE_CHECKING:
     from plait.parallel.technique import Parts
 
 MaybeBits = Literal[0, 4, 8]
+_POWERSGD_CODE = 1
+QUANTISED_BUCKET_BYTES = 4 * MIB
+"""Of gradients that travel as int8 or int4, where nothing else is said: a MiB or less on the wire, so that most of it is sent beside the
+backward, and large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast ones)."""
 
 
 class Compression(Policy):
@@ -48,14 +54,26 @@ class Compression(Policy):
     """Add what the last step lost to this step's gradients. PowerSGD always does."""
 
     @property
+    def name(self) -> str:
+        """Of what gradients travel as, for people."""
+        return f"PowerSGD of rank {self.powersgd_rank}" if self.powersgd_rank else f"int{self.gradient_bits}"
+
+    @property
+    def code(self) -> int:
+        """Of what gradients travel as, in a checkpoint."""
+        return _POWERSGD_CODE if self.powersgd_rank else self.gradient_bits
+
+    @property
     def gradients(self) -> bool:
         """Whether gradients are compressed at all."""
         return bool(self.gradient_bits or self.powersgd_rank)
 
-    def buckets(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device) -> Buckets:
-        """Stage 0's."""
+    def buckets(
+        self, group: dist.ProcessGroup, device: torch.device, flats: Sequence[Flat], *, whole_steps: int = POWERSGD_START
+    ) -> Buckets:
+        """Stage 0's. `whole_steps`: those that PowerSGD sums as they are before it begins."""
         if self.powersgd_rank:
-            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank)
+            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank, whole_steps=whole_steps)
         assert self.gradient_bits != 0
         return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback)
 
@@ -89,7 +107,7 @@ def states(parts: Parts) -> dict[str, torch.Tensor]:
 def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
     """Put back what `states` gave, where it has the same form; the rest starts anew."""
     decided = int(saved.get(_VERDICT, torch.tensor(-1)))
-    if parts.trial is not None and decided in (0, *(option.bits for option in parts.trial.options)):
+    if parts.trial is not None and decided in (0, *(option.code for option in parts.trial.options)):
         parts.trial.conclude(decided)
     if parts.reducer is not None:
         for name, tensor in parts.reducer.reduction.state.items():

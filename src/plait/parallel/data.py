@@ -64,8 +64,8 @@ class DataParallel(Technique):
     """Where that measurement is kept for the next start of the run."""
     bucket_by_links: bool = False
     """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes` does."""
-    may_compress: bool = False
-    """Let the first steps decide whether gradients travel as int8 with error feedback (see `parallel.trial`)."""
+    may_compress: tuple[Compression, ...] = ()
+    """Ways of which the first steps may take one, what changes the numbers least first (see `parallel.trial`)."""
     second_copy: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""

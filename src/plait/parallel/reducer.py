@@ -133,7 +133,8 @@ class Reducer:
     def _launch(self, bucket: _Bucket) -> None:
         if bucket.wire is not bucket.flat:
             bucket.wire.copy_(bucket.flat)
-        self.reduction.start(self._next)
+        with self.waits.during(GRADIENTS):  # who compresses waits here for an earlier bucket
+            self.reduction.start(self._next)
         self._next += 1
 
     def finish(self) -> None:

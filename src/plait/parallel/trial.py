@@ -1,15 +1,16 @@
-"""Whether gradients travel as int8 or int4 where the user allows it: the first steps of a run are whole, and show what that would save.
+"""Whether gradients travel compressed where the user allows it: the first steps of a run are whole, and show what that would save; the next
+ones try the ways that could.
 
-Links alone cannot say it: what a step gains is no more than what it waits. So the run's own steps are timed. A way saves the smaller of
-what the step waits for its gradients and what the way takes less on the measured links. int8 is taken where it saves a tenth of a step,
-int4 where that saves another tenth; with error feedback unless that is off. Decided once, alike on every rank of the group, and kept in
-the checkpoint.
+Links alone cannot say it: what a step gains is no more than what it waits. So the run's own steps are timed. Where whole steps wait for
+their gradients so much that it could pay, every way has a few steps. A way that changes the numbers more is taken where its steps are
+shorter than the best before by a twentieth. Decided once, alike on every rank of the group, and kept in the checkpoint. What a way has not
+sent when another takes its place is dropped.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -19,19 +20,28 @@ import torch.distributed as dist
 from plait.comm.buckets import Buckets, Flat
 from plait.parallel.reducer import Reducer
 
-SHARE = 0.1
-"""Of a step, which fewer bits have to save."""
+SHARE = 0.05
+"""Of a step, which has to be saved."""
 _UNCOUNTED, _COUNTED = 2, 3
 """Steps: caches and buffers come into being first."""
+
+
+def best_of(taken: Mapping[str, float]) -> str:
+    """Of ways (seconds a step, what changes the numbers least first), the last that is shorter by SHARE than the best before it."""
+    best, *others = taken
+    for way in others:
+        if taken[way] < (1 - SHARE) * taken[best]:
+            best = way
+    return best
 
 
 @dataclass(frozen=True)
 class Option:
     """A way to compress that may be taken."""
 
-    bits: int
-    saves_seconds: float
-    """What it takes less for all gradients of a step, by the links."""
+    name: str
+    code: int
+    """In the checkpoint; positive."""
     make_buckets: Callable[[Sequence[Flat]], Buckets]
     bucket_bytes: int
     """Of gradients in a compressed bucket."""
@@ -43,15 +53,26 @@ class Trial:
 
     reducer: Reducer
     options: tuple[Option, ...]
-    """Most bits first."""
+    """What changes the numbers least first."""
     verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
-    """-1 not yet; 0 whole; else the bits of a number. For a checkpoint."""
+    """-1 not yet; 0 whole; else an option's code. For a checkpoint."""
+    _whole: tuple[Callable[[Sequence[Flat]], Buckets], int] = field(init=False)
+    _trying: list[Option] = field(default_factory=list)
+    """What is tried; the first of it now."""
+    _taken: dict[str, float] = field(default_factory=dict)
+    """Way to seconds of its steps."""
+    _said: str = ""
+    _now: Option | None = None
+    """The way of the steps; None is whole."""
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _before: float | None = None
 
+    def __post_init__(self) -> None:
+        self._whole = self.reducer.make_buckets, self.reducer.bucket_bytes
+
     def after_step(self, waited_seconds: float) -> str:
         """Count a step that waited so long for its gradients. What was decided, for people, after the step that decides; else nothing.
-        Collective over the group at that step."""
+        Collective over the group, at the end of every way's steps."""
         if int(self.verdict) >= 0:
             return ""
         now = time.perf_counter()
@@ -60,26 +81,46 @@ class Trial:
         self._before = now
         if len(self._steps) < _UNCOUNTED + _COUNTED:
             return ""
-        taken, waited = (median(step[index] for step in self._steps[_UNCOUNTED:]) for index in (0, 1))
-        # The longest step, and the shortest wait: the rank that comes last waits for the links only.
-        longest = torch.tensor([taken, -waited], dtype=torch.float64)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.reducer.group)
-        taken, waited = float(longest[0]), -float(longest[1])
-        chosen, best = 0, 0.0
-        saves = {option.bits: min(waited, option.saves_seconds) for option in self.options}
-        for bits, saved in saves.items():
-            if saved - best > SHARE * taken:
-                chosen, best = bits, saved
-        self.conclude(chosen)
-        told = ", ".join(f"int{bits} saves {saved * 1e3:.3g} ms" for bits, saved in saves.items())
-        said = f"a step takes {taken * 1e3:.3g} ms and waits {waited * 1e3:.3g} ms of them for gradients; {told}"
-        if chosen:
-            return f"gradients travel as int{chosen} from here on: {said}"
-        return f"gradients stay whole: {said}, less than {SHARE:.0%}"
+        taken, waited = self._slowest()
+        self._steps = []
+        if not self._taken:
+            self._after_whole(taken, waited)
+        else:
+            self._taken[self._trying.pop(0).name] = taken
+        if self._trying:
+            self._go_by(self._trying[0])
+            return ""
+        return self._decide()
 
-    def conclude(self, bits: int) -> None:
+    def _slowest(self) -> tuple[float, float]:
+        """(a step's seconds, those it waited), of this way. The longest step, and the shortest wait: the rank that comes last waits for the
+        links only."""
+        taken, waited = (median(step[index] for step in self._steps[_UNCOUNTED:]) for index in (0, 1))
+        most = torch.tensor([taken, -waited], dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.reducer.group)
+        return float(most[0]), -float(most[1])
+
+    def _after_whole(self, taken: float, waited: float) -> None:
+        self._taken["whole"] = taken
+        self._trying = list(self.options) if waited > SHARE * taken else []
+        self._said = f"a step takes {taken * 1e3:.3g} ms and waits {waited * 1e3:.3g} ms of them for gradients"
+
+    def _decide(self) -> str:
+        name = best_of(self._taken)
+        code = next((option.code for option in self.options if option.name == name), 0)
+        self.conclude(code)
+        tried = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in self._taken.items() if way != "whole")
+        said = f"{self._said}; tried: {tried}" if tried else f"{self._said}, less than {SHARE:.0%}"
+        return f"gradients travel as {name} from here on: {said}" if code else f"gradients stay whole: {said}"
+
+    def conclude(self, code: int) -> None:
         """Decide, or take over what was decided before; 0 leaves gradients whole."""
-        self.verdict.fill_(bits)
-        if bits:
-            option = next(option for option in self.options if option.bits == bits)
-            self.reducer.rebuild(option.make_buckets, bucket_bytes=option.bucket_bytes, separate_vectors=True)
+        self.verdict.fill_(code)
+        self._go_by(next((option for option in self.options if option.code == code), None))
+
+    def _go_by(self, option: Option | None) -> None:
+        if option is self._now:
+            return
+        self._now = option
+        make, bucket_bytes = self._whole if option is None else (option.make_buckets, option.bucket_bytes)
+        self.reducer.rebuild(make, bucket_bytes=bucket_bytes, separate_vectors=option is not None)

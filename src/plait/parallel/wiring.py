@@ -12,21 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import torch
 import torch.distributed as dist
 
 from plait._torch import sharded_modules
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
-from plait.comm.choose import QUANTISED, Choice, choose_buckets, price_quantised
+from plait.comm.choose import choose_buckets
 from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links
 from plait.comm.transport import connect
 from plait.comm.waits import TimedAllGather, TimedReduceScatter
 from plait.errors import ConfigError, InputError, Problem
-from plait.parallel.compression import Compression
+from plait.parallel.compression import QUANTISED_BUCKET_BYTES, Compression
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts
 from plait.parallel.trial import Option, Trial
@@ -57,15 +56,14 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     """Collective over the group. `gradient_bytes`: of all gradients that this rank sums."""
     compression = technique.compression
     if compression.gradients:
-        how = f"PowerSGD of rank {compression.powersgd_rank}" if compression.powersgd_rank else f"int{compression.gradient_bits}"
-        said = f"gradients are summed as {how}"
-        return Summing(lambda flats: compression.buckets(group, flats, mesh.device), technique.bucket_bytes, said)
+        return Summing(
+            partial(compression.buckets, group, mesh.device), technique.bucket_bytes, f"gradients are summed as {compression.name}"
+        )
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
     bucket_bytes, shared = technique.bucket_bytes, None
     found: Found | None = None
-    whole: Choice | None = None
     if wanted == "two-level" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
@@ -83,13 +81,12 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
                     device=mesh.device,
                     seconds=technique.measure_seconds,
                     kept=Path(technique.kept_links) if technique.kept_links else None,
-                    lossy=technique.may_compress,
                     largest_bytes=gradient_bytes,
                 )
         if found is not None:
             given = None if technique.bucket_by_links else bucket_bytes
-            whole = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
-            wanted, bucket_bytes, why = whole.algorithm, whole.bucket_bytes, f"{whole.reason} The links were {found.how}"
+            choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
+            wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
@@ -102,40 +99,20 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
         said = f"gradients are summed by {wanted}: {why}"
     if not technique.may_compress:
         return Summing(make, bucket_bytes, said)
-    options, why_not = _options(technique, group, mesh, found, whole, gradient_bytes)
-    if not options:
-        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: {why_not}")
-    saves = ", ".join(f"int{option.bits} {option.saves_seconds * 1e3:.3g} ms" for option in options)
-    return Summing(make, bucket_bytes, f"{said}. The first steps decide on compression, which would save up to: {saves}", options)
-
-
-def _options(
-    technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, found: Found | None, whole: Choice | None, gradient_bytes: int
-) -> tuple[tuple[Option, ...], str]:
-    """(ways to compress that the links make faster than `whole`, why there are none)."""
     if mesh.device.type != "cpu":
-        return (), f"what a step waits for is not measured on {mesh.device.type}"
-    if found is None or whole is None:
-        return (), "the links were not measured, or processes share memory, which is faster than quantising"
-    if whole.algorithm == "shared-memory":
-        return (), "shared memory is faster than quantising"
-    options, why_not = [], "compression was not measured on the links"
-    for bits in QUANTISED:
-        given = None if technique.bucket_by_links else technique.bucket_bytes
-        priced = price_quantised(bits, gradient_bytes, found.links, bucket_bytes=given)
-        if priced is None:
-            continue
-        saves = whole.seconds - priced.seconds
-        if saves > 0:
-            smaller = Compression(gradient_bits=bits, error_feedback=technique.compression.error_feedback)
-            options.append(Option(bits, saves, partial(_compressed, smaller, group, mesh.device), priced.bucket_bytes))
-        else:
-            why_not = f"int{bits} would take {-saves * 1e3:.3g} ms longer"
-    return tuple(options), why_not
+        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: what a step waits for is not measured on {mesh.device.type}")
+    if wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory"):
+        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: shared memory is faster than compressing")
+    names = ", ".join(way.name for way in technique.may_compress)
+    options = tuple(_option(way, technique, group, mesh) for way in technique.may_compress)
+    return Summing(make, bucket_bytes, f"{said}. The first steps decide on compression: {names}", options)
 
 
-def _compressed(compression: Compression, group: dist.ProcessGroup, device: torch.device, flats: Sequence[Flat]) -> Buckets:
-    return compression.buckets(group, flats, device)
+def _option(way: Compression, technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> Option:
+    by_default = technique.bucket_by_links and way.gradient_bits
+    bucket_bytes = QUANTISED_BUCKET_BYTES if by_default else technique.bucket_bytes
+    make = partial(way.buckets, group, mesh.device, whole_steps=0)  # those before were whole
+    return Option(way.name, way.code, make, bucket_bytes)
 
 
 def _from_file(path: str, group: dist.ProcessGroup, machines: int) -> GroupLinks:

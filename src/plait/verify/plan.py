@@ -137,7 +137,7 @@ def prepare(
         rest += more
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
-    changed: dict[str, Any] = {"may_compress": False}  # what is compared computes the same numbers from the first step to the last
+    changed: dict[str, Any] = {"may_compress": ()}  # what is compared computes the same numbers from the first step to the last
     if choice.share < 1:
         # As many buckets for the small model as the large one has.
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
