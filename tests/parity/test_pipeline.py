@@ -20,7 +20,7 @@ from tests.pool import Pool
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 LAYERS = 8
-IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "loss_chunk_tokens")
+IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "activation_offload", "loss_chunk_tokens")
 
 
 def settings(stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any) -> dict[str, Any]:

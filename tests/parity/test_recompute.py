@@ -10,9 +10,13 @@ import torch
 
 import plait
 from plait._torch import local_tensor
+from plait.units import GIB
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, worst
+from tests.fake.test_in_flight import LAYERS, LENGTH, foretold
 from tests.parity import cases
+from tests.parity.test_pipeline import named
+from tests.parity.test_pipeline import settings as pipeline_settings
 from tests.parity.test_tensor_parallel import check, plan, settings
 from tests.pool import Pool
 
@@ -30,11 +34,11 @@ DROPOUT: dict[str, dict[str, float]] = {
 }
 
 
-def build(kind: str, dtype: torch.dtype, *, dropout: bool) -> torch.nn.Module:
+def build(kind: str, dtype: torch.dtype, *, dropout: bool, layers: int | None = None) -> torch.nn.Module:
     """On meta."""
     from transformers import AutoModelForCausalLM
 
-    config = cases.transformers_config(kind, tied=True)
+    config = cases.transformers_config(kind, tied=True, layers=layers)
     for name, value in (DROPOUT[kind] if dropout else {}).items():
         setattr(config, name, value)
     config.use_cache = (
@@ -103,6 +107,42 @@ def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> N
     for found in others:
         difference = worst(compare(first, found))
         assert difference.ok(1e-11), f"{difference.name}: {difference.error}"
+
+
+PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
+    (2, pipeline_settings(0, 4, "1f1b", pp=2), [{"mode": "budget"}, {"mode": "selective"}]),
+    (2, pipeline_settings(0, 4, "zbv", pp=2), [{"mode": "budget"}, {"mode": "full"}]),
+    (4, pipeline_settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2), [{"mode": "budget"}]),
+    (4, pipeline_settings(0, 4, "dualpipev", pp=2, tp=2), [{"mode": "budget"}]),
+]
+
+
+def in_pipeline(rank: int, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """One run without recompute, and one for each of `modes`; what every block did. Runs in a worker."""
+    found, chosen = [], []
+    dp = config["parallel"].get("dp_shard", 1)
+    for more in ({}, *modes):
+        mode = dict(more)
+        if mode.get("mode") == "budget":
+            bounds = [(at.least()[0], at.most(("none",) * at.blocks)) for at in foretold(config, world, torch.float64)]
+            mode |= {"budget_gib": max(least + 0.4 * (most - least) for least, most in bounds) / GIB, "sequence_length": LENGTH}
+        file = {**config, "parallel": {**config["parallel"], "recompute": mode}}
+        model = build("llama", torch.float64, dropout=True, layers=LAYERS)
+        engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
+        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+        chosen.append(engine.parts.block_modes)
+    return found, chosen
+
+
+@pytest.mark.parametrize(("world", "config", "modes"), PIPELINES, ids=[named(config) for _, config, _ in PIPELINES])
+def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> None:
+    """A budget for all micro-batches in flight, ranks for themselves; dropout, tied embeddings, ragged micro-batches; backwards in halves
+    recompute twice."""
+    ranks = pool.run(world, in_pipeline, config, modes)
+    for bits, chosen in ranks:
+        assert bits == [bits[0]] * (1 + len(modes))
+        assert set(chosen[0]) == {"none"}
+    assert any(set(chosen[1]) != {"none"} for _, chosen in ranks), ranks
 
 
 def traces(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]) -> list[Trace]:
