@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import plait
 from plait._torch import local_tensor
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import build_mesh
+from plait.engine.dryrun import activation_facts, token_batch
+from plait.model.blocks import find_blocks
+from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, worst
@@ -143,6 +149,37 @@ def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: li
         assert bits == [bits[0]] * (1 + len(modes))
         assert set(chosen[0]) == {"none"}
     assert any(set(chosen[1]) != {"none"} for _, chosen in ranks), ranks
+
+
+def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
+    """A budget that the rank with the smaller slice of the vocabulary would keep without recompute, and the other not. Runs in a worker."""
+    if pp == 1:
+        config = settings(world, 2, 0, 1, 1)
+        model = build("llama", torch.float32, dropout=False)
+        mesh = build_mesh(Layout(tp=2))
+        batch = token_batch(2, LENGTH)
+        facts = activation_facts(model, blocks=find_blocks(model), mesh=mesh, batch=batch, tensor_parallel=TensorParallel())
+        own = facts.total(("none", "none"))
+    else:
+        config = pipeline_settings(0, 2, "1f1b", pp=2, tp=2)
+        own = foretold(config, world)[1].most(("none", "none")) - 1
+    asked = torch.tensor(own)
+    dist.broadcast(asked, src=1)
+    section = {"budget_gib": int(asked) / GIB, "sequence_length": LENGTH}
+    config["parallel"]["recompute"] = section
+    model = build("llama", torch.float32, dropout=False, layers=LAYERS if pp > 1 else None)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    engine.train_batch(cases.ragged_steps(config["gradient_accumulation_steps"])[0])
+    return engine.parts.block_modes
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ranks_with_uneven_slices_decide_alike(pool: Pool, pp: int) -> None:
+    """A block that one rank of tp recomputes and another does not would wait for ever in a collective."""
+    found = pool.run(2 * pp, with_uneven_slices, pp)
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first == second
+    assert any(set(modes) != {"none"} for modes in found)
 
 
 def traces(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]) -> list[Trace]:

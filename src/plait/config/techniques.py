@@ -146,8 +146,8 @@ def refuse_in_backward(
         ),
         (
             at.pp > 1,
-            f"parallel.pp is {at.pp}: a stage adds up the gradients of all micro-batches of a step, and those of tied parameters are summed "
-            "over their stages at its end",
+            f"parallel.pp is {at.pp}: a stage adds up the gradients of all micro-batches of a step, and those of tied parameters are "
+            "summed over their stages at its end",
             "use parallel.pp = 1",
         ),
         (states.device != "none", f"offload_optimizer.device is {states.device}, whose step walks over all parameters", 'use "none"'),
