@@ -12,7 +12,7 @@ from plait.engine.dryrun import activation_facts, token_batch
 from plait.verify.memory import measure_activations
 from plait.verify.parity import engine_trace
 from tests.parity import cases
-from tests.parity.test_pipeline import named
+from tests.parity.test_pipeline import SCHEDULES, named
 from tests.parity.test_pipeline import settings as pipeline_settings
 from tests.parity.test_recompute import build, digest
 from tests.parity.test_tensor_parallel import settings
@@ -58,6 +58,7 @@ PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
     (4, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=2), [{"fraction": 1.0}]),
     (4, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2), [{"fraction": 0.5}]),
 ]
+MODES: list[dict[str, Any]] = [{"fraction": share, "recompute": {"mode": mode}} for share in (0.5, 1.0) for mode in ("none", "full")]
 
 
 @pytest.mark.parametrize(("world", "config", "more"), PIPELINES, ids=[named(config) for _, config, _ in PIPELINES])
@@ -65,6 +66,14 @@ def test_in_a_pipeline(pool: Pool, tmp_path: Any, world: int, config: dict[str, 
     """Several micro-batches on their way, several stages on a rank, backwards in halves, which ask for what was stored twice."""
     for found in pool.run(world, digests, "llama", config, more, str(tmp_path)):
         assert found == [found[0]] * (1 + len(more))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_every_pipeline(pool: Pool, tmp_path: Any, schedule: str) -> None:
+    """Every schedule, with tensor parallelism."""
+    for found in pool.run(4, digests, "llama", pipeline_settings(0, 4, schedule, pp=2, tp=2), MODES, str(tmp_path)):
+        assert found == [found[0]] * (1 + len(MODES))
 
 
 def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

@@ -130,7 +130,7 @@ COMBINED = [
 def named(config: dict[str, Any]) -> str:
     """Of a combined layout."""
     degrees = [f"{name}{value if isinstance(value, int) else ''}" for name, value in config["parallel"].items() if name != "pipeline"]
-    degrees += list(config["parallel"].get("recompute", {}).values())[:1]
+    degrees += [str(value) for value in config["parallel"].get("recompute", {}).values()][:1]
     return "-".join([config["parallel"]["pipeline"]["schedule"], *degrees, f"zero{config['zero_optimization']['stage']}"])
 
 

@@ -21,7 +21,7 @@ from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.fake.test_in_flight import LAYERS, LENGTH, foretold
 from tests.parity import cases
-from tests.parity.test_pipeline import named
+from tests.parity.test_pipeline import SCHEDULES, named
 from tests.parity.test_pipeline import settings as pipeline_settings
 from tests.parity.test_tensor_parallel import check, plan, settings
 from tests.pool import Pool
@@ -149,6 +149,15 @@ def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: li
         assert bits == [bits[0]] * (1 + len(modes))
         assert set(chosen[0]) == {"none"}
     assert any(set(chosen[1]) != {"none"} for _, chosen in ranks), ranks
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_every_pipeline(pool: Pool, schedule: str) -> None:
+    """Every schedule, with tensor parallelism; a budget and all modes."""
+    modes: list[dict[str, Any]] = [{"mode": "budget"}, {"mode": "selective"}, {"mode": "full"}]
+    for bits, chosen in pool.run(4, in_pipeline, pipeline_settings(0, 4, schedule, pp=2, tp=2), modes):
+        assert bits == [bits[0]] * (1 + len(modes)), chosen
 
 
 def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
