@@ -140,7 +140,10 @@ def in_pipeline(rank: int, world: int, config: dict[str, Any], modes: list[dict[
     return found, chosen
 
 
-@pytest.mark.parametrize(("world", "config", "modes"), PIPELINES, ids=[named(config) for _, config, _ in PIPELINES])
+@pytest.mark.parametrize(
+    ("world", "config", "modes"),
+    [pytest.param(*case, id=named(case[1]), marks=[pytest.mark.proof] if case[0] > 2 else []) for case in PIPELINES],
+)
 def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> None:
     """A budget for all micro-batches in flight, ranks for themselves; dropout, tied embeddings, ragged micro-batches; backwards in halves
     recompute twice."""
@@ -182,7 +185,7 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
     return engine.parts.block_modes
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.proof)])
 def test_ranks_with_uneven_slices_decide_alike(pool: Pool, pp: int) -> None:
     """A block that one rank of tp recomputes and another does not would wait for ever in a collective."""
     found = pool.run(2 * pp, with_uneven_slices, pp)
