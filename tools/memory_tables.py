@@ -22,16 +22,18 @@ from plait._torch import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
+from plait.engine.batch import default_forward
 from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.forecast import foretell, foretell_on
 from plait.engine.rehearsal import foretell_messages
+from plait.engine.stage_dryrun import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.moments import PEAK_KINDS
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB
-from plait.verify.memory import measure_activations, measure_peak
+from plait.verify.memory import measure_activations, measure_in_flight, measure_peak
 
 SAMPLES, LENGTH = 2, 128
 MODES = ("none", "selective", "full")
@@ -59,9 +61,9 @@ def model_of(kind: str, *, device: str, **more: Any) -> nn.Module:
 
 
 @contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """This process as rank 0 of many, whose collectives move nothing."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process as one rank of many, whose collectives move nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
@@ -105,8 +107,9 @@ PEAKS: list[tuple[str, dict[str, Any]]] = [
     *(("gpt2", {"stage": stage, "tp": tp, "mode": "full"}) for stage in (0, 3) for tp in (1, 2)),
     *(("llama", {"stage": stage, "pp": 2, "schedule": "1f1b", "count": 4}) for stage in (0, 3)),
     ("llama", {"stage": 2, "pp": 2, "schedule": "interleaved-1f1b", "count": 4}),
-    ("llama", {"stage": 2, "pp": 2, "schedule": "zbv", "count": 4}),
+    *(("llama", {"stage": 2, "pp": 2, "schedule": "zbv", "count": 4, "mode": mode}) for mode in MODES),
 ]
+BUDGETS = ("1f1b", "interleaved-1f1b", "zbv")
 
 
 def peaks() -> Iterator[list[str]]:
@@ -138,6 +141,58 @@ def peaks() -> Iterator[list[str]]:
         words += [*([f"recompute {mode}"] if mode != "none" else []), "bf16" if bf16 else "fp32", f"{count} micro-batches"]
         difference = f"{100 * (found.peak_bytes / measured - 1):+.2f} %"
         yield [kind, ", ".join(words), f"{found.peak_bytes:,}", f"{measured:,}", difference, found.moment]
+
+
+def budgets() -> Iterator[list[str]]:
+    """Rows: schedule and rank of a pipeline, what it holds without recompute and at least, what it chooses for a budget between the two,
+    and what its micro-batches keep then at most, foretold and measured."""
+    ids = torch.arange(SAMPLES * 4 * LENGTH).view(-1, LENGTH) % 1024
+    for schedule in BUDGETS:
+        for rank in (0, 1):
+            file = {
+                "train_micro_batch_size_per_gpu": SAMPLES,
+                "gradient_accumulation_steps": 4,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                "parallel": {"pp": 2, "pipeline": {"schedule": schedule}},
+            }
+            model = model_of("llama", device="meta")
+            with fake_world(2, rank), delivered_at_once():
+                resolved = resolve(load(file), world_size=2)
+                pipeline = resolved.pipeline_of(model, find_blocks(model))
+                assert pipeline is not None
+                ranks = rank_activations(
+                    model,
+                    pipeline=pipeline,
+                    mesh=build_mesh(resolved.layout),
+                    batch=token_batch(SAMPLES, LENGTH),
+                    tensor_parallel=resolved.tensor_parallel,
+                    recompute=resolved.recompute,
+                    offloads=lambda count: 0,
+                    compute_dtype=None,
+                    loss_fn=plait.causal_lm_loss,
+                    forward=default_forward,
+                )
+                at = ranks[rank]
+                plain, least = at.most(("none",) * at.blocks), at.least()[0]
+                budget = max((plain + least) // 2, *(one.least()[0] for one in ranks))
+                file["parallel"]["recompute"] = {"budget_gib": budget / GIB, "sequence_length": LENGTH}  # type: ignore[index]
+                engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
+                assert engine._pipeline is not None
+                batch = {"input_ids": ids, "labels": ids.clone()}
+                foretell_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+                measured = max(held for _, held in measure_in_flight(engine, batch).after)
+            modes = engine.parts.block_modes
+            chosen = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
+            held = max(held for _, held in at.held_after(modes))
+            row = [plain, least, budget, at.most(modes), held, measured]
+            yield [
+                schedule,
+                str(rank),
+                f"{at.most_in_flight():g}",
+                *(f"{count:,}" for count in row[:3]),
+                chosen,
+                *(f"{x:,}" for x in row[3:]),
+            ]
 
 
 def large_peak() -> tuple[list[str], Iterator[list[str]]]:
@@ -240,6 +295,19 @@ def main() -> None:
     third = table(["layout", "recompute", "blocks", "head and loss", "one block comes back", "peak of forward and backward"], large())
     fourth = table(["model", "layout (2 data-parallel ranks)", "peak, foretold", "measured", "", "moment"], peaks())
     fifth = table(*large_peak())
+    columns = [
+        "schedule",
+        "rank",
+        "in flight",
+        "without recompute",
+        "at least",
+        "budget",
+        "chosen",
+        "of the budget",
+        "kept, foretold",
+        "measured",
+    ]
+    sixth = table(columns, budgets())
     page = f"""# Memory of a step
 
 What a rank needs for a training step is foretold before a device is booked: `plait layout FILE --peak` prints it for a run, by kind and
@@ -266,6 +334,21 @@ Bytes that one micro-batch of {SAMPLES} x {LENGTH} tokens keeps for its backward
 before the model is sharded, and measured as the storages that are alive after a real forward.
 
 {first}
+
+## A budget in a pipeline
+
+`parallel.recompute.budget_gib` bounds what a process holds of activations. A rank of a pipeline holds several micro-batches, as many as
+the schedule and its place say, and every rank chooses for itself: one with fewer in flight repeats less, which delays no other. All ranks
+know what all choose, so a budget that one cannot keep is refused by all, with the numbers. What comes back for the backward of one block is
+part of the budget; `kept` are bytes of all micro-batches in flight when a computation has ended, the most of a step. Llama of 4 blocks on
+two ranks, 4 micro-batches of {SAMPLES} x {LENGTH} tokens, float32, bytes; a budget half-way between all and the least.
+
+{sixth}
+
+Schedules that split the backward (`zbv`, `interleaved-zero-bubble`, `dualpipev`) compute a recomputed block twice again, once for the
+gradients of inputs and once for those of weights. Between the two a micro-batch holds what the second half starts from, and in it all
+blocks of the stage come back together, so less is saved than elsewhere; both are in the budget. `plait plan` proposes no recompute
+with them.
 
 ## Time for memory
 

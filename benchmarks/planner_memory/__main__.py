@@ -29,7 +29,7 @@ states included. Both are for the operators of a machine without GPUs, where the
 buffer, which is a property of the device in the planner (`own.reduces_on_host`). What an allocator reserves beyond, what kernels
 take inside and the device's context are not in these figures. Layouts that put off the gradients of weights (zero bubble) are off
 by up to 5 % on four and more stages, GPT-2's blocks with sequence parallelism by up to 4 %: both are among the large layouts below.
-Recomputation with zero bubble holds far more than it saves, so that it is not proposed.
+Recomputation with zero bubble computes a block again for each half of its backward, which is not priced, so that it is not proposed.
 """
 
 

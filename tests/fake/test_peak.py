@@ -151,6 +151,8 @@ PIPELINES = [
     (4, 0, pipeline_settings(1, 4, "zbv", pp=2, dp_shard=2)),
     (4, 2, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2)),
     (4, 1, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2)),
+    (4, 2, pipeline_settings(2, 4, "zbv", pp=2, dp_shard=2, recompute={"mode": "full"})),
+    (4, 0, pipeline_settings(0, 4, "1f1b", pp=2, dp_replicate=2, recompute={"budget_gib": 6.5e-4, "sequence_length": LENGTH})),
     (16, 13, pipeline_settings(1, 4, "zbv", pp=2, dp_shard=4, tp=2)),
     (12, 0, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=3, tp=2, sequence_parallel=True)),
 ]

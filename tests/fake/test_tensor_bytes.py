@@ -62,6 +62,25 @@ def test_memory_and_traffic(
     assert sent == {name: int(count[0]) for name, count in ledger.traffic.items() if count[0]}
 
 
+@pytest.mark.parametrize(
+    ("kind", "world", "stage", "sequence"), [("gpt2", 2, 0, False), ("llama", 4, 1, True), ("qwen3", 4, 2, False), ("llama", 4, 3, True)]
+)
+def test_updates_in_the_backward(fake_world: FakeWorld, kind: str, world: int, stage: int, sequence: bool) -> None:
+    """The gradients of one unit's slices, of one parameter's where tp alone splits; everything else as at the end."""
+    fake_world(world)
+    found = []
+    for in_backward in (False, True):
+        config = {**settings(world, 2, stage, 1, 1, sequence), "gradient_clipping": 0}
+        config["parallel"] |= {"unused_parameters": False, "optimizer_in_backward": in_backward}
+        held, sent, ledger = step(kind, config)
+        assert held == {name: int(count[0]) for name, count in ledger.memory.items()}
+        found.append((held, sent))
+    (at_end, sent_at_end), (inside, sent_inside) = found
+    assert inside["gradients"] < at_end["gradients"]
+    assert {**inside, "gradients": 0} == {**at_end, "gradients": 0}
+    assert sent_inside == sent_at_end
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "gpt_neox"])
 def test_other_families(fake_world: FakeWorld, kind: str) -> None:
     """Gathered outputs, sliced inputs, biases."""

@@ -12,6 +12,8 @@ from plait.engine.dryrun import activation_facts, token_batch
 from plait.verify.memory import measure_activations
 from plait.verify.parity import engine_trace
 from tests.parity import cases
+from tests.parity.test_pipeline import SCHEDULES, named
+from tests.parity.test_pipeline import settings as pipeline_settings
 from tests.parity.test_recompute import build, digest
 from tests.parity.test_tensor_parallel import settings
 from tests.pool import Pool
@@ -26,10 +28,11 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], more: list
         if section:
             section |= {"device": "disk", "path": folder}
         file = {**config, "parallel": {**config["parallel"], "recompute": recompute, "activation_offload": section}}
-        model = build(kind, torch.float64, dropout=not config["parallel"]["sequence_parallel"])
+        axes = config["parallel"]
+        model = build(kind, torch.float64, dropout=not axes.get("sequence_parallel"), layers=4 if axes.get("pp", 1) > 1 else None)
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
         assert (engine.parts.activation_store is not None) == bool(section)
-        dp = world // config["parallel"]["tp"]
+        dp = world // (axes.get("tp", 1) * axes.get("pp", 1))
         found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
     return found
 
@@ -47,6 +50,30 @@ def test_same_bits(pool: Pool, tmp_path: Any, kind: str, tp: int, stage: int, se
     ]
     for found in pool.run(2, digests, kind, settings(2, tp, stage, 1, 2, sequence), more, str(tmp_path)):
         assert found == [found[0]] * (1 + len(more))
+
+
+PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
+    (2, pipeline_settings(0, 4, "interleaved-1f1b", pp=2), [{"fraction": 0.5}, {"fraction": 1.0, "recompute": {"mode": "full"}}]),
+    (2, pipeline_settings(0, 4, "zbv", pp=2), [{"fraction": 1.0}, {"fraction": 0.5, "recompute": {"mode": "selective"}}]),
+    (4, pipeline_settings(3, 4, "1f1b", pp=2, dp_shard=2), [{"fraction": 1.0}]),
+    (4, pipeline_settings(2, 4, "dualpipev", pp=2, dp_shard=2), [{"fraction": 0.5}]),
+]
+MODES: list[dict[str, Any]] = [{"fraction": share, "recompute": {"mode": mode}} for share in (0.5, 1.0) for mode in ("none", "full")]
+
+
+@pytest.mark.parametrize(("world", "config", "more"), PIPELINES, ids=[named(config) for _, config, _ in PIPELINES])
+def test_in_a_pipeline(pool: Pool, tmp_path: Any, world: int, config: dict[str, Any], more: list[dict[str, Any]]) -> None:
+    """Several micro-batches on their way, several stages on a rank, backwards in halves, which ask for what was stored twice."""
+    for found in pool.run(world, digests, "llama", config, more, str(tmp_path)):
+        assert found == [found[0]] * (1 + len(more))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_every_pipeline(pool: Pool, tmp_path: Any, schedule: str) -> None:
+    """Every schedule, with tensor parallelism."""
+    for found in pool.run(4, digests, "llama", pipeline_settings(0, 4, schedule, pp=2, tp=2), MODES, str(tmp_path)):
+        assert found == [found[0]] * (1 + len(MODES))
 
 
 def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

@@ -22,7 +22,7 @@ from tests.pool import Pool
 
 def configuration(world: int, stage: int, replicas: int, /, *, in_backward: bool, **more: Any) -> dict[str, Any]:
     """Without what needs all gradients; the learning rate changes from step to step."""
-    config = settings(world, 1, stage, replicas, 1)
+    config = settings(world, more.pop("tp", 1), stage, replicas, 1, more.pop("sequence", False))
     parallel = {**config["parallel"], **more.pop("parallel", {}), "unused_parameters": False, "optimizer_in_backward": in_backward}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-3}}
     return {**config, "gradient_clipping": 0, "scheduler": schedule, "parallel": parallel, **more}
@@ -34,20 +34,22 @@ def both(rank: int, world: int, kind: str, arguments: tuple[Any, ...], more: dic
     for in_backward in (False, True):
         model = cases.build(kind, tied=True, dtype=torch.float32)
         engine = plait.initialize(model, configuration(*arguments, in_backward=in_backward, **more), loss_fn=plait.causal_lm_loss)
-        steps = cases.steps_for(kind, world)
+        steps = cases.steps_for(kind, engine.dp_size)
         trace = engine_trace(engine, steps)
         for step in steps:
-            loss = engine(**step[rank]).logits.sum() if kind != "plain" and not more else None
+            piece = step[engine.dp_rank]
+            loss = engine(**piece).logits.sum() if kind != "plain" and not more else None
             if loss is not None:  # DeepSpeed's three calls
                 engine.backward(loss)
                 engine.step()
             else:
-                engine.train_batch([step[rank]])
+                engine.train_batch([piece])
         found.append((digest(trace), digest_of(engine), all(p.grad is None for p in model.parameters())))
     return found
 
 
 BF16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
 CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("plain", (1, 0, 1), {}),
     ("llama", (1, 3, 1), BF16),
@@ -55,10 +57,16 @@ CASES: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("gpt2", (2, 2, 1), {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}),
     ("llama", (2, 3, 1), {**BF16, "parallel": {"recompute": {"mode": "full"}}}),
     ("qwen3", (4, 3, 2), {}),
+    ("gpt2", (2, 0, 1), {"tp": 2}),
+    ("llama", (2, 0, 1), {"tp": 2, "sequence": True}),
+    ("llama", (4, 2, 1), {"tp": 2, "sequence": True, **BF16}),
+    ("gpt2", (4, 3, 1), {"tp": 2, "parallel": {"recompute": {"mode": "selective"}}}),
+    ("plain", (1, 0, 1), COMPILED),
+    ("plain", (2, 3, 1), COMPILED),
 ]
 
 
-@pytest.mark.parametrize(("kind", "arguments", "more"), CASES)
+@pytest.mark.parametrize(("kind", "arguments", "more"), [*CASES, pytest.param("qwen3", (4, 1, 1), {"tp": 2}, marks=pytest.mark.proof)])
 def test_same_bits(pool: Pool, kind: str, arguments: tuple[int, int, int], more: dict[str, Any]) -> None:
     """Losses, norms, gradients, parameters and states; branches that a step leaves unused in one process."""
     for at_end, inside in pool.run(arguments[0], both, kind, arguments, more):
@@ -115,14 +123,13 @@ def test_what_it_does_not_go_with() -> None:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
-        "compile": {"enabled": True},
     }
-    config["parallel"] |= {"unused_parameters": True, "compress_gradients": "int8", "dp_shard": 2, "tp": 2}
+    config["parallel"] |= {"unused_parameters": True, "compress_gradients": "int8", "dp_shard": 2, "pp": 2}
     config["zero_optimization"] = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}
     with pytest.raises(ConfigError) as caught:
         resolve(load(config), world_size=4)
     said = str(caught.value)
-    for part in ("accumulation", "clipping", "check_grad_overflow", "unused", "parallel.tp", "nvme", "torch.compile", "compressed"):
+    for part in ("accumulation", "clipping", "check_grad_overflow", "unused", "parallel.pp", "nvme", "compressed"):
         assert part in said, part
     for stage, tree in ((0, {}), (2, {"fp16": {"enabled": True}})):
         with pytest.raises(ConfigError, match="buckets" if stage == 0 else "float16"):

@@ -20,7 +20,7 @@ from tests.pool import Pool
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
 LAYERS = 8
-IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "loss_chunk_tokens")
+IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "activation_offload", "loss_chunk_tokens")
 
 
 def settings(stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ COMBINED = [
 def named(config: dict[str, Any]) -> str:
     """Of a combined layout."""
     degrees = [f"{name}{value if isinstance(value, int) else ''}" for name, value in config["parallel"].items() if name != "pipeline"]
-    degrees += list(config["parallel"].get("recompute", {}).values())[:1]
+    degrees += [str(value) for value in config["parallel"].get("recompute", {}).values()][:1]
     return "-".join([config["parallel"]["pipeline"]["schedule"], *degrees, f"zero{config['zero_optimization']['stage']}"])
 
 

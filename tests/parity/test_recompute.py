@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import plait
 from plait._torch import local_tensor
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import build_mesh
+from plait.engine.dryrun import activation_facts, token_batch
+from plait.model.blocks import find_blocks
+from plait.parallel.tensor import TensorParallel
+from plait.units import GIB
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, worst
+from tests.fake.test_in_flight import LAYERS, LENGTH, foretold
 from tests.parity import cases
+from tests.parity.test_pipeline import SCHEDULES, named
+from tests.parity.test_pipeline import settings as pipeline_settings
 from tests.parity.test_tensor_parallel import check, plan, settings
 from tests.pool import Pool
 
@@ -30,11 +40,11 @@ DROPOUT: dict[str, dict[str, float]] = {
 }
 
 
-def build(kind: str, dtype: torch.dtype, *, dropout: bool) -> torch.nn.Module:
+def build(kind: str, dtype: torch.dtype, *, dropout: bool, layers: int | None = None) -> torch.nn.Module:
     """On meta."""
     from transformers import AutoModelForCausalLM
 
-    config = cases.transformers_config(kind, tied=True)
+    config = cases.transformers_config(kind, tied=True, layers=layers)
     for name, value in (DROPOUT[kind] if dropout else {}).items():
         setattr(config, name, value)
     config.use_cache = (
@@ -103,6 +113,85 @@ def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> N
     for found in others:
         difference = worst(compare(first, found))
         assert difference.ok(1e-11), f"{difference.name}: {difference.error}"
+
+
+PIPELINES: list[tuple[int, dict[str, Any], list[dict[str, Any]]]] = [
+    (2, pipeline_settings(0, 4, "1f1b", pp=2), [{"mode": "budget"}, {"mode": "selective"}]),
+    (2, pipeline_settings(0, 4, "zbv", pp=2), [{"mode": "budget"}, {"mode": "full"}]),
+    (4, pipeline_settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2), [{"mode": "budget"}]),
+    (4, pipeline_settings(0, 4, "dualpipev", pp=2, tp=2), [{"mode": "budget"}]),
+]
+
+
+def in_pipeline(rank: int, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """One run without recompute, and one for each of `modes`; what every block did. Runs in a worker."""
+    found, chosen = [], []
+    dp = config["parallel"].get("dp_shard", 1)
+    for more in ({}, *modes):
+        mode = dict(more)
+        if mode.get("mode") == "budget":
+            bounds = [(at.least()[0], at.most(("none",) * at.blocks)) for at in foretold(config, world, torch.float64)]
+            mode |= {"budget_gib": max(least + 0.4 * (most - least) for least, most in bounds) / GIB, "sequence_length": LENGTH}
+        file = {**config, "parallel": {**config["parallel"], "recompute": mode}}
+        model = build("llama", torch.float64, dropout=True, layers=LAYERS)
+        engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
+        found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
+        chosen.append(engine.parts.block_modes)
+    return found, chosen
+
+
+@pytest.mark.parametrize(
+    ("world", "config", "modes"),
+    [pytest.param(*case, id=named(case[1]), marks=[pytest.mark.proof] if case[0] > 2 else []) for case in PIPELINES],
+)
+def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> None:
+    """A budget for all micro-batches in flight, ranks for themselves; dropout, tied embeddings, ragged micro-batches; backwards in halves
+    recompute twice."""
+    ranks = pool.run(world, in_pipeline, config, modes)
+    for bits, chosen in ranks:
+        assert bits == [bits[0]] * (1 + len(modes))
+        assert set(chosen[0]) == {"none"}
+    assert any(set(chosen[1]) != {"none"} for _, chosen in ranks), ranks
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_every_pipeline(pool: Pool, schedule: str) -> None:
+    """Every schedule, with tensor parallelism; a budget and all modes."""
+    modes: list[dict[str, Any]] = [{"mode": "budget"}, {"mode": "selective"}, {"mode": "full"}]
+    for bits, chosen in pool.run(4, in_pipeline, pipeline_settings(0, 4, schedule, pp=2, tp=2), modes):
+        assert bits == [bits[0]] * (1 + len(modes)), chosen
+
+
+def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
+    """A budget that the rank with the smaller slice of the vocabulary would keep without recompute, and the other not. Runs in a worker."""
+    if pp == 1:
+        config = settings(world, 2, 0, 1, 1)
+        model = build("llama", torch.float32, dropout=False)
+        mesh = build_mesh(Layout(tp=2))
+        batch = token_batch(2, LENGTH)
+        facts = activation_facts(model, blocks=find_blocks(model), mesh=mesh, batch=batch, tensor_parallel=TensorParallel())
+        own = facts.total(("none", "none"))
+    else:
+        config = pipeline_settings(0, 2, "1f1b", pp=2, tp=2)
+        own = foretold(config, world)[1].most(("none", "none")) - 1
+    asked = torch.tensor(own)
+    dist.broadcast(asked, src=1)
+    section = {"budget_gib": int(asked) / GIB, "sequence_length": LENGTH}
+    config["parallel"]["recompute"] = section
+    model = build("llama", torch.float32, dropout=False, layers=LAYERS if pp > 1 else None)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    engine.train_batch(cases.ragged_steps(config["gradient_accumulation_steps"])[0])
+    return engine.parts.block_modes
+
+
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.proof)])
+def test_ranks_with_uneven_slices_decide_alike(pool: Pool, pp: int) -> None:
+    """A block that one rank of tp recomputes and another does not would wait for ever in a collective."""
+    found = pool.run(2 * pp, with_uneven_slices, pp)
+    for first, second in zip(found[::2], found[1::2], strict=True):
+        assert first == second
+    assert any(set(modes) != {"none"} for modes in found)
 
 
 def traces(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]]) -> list[Trace]:

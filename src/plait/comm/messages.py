@@ -49,8 +49,7 @@ class Messenger:
 
     def send(self, tensors: Iterable[torch.Tensor], *, to: int) -> None:
         """Begin to send; each tensor is a message of its own."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+        self.forget_delivered()
         for tensor in tensors:
             whole = tensor.detach().contiguous()
             self.sent_bytes += whole.numel() * whole.element_size()
@@ -75,6 +74,11 @@ class Messenger:
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self._irecv(data, source).wait()
         return pickle.loads(data.cpu().numpy().tobytes())
+
+    def forget_delivered(self) -> None:
+        """Let go of what was sent and has arrived."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
 
     def finish(self) -> None:
         """Wait until everything sent is delivered."""

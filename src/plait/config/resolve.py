@@ -171,11 +171,7 @@ def resolve(
     states = found.attempt(lambda: techniques.optimizer_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     if layout and batch and precision and data_parallel and states:
-        found.attempt(
-            lambda: techniques.refuse_in_backward(
-                data_parallel, layout, batch, precision, states, compiled=compiled.enabled, clipping=clipping
-            )
-        )
+        found.attempt(lambda: techniques.refuse_in_backward(data_parallel, layout, batch, precision, states, clipping=clipping))
     found.sources |= {path: config.origin(path) for path in _AS_GIVEN}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):

@@ -178,8 +178,8 @@ class RecomputeSection(Policy):
     """selective and budget: results that are kept: `attention`, `matmul` (products with weights), `every_second_matmul`, or operators like
     `aten.mm`."""
     budget_gib: Annotated[float, Field(gt=0, allow_inf_nan=False), Number] | None = None
-    """The most GiB that one micro-batch's activations take on a process: what blocks, head and loss keep, and the block that is being
-    recomputed."""
+    """The most GiB that activations take on a process: what blocks, head and loss keep, and the block that is being recomputed. Of one
+    micro-batch; in a pipeline of all that are in flight there, and every rank chooses for itself."""
     sequence_length: Count | None = None
     """budget: tokens of a sequence. Left out: data.sequence_length."""
 

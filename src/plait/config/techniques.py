@@ -129,14 +129,13 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
 
 
 def refuse_in_backward(
-    data: DataParallel, at: Layout, batch: Batch, precision: Precision, states: OptimizerOffload, *, compiled: bool, clipping: float
+    data: DataParallel, at: Layout, batch: Batch, precision: Precision, states: OptimizerOffload, *, clipping: float
 ) -> None:
     """What an update in the backward does not go with: what needs all gradients first, and what is not proven. Raises ConfigError with
     all of it."""
     if not data.update_in_backward:
         return
     replicated = data.stage == 0 and at.dp > 1
-    parallel = max((("pp", at.pp), ("tp", at.tp)), key=lambda axis: axis[1])
     rules = (
         (batch.accumulation > 1, f"gradient_accumulation_steps is {batch.accumulation}: a gradient is complete after the last", "use 1"),
         (clipping > 0, f"gradient_clipping is {clipping:g}, which needs the norm of all gradients", "set gradient_clipping = 0"),
@@ -148,7 +147,7 @@ def refuse_in_backward(
         ),
         (
             replicated,
-            f"{at.dp} processes at ZeRO stage 0 reduce gradients in buckets, which are kept",
+            f"{at.dp} processes at ZeRO stage 0 reduce gradients in buckets, which stay: nothing would be freed",
             "use zero_optimization.stage 1 to 3",
         ),
         (
@@ -156,9 +155,13 @@ def refuse_in_backward(
             "parallel.unused_parameters looks at the end of the backward which gradients nobody has",
             "set parallel.unused_parameters = false, if every step uses every parameter",
         ),
-        (parallel[1] > 1, f"parallel.{parallel[0]} is {parallel[1]}, with which it is not proven", f"use parallel.{parallel[0]} = 1"),
+        (
+            at.pp > 1,
+            f"parallel.pp is {at.pp}: a stage adds up the gradients of all micro-batches of a step, and those of tied parameters are "
+            "summed over their stages at its end",
+            "use parallel.pp = 1",
+        ),
         (states.device != "none", f"offload_optimizer.device is {states.device}, whose step walks over all parameters", 'use "none"'),
-        (compiled, "it is not proven under torch.compile", "set compile.enabled = false"),
         (data.compression.gradients, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
     )
     problems = [

@@ -26,11 +26,11 @@ from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.disk_optimizer import DiskTier, large_states
-from plait.engine.dryrun import activation_facts, token_batch
 from plait.engine.engine import Engine
-from plait.engine.loss import CausalLMLoss, Loss, Weighted, causal_lm_loss
+from plait.engine.loss import CausalLMLoss, Loss, Weighted
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
+from plait.engine.solve import recompute_of
 from plait.engine.state import dropout_seed
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem
@@ -42,10 +42,8 @@ from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.order import apply_all
 from plait.parallel.pipeline import build_pipeline
-from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
-from plait.units import dtype_of
 
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -307,8 +305,6 @@ def split(
         Choice(
             layout=resolved.layout,
             compiled=resolved.compile,
-            recompute=resolved.recompute,
-            activation_offload=resolved.activation_offload,
             second_copy=resolved.data_parallel.second_copy,
         )
     )
@@ -337,28 +333,6 @@ def split(
         resolved.optimizer_offload,
     )
     return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
-
-
-def recompute_of(
-    resolved: Resolved, model: nn.Module, blocks: tuple[str, ...], mesh: Mesh, *, loss_fn: Loss | None, forward: Forward
-) -> Recompute:
-    """What blocks recompute, a budget solved: from a run without data on the whole model, before anything is sharded."""
-    recompute, precision, offload = resolved.recompute, resolved.precision, resolved.activation_offload
-    if recompute.mode != "budget":
-        return recompute
-    facts = activation_facts(
-        model,
-        blocks=blocks,
-        mesh=mesh,
-        batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
-        tensor_parallel=resolved.tensor_parallel,
-        recompute=recompute,
-        offload=offload.fraction > 0,
-        compute_dtype=dtype_of(precision.compute) if precision.compute else None,
-        loss_fn=loss_fn or causal_lm_loss,
-        forward=forward,
-    )
-    return recompute.solved(facts, offloaded=offload.blocks(len(blocks)))
 
 
 def _check_placement(resolved: Resolved) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
@@ -58,7 +59,7 @@ def activation_facts(
     recompute = recompute or Recompute()
     modes: tuple[BlockMode, ...] = ("none", "selective", "full") if blocks else ("none",)
 
-    def measure(mode: BlockMode, store: _Nowhere | None) -> ModeFacts:
+    def measure(mode: BlockMode, store: Nowhere | None) -> ModeFacts:
         return _measure(
             model,
             parts=lambda fake: Parts(model=fake, blocks=blocks, activation_store=store, offloaded_blocks=len(blocks) if store else 0),
@@ -75,10 +76,32 @@ def activation_facts(
     for mode in modes:
         found[mode] = measure(mode, None)
         if offload:
-            store = _Nowhere()
+            store = Nowhere()
             resident = measure(mode, store).blocks
             stored = tuple(store.bytes.get(index, 0) for index in range(len(blocks)))
             found[mode] = replace(found[mode], resident=resident, stored=stored)
+    return ActivationFacts(found)
+
+
+def largest_over_tp(mesh: Mesh, *figures: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every figure, the largest of the tp axis. Slices may be uneven, and what is decided from figures must be decided alike: a block is
+    recomputed by all of the axis's ranks or by none, because its collectives are repeated. Collective over tp."""
+    group = mesh.group("tp")
+    if group is None:
+        return list(figures)
+    tensor = torch.tensor([value for some in figures for value in some], dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    agreed = iter(tensor.tolist())
+    return [tuple(next(agreed) for _ in some) for some in figures]
+
+
+def alike_over_tp(facts: ActivationFacts, mesh: Mesh) -> ActivationFacts:
+    """The facts of the fullest rank of the tp axis (see `largest_over_tp`)."""
+    found: dict[BlockMode, ModeFacts] = {}
+    for mode, one in facts.modes.items():
+        blocks, resident, stored, rest = largest_over_tp(mesh, one.blocks, one.resident, one.stored, (one.outside, one.logits, one.flops))
+        outside, logits, flops = rest
+        found[mode] = replace(one, blocks=blocks, resident=resident, stored=stored, outside=outside, logits=logits, flops=flops)
     return ActivationFacts(found)
 
 
@@ -181,24 +204,29 @@ class DryRun(LiveStorages):
         return (args[0], finished_work()) if returns_tensors else finished_work()
 
 
-class _Nowhere:
+class Nowhere:
     """A store that only counts."""
 
     def __init__(self) -> None:
         self.bytes: Counter[int] = Counter()
 
+    def begin(self) -> None:
+        """As any store."""
+
     def open(self, index: int) -> _NowhereGroup:
+        """Counts for block `index`."""
         return _NowhereGroup(self, index)
 
     def prefetcher(self) -> Callable[[], None]:
+        """Nothing comes back ahead."""
         return lambda: None
 
     def drain(self) -> None:
-        pass
+        """Nothing is on its way."""
 
 
 class _NowhereGroup:
-    def __init__(self, store: _Nowhere, index: int) -> None:
+    def __init__(self, store: Nowhere, index: int) -> None:
         self._store = store
         self._index = index
 

@@ -23,7 +23,6 @@ from plait._torch import FakeStore, FakeTensorMode, storage_bytes, tree_leaves
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, default_forward
-from plait.engine.build import recompute_of
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.dryrun import DryRun, explained, fake_copy, rows_are_sequences, token_batch
 from plait.engine.live import LiveStorages
@@ -31,6 +30,7 @@ from plait.engine.loss import CausalLMLoss, Loss, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.peak import make_states
 from plait.engine.rehearsal import handed_on
+from plait.engine.solve import recompute_of
 from plait.errors import InputError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts

@@ -69,7 +69,10 @@ class LiveStorages(TorchDispatchMode):
 
     def claim(self, tensor: torch.Tensor, unit: int) -> None:
         """A storage that is counted belongs to `unit` instead."""
-        key = tensor.untyped_storage()._cdata
+        self.claim_storage(tensor.untyped_storage()._cdata, unit)
+
+    def claim_storage(self, key: int, unit: int) -> None:
+        """The same by the storage's address (`_cdata`); nothing if it is gone."""
         if key in self._units:
             size, before = self._units[key]
             self.bytes[before] -= size

@@ -7,22 +7,49 @@ block it is the input that moves; the kept results of operators stay.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.activation_store import DiskStore, HostStore
 from plait.parallel.ledger import Ledger
+from plait.parallel.saved import Store
+from plait.parallel.schedule import Action, Kind
+from plait.parallel.stage import Stage
 from plait.parallel.technique import Parts, Technique
+
+
+class StagedStore:
+    """An observer of a pipeline's `Runtime`: what a stage's last blocks have put away starts its way back when their backward is next, and
+    so while the rank waits for the gradient. Micro-batches are kept apart, and the stages of a rank."""
+
+    def __init__(self, store: Store, stages: Mapping[int, Stage], offloaded: Collection[str]) -> None:
+        self._store = store
+        self._ends = {index for index, stage in stages.items() if stage.blocks[-1] in offloaded}
+        """Stages whose last block's saved tensors come back first. Others start theirs when that block's backward begins (`recompute`)."""
+        self._returning: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def __call__(self, action: Action, done: bool) -> None:
+        """Before (`done` False) and after every computation."""
+        if action.kind is Kind.FORWARD:
+            if not done:
+                self._store.begin()
+            elif torch.is_grad_enabled() and action.stage in self._ends:
+                self._returning[action.stage, action.microbatch] = self._store.prefetcher()
+        elif not done and action.kind is not Kind.WEIGHT:
+            self._returning.pop((action.stage, action.microbatch), lambda: None)()
 
 
 class ActivationOffload(Technique):
     """Which blocks, and where to."""
 
     fraction: float = 0.0
-    """The share of blocks, from the first one on."""
+    """The share of a rank's blocks, from the first one on."""
     device: Literal["cpu", "disk"] = "cpu"
     """Pinned host memory, or files."""
     path: str | None = None

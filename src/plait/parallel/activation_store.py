@@ -34,6 +34,10 @@ class _Chain:
     def __init__(self) -> None:
         self._last: tuple[int, weakref.ref[Any]] | None = None
 
+    def begin(self) -> None:
+        """Another forward begins: of another micro-batch, or of another stage of a pipeline."""
+        self._last = None
+
     def follow(self, index: int, group: Any) -> Any:
         """A weak reference to the group before, None for the first of a forward."""
         before = self._last[1] if self._last is not None and self._last[0] < index else None
@@ -65,6 +69,10 @@ class HostStore:
         cuda = device.type == "cuda"
         self.out = torch.cuda.Stream(device) if cuda else None
         self.back = torch.cuda.Stream(device) if cuda else None
+
+    def begin(self) -> None:
+        """Another forward begins: what was opened before does not come back ahead of what is opened now."""
+        self.chain.begin()
 
     def open(self, index: int) -> HostGroup:
         """For one call of a block."""
@@ -171,6 +179,10 @@ class DiskStore:
         self._room = threading.Condition()
         require_writable(folder, field="parallel.activation_offload.path")
 
+    def begin(self) -> None:
+        """Another forward begins: what was opened before does not come back ahead of what is opened now."""
+        self.chain.begin()
+
     def open(self, index: int) -> DiskGroup:
         """For one call of a block."""
         group = DiskGroup(self)
@@ -223,6 +235,7 @@ class DiskGroup:
         self._file: Any = None
         self._extents: list[_Extent] = []
         self._end = 0
+        self._asked = False
 
     def put(self, flat: torch.Tensor) -> int:
         """Write behind. Waits only where too much waits already."""
@@ -245,9 +258,11 @@ class DiskGroup:
 
     def prefetch(self) -> None:
         """Start to read everything."""
+        if self._asked:
+            return
+        self._asked = True
         for extent in self._extents:
-            if extent.read is None:
-                extent.read = self._store.pool.submit(_read, self._store, self._file, extent)
+            extent.read = self._store.pool.submit(_read, self._store, self._file, extent)
 
     def get(self, handle: int) -> torch.Tensor:
         """The tensor on the device; the block before starts to be read."""
@@ -256,7 +271,8 @@ class DiskGroup:
         if before is not None:
             before.prefetch()
         extent = self._extents[handle]
-        assert extent.read is not None
+        if extent.read is None:  # asked a second time
+            return _read(self._store, self._file, extent).to(self._store.device)
         host, extent.read = extent.read.result(), None
         return host.to(self._store.device)
 

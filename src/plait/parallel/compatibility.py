@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, Problem
-from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
-from plait.parallel.recompute import Recompute
 from plait.policy import Policy
 
 
@@ -20,10 +18,6 @@ class Choice(Policy):
     """The degrees."""
     compiled: Compile = Compile()
     """torch.compile."""
-    recompute: Recompute = Recompute()
-    """What is computed again."""
-    activation_offload: ActivationOffload = ActivationOffload()
-    """What is kept elsewhere."""
     second_copy: int = 0
     """Ranks that share the second copy of stage 3's parameters; 0: none."""
 
@@ -60,20 +54,6 @@ REFUSALS: tuple[Refusal, ...] = (
         applies=lambda choice: choice.compiled.enabled and choice.layout.pp > 1,
         rule="pipeline stages are not proven under torch.compile",
         remedy="use false, or parallel.pp = 1",
-    ),
-    Refusal(
-        field="parallel.recompute.mode",
-        value=lambda choice: choice.recompute.mode,
-        applies=lambda choice: choice.recompute.mode == "budget" and choice.layout.pp > 1,
-        rule="the budget is solved for one micro-batch of a whole model, and a pipeline's rank holds several of some blocks",
-        remedy='use "full" or "selective", or parallel.pp = 1',
-    ),
-    Refusal(
-        field="parallel.activation_offload.fraction",
-        value=lambda choice: choice.activation_offload.fraction,
-        applies=lambda choice: choice.activation_offload.fraction > 0 and choice.layout.pp > 1,
-        rule="what returns for a backward is not proven where several micro-batches are on their way",
-        remedy="use 0, or parallel.pp = 1",
     ),
     Refusal(
         field="parallel.second_copy",

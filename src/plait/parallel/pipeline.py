@@ -20,6 +20,7 @@ from plait.comm.messages import Messenger
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.stages import StageCut, cut_model
+from plait.parallel.activation_offload import StagedStore
 from plait.parallel.ledger import Ledger
 from plait.parallel.runtime import Runtime
 from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
@@ -141,6 +142,8 @@ def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineR
     zero = StagedZero(staged, schedule, zero=parts.stage, reducer=parts.reducer)
     messenger = Messenger(upwards, mesh.downwards, device=mesh.device, waits=parts.waits)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, observers=[zero])
+    if parts.activation_store is not None:
+        runtime.observers.append(StagedStore(parts.activation_store, staged.stages, parts.blocks[: parts.offloaded_blocks]))
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()
     groups: dict[frozenset[int], dist.ProcessGroup | None] = {}

@@ -8,7 +8,7 @@ runs: by mode, or, for a budget, from measured figures (`activations`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel import selective
 from plait.parallel.activations import ActivationFacts, BlockMode, alike, solve
+from plait.parallel.in_flight import RankActivations
 from plait.parallel.ledger import Ledger
 from plait.parallel.saved import SavedTensors, Store
 from plait.parallel.styles import Region
@@ -37,13 +38,14 @@ class Recompute(Technique):
 
     mode: Mode = "none"
     """none keeps everything; full keeps a block's input alone; selective keeps the results of chosen operators too; budget chooses for
-    every block so that one micro-batch's activations fit."""
+    every block so that activations fit."""
     every: int = 1
     """full and selective: every n-th block, the first included."""
     keep: tuple[str, ...] = selective.DEFAULT
     """selective and budget: what is kept, as names of operators or of groups."""
     budget_bytes: int = 0
-    """budget: the most that activations, logits and the block being recomputed take together, for one micro-batch."""
+    """budget: the most that activations, logits and the block being recomputed take together, for one micro-batch; in a pipeline for all
+    that are in flight on a rank."""
     sequence_length: int = 0
     """budget: tokens of a sequence."""
     partition_inputs: bool = False
@@ -101,6 +103,30 @@ class Recompute(Technique):
             )
         return self.model_copy(update={"assignment": found})
 
+    def solved_in_pipeline(self, ranks: Sequence[RankActivations], *, rank: int) -> Recompute:
+        """The same with the modes of this rank's blocks decided: those that repeat the fewest operations while all micro-batches in flight
+        keep the budget. Every rank for itself: one with fewer in flight repeats less, which delays none. Raises ConfigError where any
+        rank cannot keep it, on every rank."""
+        problems = []
+        for each in ranks:
+            if self.mode == "budget" and each.least()[0] > self.budget_bytes:
+                least, modes = each.least()
+                rule = (
+                    f"rank {each.rank} of the pipeline holds {least / GIB:.4g} GiB at least ({_counts(modes)}): up to "
+                    f"{each.most_in_flight():.3g} micro-batches are in flight there with {each.schedule.name}"
+                )
+                remedy = (
+                    f"use {max(one.least()[0] for one in ranks) / GIB:.4g} or more, a smaller micro-batch or sequence, or more parallel.tp"
+                )
+                problems.append(Problem("parallel.recompute.budget_gib", self.budget_bytes / GIB, rule, remedy))
+        if problems:
+            raise ConfigError(*problems)
+        if self.mode != "budget":
+            return self
+        found = ranks[rank].solve(self.budget_bytes)
+        assert found is not None
+        return self.model_copy(update={"assignment": found})
+
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Replace the forward of the blocks that recompute, and of those whose saved tensors go elsewhere."""
         modes = self.modes(len(parts.blocks))
@@ -119,8 +145,7 @@ class Recompute(Technique):
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=parts.tensor_region)
         if set(modes) == {"none"}:
             return parts
-        counts = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
-        return parts.with_(applied=(*parts.applied, f"recompute({counts})"))
+        return parts.with_(applied=(*parts.applied, f"recompute({_counts(modes)})"))
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes that one micro-batch keeps, and the traffic that recomputation repeats; nothing where no activations were measured."""
@@ -140,6 +165,10 @@ class Recompute(Technique):
         for collective, sent in measured.extra_traffic(modes).items():
             ledger = ledger.add_traffic(collective, ledger.accumulation * sent)
         return ledger
+
+
+def _counts(modes: Sequence[BlockMode]) -> str:
+    return ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
 
 
 def _wrap(

@@ -64,7 +64,8 @@ class _Held:
 
 @dataclass
 class Runtime:
-    """The pipeline of one rank. `observers` are called before (False) and after (True) every computation."""
+    """The pipeline of one rank. `observers` are called before (False) and after (True) every computation, `listeners` with what is handed
+    on to another stage."""
 
     schedule: Schedule
     staged: StagedModel
@@ -72,6 +73,7 @@ class Runtime:
     weights_of: Callable[[int], Iterable[torch.nn.Parameter]]
     """Parameters of a stage, as autograd sees them now."""
     observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
+    listeners: list[Callable[[Message, Sequence[torch.Tensor]], None]] = field(default_factory=list)
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
 
@@ -219,6 +221,8 @@ class _Pass:
         return tensors
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        for listen in self.runtime.listeners:
+            listen(message, tensors)
         to = destination(self.schedule, message)
         if to is None:
             self.here[message] = tuple(tensor.detach() for tensor in tensors)

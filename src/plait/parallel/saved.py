@@ -40,6 +40,9 @@ class Group(Protocol):
 class Store(Protocol):
     """A place for saved tensors."""
 
+    def begin(self) -> None:
+        """Another forward begins; needed where one may begin before the backward of the last."""
+
     def open(self, index: int) -> Group:
         """A group for block `index`; groups of one forward are opened in the order of its blocks."""
 

@@ -7,12 +7,14 @@ accumulates as any backward does, so whoever listens to a parameter's gradient i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import GraphExecGroup
 
 from plait._torch import input_gradients
 
@@ -46,8 +48,12 @@ def backward_weights(deferred: Deferred) -> None:
     if deferred.outputs:
         torch.autograd.backward(deferred.outputs, deferred.gradients)
         return
+    # Every layer's weights are a pass of their own. Where a block recomputes, it does so once for all of them, and not for each.
+    together = GraphExecGroup()
     for index, group in enumerate(deferred.groups):
-        _accumulate(group, keep=index < len(deferred.groups) - 1)
+        # Passes that lead through other layers would use a recomputed tensor a second time, so they recompute theirs.
+        with together if len(group["intermediates"]) == 1 else nullcontext():
+            _accumulate(group, keep=index < len(deferred.groups) - 1)
 
 
 def _accumulate(group: dict[str, Any], *, keep: bool) -> None:

@@ -55,8 +55,8 @@ class Offers:
         return None
 
     def runs(self, schedule: str, *, pp: int, micro_batches: int, chunks: int, zero: int, recompute: bool = False) -> bool:
-        """Whether a schedule exists for these numbers, and with this ZeRO stage; and whether recomputation saves memory with it: what is
-        computed again for the gradients of inputs stays until those of weights, which dry runs show to be more than it saves."""
+        """Whether a schedule exists for these numbers, and with this ZeRO stage; and whether recomputation is priced with it: a backward in
+        halves computes a block again for each half, which the engine runs and this planner does not count yet."""
         if self.compiled is None:
             return micro_batches >= pp
         name = SCHEDULE_NAMES[schedule]

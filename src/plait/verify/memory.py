@@ -5,6 +5,7 @@ Storages are counted once each, padding included, so views and tied weights do n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,16 @@ from plait._torch import (
     unsharded_parameter_bytes,
     unsharded_parameters,
 )
+from plait.comm.messages import Arriving
 from plait.engine.batch import to_device
-from plait.engine.dryrun import AFTER, OUTSIDE, watch_blocks
+from plait.engine.dryrun import AFTER, BACKWARD, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
 from plait.engine.live import LiveStorages
 from plait.engine.peak import step_tensors
 from plait.parallel.compression import states as compression_states
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
+from plait.parallel.schedule import Action, Kind, Message, Payload
 
 
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
@@ -93,6 +96,86 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         free_gathered(model)
     of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
     return {"activations": of_blocks + kept.get(OUTSIDE, 0), "logits": kept.get(AFTER, 0), "blocks": of_blocks}
+
+
+_APART = -4
+"""Unit of messages."""
+
+
+@dataclass(frozen=True)
+class _Taken(Arriving):
+    """A message that counts from when it is taken on."""
+
+    live: LiveStorages
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        for tensor in self.tensors:
+            self.live.claim(tensor, self.live.unit)
+        return super().wait()
+
+
+@dataclass(frozen=True)
+class MeasuredInFlight:
+    """What a pipeline's rank held of activations in a step."""
+
+    after: list[tuple[Action, int]]
+    """Every action, and the bytes that all micro-batches kept when it had ended: blocks, what is beside them, head and loss."""
+
+
+def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
+    """Run one `train_batch` of a pipeline whose parameters are not sharded. What is on its way between stages does not count, nor do
+    gradients of parameters."""
+    assert engine._pipeline is not None
+    model, runtime = engine.model, engine._pipeline.runtime
+    known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))]
+    live = LiveStorages(known=known)
+    remove = [watch_blocks(model, engine.parts.blocks, live)]
+    remove += [p.register_post_accumulate_grad_hook(lambda p: live.forget([p.grad])).remove for p in model.parameters() if p.requires_grad]
+    found: list[tuple[Action, int]] = []
+    handed: dict[Message, list[int]] = {}
+    """Gradients that wait for another stage of this rank, by their storages."""
+    before = 0
+    messenger, receive = runtime.messenger, runtime.messenger.receive
+
+    def received(*args: Any, **kwargs: Any) -> Arriving:
+        unit, live.unit = live.unit, _APART
+        arriving = receive(*args, **kwargs)
+        live.unit = unit
+        return _Taken(arriving.tensors, arriving.works, arriving.waits, live)
+
+    def listen(message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        if message.payload is Payload.GRADIENT:
+            handed[message] = [tensor.untyped_storage()._cdata for tensor in tensors]
+            for key in handed[message]:
+                live.claim_storage(key, _APART)
+
+    def observe(action: Action, done: bool) -> None:
+        nonlocal before
+        live.unit = OUTSIDE if action.kind is Kind.FORWARD else BACKWARD
+        if not done:
+            before = before if found else live.total  # what the engine has made so far is none of it
+            if action.kind in (Kind.BACKWARD, Kind.INPUT):
+                for key in handed.pop(Message(Payload.GRADIENT, action.stage + 1, action.microbatch), ()):
+                    live.claim_storage(key, BACKWARD)
+            return
+        messenger.forget_delivered()
+        if engine.parts.activation_store is not None:
+            engine.parts.activation_store.drain()
+        found.append((action, live.total - live.bytes[_APART] - before))
+
+    messenger.receive = received  # type: ignore[method-assign]
+    runtime.observers.append(observe)
+    runtime.listeners.append(listen)
+    try:
+        with live:
+            engine.train_batch(batch)
+    finally:
+        runtime.observers.remove(observe)
+        runtime.listeners.remove(listen)
+        messenger.receive = receive  # type: ignore[method-assign]
+        for stop in remove:
+            stop()
+    return MeasuredInFlight(found)
 
 
 @dataclass(frozen=True)

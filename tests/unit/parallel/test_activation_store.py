@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from torch import nn
 
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.parallel import activation_store
-from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.activation_offload import ActivationOffload, StagedStore
 from plait.parallel.activation_store import DiskStore, HostStore
 from plait.parallel.saved import SavedTensors
+from plait.parallel.schedule import Action, Kind
 
 CPU = torch.device("cpu")
 
@@ -57,6 +59,49 @@ def test_the_block_before_starts_its_way_back(store: Any) -> None:
     assert started == [2, 2, 1]
     groups[0].get(0)
     assert started == [2, 2, 1, 0]
+
+
+def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often tensors of one block are asked for; a second time for one of them is a read of its own."""
+    read: list[int] = []
+    original = activation_store._read
+    monkeypatch.setattr(activation_store, "_read", lambda *args: (read.append(args[2].offset), original(*args))[1])
+    group = DiskStore(tmp_path, CPU).open(0)
+    handles = [group.put(flat(4096, seed)) for seed in range(3)]
+    assert all(torch.equal(group.get(handle), flat(4096, seed)) for seed, handle in enumerate(handles))
+    assert sorted(read) == [0, 4096, 8192]
+    assert torch.equal(group.get(handles[1]), flat(4096, 1))
+    assert sorted(read) == [0, 4096, 4096, 8192]
+
+
+def test_a_stage_begins_its_way_back_before_its_backward(store: Any) -> None:
+    """Micro-batches apart, stages of a rank apart; a stage that ends with blocks of its own waits for them."""
+    stages: Any = {index: SimpleNamespace(blocks=(f"{index}.a", f"{index}.b")) for index in (0, 2)}
+    staged = StagedStore(store, stages, ("0.a", "0.b", "2.a"))
+    started: list[str] = []
+
+    def forward(stage: int, microbatch: int, blocks: range) -> list[Any]:
+        staged(Action(stage, Kind.FORWARD, microbatch), False)
+        groups = []
+        for index in blocks:
+            group = store.open(index)
+            group.put(flat(10))
+            name = f"{microbatch}/{index}"
+            group.prefetch = lambda name=name, original=group.prefetch: (started.append(name), original())
+            groups.append(group)
+        staged(Action(stage, Kind.FORWARD, microbatch), True)
+        return groups
+
+    first, second, third = forward(0, 0, range(2)), forward(0, 1, range(2)), forward(2, 0, range(2, 3))
+    assert third[0].before is None and second[0].before is None, "another stage, another micro-batch"
+    staged(Action(2, Kind.BACKWARD, 0), False)
+    assert started == []
+    staged(Action(0, Kind.INPUT, 0), False)
+    assert started == ["0/1"]
+    staged(Action(0, Kind.WEIGHT, 0), False)
+    staged(Action(0, Kind.BACKWARD, 1), False)
+    assert started == ["0/1", "1/1"]
+    assert torch.equal(first[1].get(0), flat(10))
 
 
 def test_host_buffers_are_used_again() -> None:

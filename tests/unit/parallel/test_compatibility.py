@@ -6,10 +6,8 @@ import pytest
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError
-from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compatibility import REFUSALS, Choice, refuse_incompatible
 from plait.parallel.compile import Compile
-from plait.parallel.recompute import Recompute
 
 
 def test_all_at_once() -> None:
@@ -19,8 +17,6 @@ def test_all_at_once() -> None:
             Choice(
                 layout=Layout(pp=2, cp=2, tp=2),
                 compiled=Compile(enabled=True),
-                recompute=Recompute(mode="budget"),
-                activation_offload=ActivationOffload(fraction=0.5),
                 second_copy=2,
             )
         )
@@ -28,7 +24,7 @@ def test_all_at_once() -> None:
 
 
 def test_what_works_passes() -> None:
-    """Data, tensor and pipeline parallelism, recompute in all of them, compiled data parallelism."""
-    refuse_incompatible(Choice(layout=Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2), recompute=Recompute(mode="full")))
+    """Data, tensor and pipeline parallelism, compiled data parallelism, a second copy."""
+    refuse_incompatible(Choice(layout=Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
     refuse_incompatible(Choice(layout=Layout(dp_shard=4), second_copy=2))
     refuse_incompatible(Choice(layout=Layout(dp_shard=4), compiled=Compile(enabled=True)))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from plait.parallel.split_backward import backward_inputs, backward_weights
 
@@ -30,12 +31,41 @@ def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     return {"x": x.grad, **{name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}}
 
 
+class Again(nn.Module):
+    """Computes a module again in backward, and counts how often it runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.runs = 0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return self.module(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.run, x, use_reentrant=False)
+
+
+def test_a_block_recomputes_once_for_each_half() -> None:
+    """Not once for each of its layers, whose weights are passes of their own."""
+    block = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    model = nn.Sequential(Again(block), Again(nn.Linear(4, 4)))
+    x = torch.rand(2, 4, requires_grad=True)
+    half = backward_inputs([model(x)], [torch.ones(2, 4)], [x], model.parameters())
+    assert [again.runs for again in model] == [2, 2]
+    backward_weights(half)
+    assert [again.runs for again in model] == [3, 3]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("loss", [False, True], ids=["middle", "last"])
 @pytest.mark.parametrize("leaf", [False, True], ids=["first", "later"])
-def test_two_halves(loss: bool, leaf: bool) -> None:
+def test_two_halves(loss: bool, leaf: bool, recompute: bool) -> None:
     """For a stage in the middle, the last (a scalar loss), and the first (whose input needs no gradient). Gradients accumulate."""
     torch.manual_seed(0)
-    model = nn.Sequential(Branches(), Branches()).double()
+    blocks: list[nn.Module] = [Branches(), Branches()]
+    model = nn.Sequential(*(Again(block) if recompute else block for block in blocks)).double()
     x = torch.rand(3, 6, dtype=torch.float64, requires_grad=leaf)
     upstream = None if loss else torch.rand(3, 6, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""What a plan does not propose because dry runs show that it cannot be, or is no use."""
+"""What a plan does not propose because it cannot be, or is not priced."""
 
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES

@@ -1,0 +1,227 @@
+"""Activations that a pipeline's rank holds: figures of its stages, put together along its row of the schedule. No tensors.
+
+A rank holds several micro-batches, as many as the schedule and its place say, so a budget for activations bounds their sum at the worst
+moment of the row. Where a backward is split, a stage holds something else between its halves: what the first half made (recomputed
+activations among it) waits for the second. `engine.stage_dryrun` measures the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from plait.parallel.activations import BlockMode, alike
+from plait.parallel.schedule import Action, Kind, Schedule
+
+Assignment = tuple[BlockMode, ...]
+"""The mode of every block of a rank, in the order of its stages."""
+
+
+@dataclass(frozen=True)
+class StageMode:
+    """One micro-batch through a stage with all its blocks in one mode, in bytes. A figure a block, or of all that is beside the blocks."""
+
+    kept: tuple[int, ...]
+    """By a block, from forward to backward, its input included."""
+    beside: int
+    """By what is beside the blocks: embeddings, masks; head and loss on the last stage, what is handed on on the others."""
+    returning: tuple[int, ...]
+    """What comes back to the device for a block's backward, from recomputation and from a store."""
+    flops: int
+    """Operations of forward and backward, what is recomputed included."""
+    stored: tuple[int, ...] = ()
+    """What a block puts into a store; empty where none does."""
+    put_off: tuple[int, ...] = ()
+    """By a block, from the first half of a split backward to the second; empty where no backward of the stage is split."""
+    put_off_beside: int = 0
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """A stage in every mode that was measured."""
+
+    modes: Mapping[BlockMode, StageMode]
+    entrance: int
+    """Bytes that it gets from the stage before, which are counted in both where both are on one rank."""
+    differentiable: bool
+    """Whether a gradient goes back to a stage before; without one, a split backward is a second half alone."""
+
+    @property
+    def blocks(self) -> int:
+        """How many."""
+        return len(self.modes["none"].kept)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage with the modes of its blocks decided."""
+
+    kept: int
+    put_off: int
+    in_backward: int
+    """The most beside `kept` during a whole backward."""
+    in_first_half: int
+    in_second_half: int
+    """The same beside `put_off`."""
+    entrance: int
+
+
+def _decided(facts: StageFacts, modes: Assignment) -> _Stage:
+    kept = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
+    returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
+    used = {"none", *modes}  # a recomputed block keeps shared arguments too
+    beside = max(facts.modes[mode].beside for mode in used)
+    back = max((0, *returning))
+    whole = beside + sum(kept)
+    put_off, first = 0, 0
+    if facts.modes["none"].put_off:
+        later = [facts.modes[mode].put_off[index] for index, mode in enumerate(modes)]
+        put_off = max(facts.modes[mode].put_off_beside for mode in used) + sum(later)
+        # Blocks behind have had their first half, those before have not.
+        grown = [new - old for new, old in zip(later, kept, strict=True)]
+        behind = [0, *accumulate(reversed(grown))]
+        first = max((0, put_off - whole, *(done + come for done, come in zip(behind, reversed(returning), strict=False))))
+    if not facts.differentiable:
+        return _Stage(whole, put_off, back, 0, back, facts.entrance)
+    # The second half computes all of the stage's blocks again before it has done with any.
+    again = sum(come for mode, come in zip(modes, returning, strict=True) if mode != "none")
+    return _Stage(whole, put_off, back, first, again, facts.entrance)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What is in flight on a rank, by the position of a stage among the rank's."""
+
+    waiting: tuple[int, ...]
+    """Micro-batches between forward and backward."""
+    put_off: tuple[int, ...]
+    """Micro-batches between the halves of their backward."""
+    shared: tuple[int, ...]
+    """Micro-batches of the stage whose input is the output of another one of this rank, which has it too."""
+    running: int
+    kind: Kind
+
+
+def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _Moment, _Moment]]:
+    """Every action of a row, with what is in flight while it runs and after it. A micro-batch in its backward is still in flight."""
+    stages = schedule.stages_of(rank)
+    place = {stage: index for index, stage in enumerate(stages)}
+    state: dict[tuple[int, int], Kind] = {}
+
+    def now(action: Action) -> _Moment:
+        def count(*kinds: Kind) -> tuple[int, ...]:
+            return tuple(sum(at == stage and kind in kinds for (at, _), kind in state.items()) for stage in stages)
+
+        both = tuple(sum(at == stage and (stage - 1, microbatch) in state for at, microbatch in state) for stage in stages)
+        return _Moment(count(Kind.FORWARD), count(Kind.INPUT), both, place[action.stage], action.kind)
+
+    for action in schedule.ranks[rank]:
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.FORWARD:
+            state[key] = Kind.FORWARD
+        during = now(action)
+        if action.kind is Kind.INPUT:
+            state[key] = Kind.INPUT
+        elif action.kind is not Kind.FORWARD:
+            del state[key]
+        yield action, during, now(action)
+
+
+def _standing(moment: _Moment, stages: Sequence[_Stage]) -> int:
+    held = 0
+    for waiting, put_off, shared, stage in zip(moment.waiting, moment.put_off, moment.shared, stages, strict=True):
+        held += waiting * stage.kept + put_off * stage.put_off - shared * stage.entrance
+    return held
+
+
+def _most(moments: Iterable[_Moment], stages: Sequence[_Stage]) -> int:
+    extra = {
+        Kind.FORWARD: [0 for _ in stages],
+        Kind.BACKWARD: [stage.in_backward for stage in stages],
+        Kind.INPUT: [stage.in_first_half for stage in stages],
+        Kind.WEIGHT: [stage.in_second_half for stage in stages],
+    }
+    return max(_standing(moment, stages) + extra[moment.kind][moment.running] for moment in moments)
+
+
+@dataclass(frozen=True)
+class RankActivations:
+    """The stages of one rank and its row of the schedule."""
+
+    schedule: Schedule
+    rank: int
+    """On the pp axis."""
+    stages: tuple[StageFacts, ...]
+    """Of this rank, the model's first one first."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the rank has."""
+        return sum(stage.blocks for stage in self.stages)
+
+    def held_after(self, assignment: Assignment) -> list[tuple[Action, int]]:
+        """Every action of the row, and the bytes that all micro-batches in flight keep when it has ended: blocks, what is beside them,
+        head and loss."""
+        stages = self._decided(assignment)
+        return [(action, _standing(after, stages)) for action, _, after in _moments(self.schedule, self.rank)]
+
+    def most(self, assignment: Assignment) -> int:
+        """What a budget bounds: the most of what is kept together with what comes back for the backward of one block."""
+        return _most(self._different(), self._decided(assignment))
+
+    def most_in_flight(self) -> float:
+        """Micro-batches through all stages of the rank that are held at most."""
+        return max(sum(moment.waiting) + sum(moment.put_off) for moment in self._different()) / len(self.stages)
+
+    def solve(self, budget_bytes: int) -> Assignment | None:
+        """The modes that repeat the fewest operations within the budget; None where there are none.
+
+        Blocks of a stage are taken to be alike, so only how many are in which mode matters. The first blocks of a rank keep least: their
+        forward comes first and their backward last.
+        """
+        moments = self._different()
+        best: tuple[float, int, Assignment] | None = None
+        for assignment in self.candidates():
+            work = self.repeated(assignment)
+            if best is not None and work > best[0]:
+                continue
+            most = _most(moments, self._decided(assignment))
+            if most <= budget_bytes and (best is None or (work, most) < best[:2]):
+                best = (work, most, assignment)
+        return best[2] if best else None
+
+    def least(self) -> tuple[int, Assignment]:
+        """The smallest budget that can be kept, and how."""
+        moments = self._different()
+        return min((_most(moments, self._decided(assignment)), assignment) for assignment in self.candidates())
+
+    def candidates(self) -> Iterator[Assignment]:
+        """What is chosen among."""
+        count = self.blocks
+        several = all("selective" in stage.modes for stage in self.stages)
+        for full in range(count + 1):
+            for selective in range(count - full + 1 if several else 1):
+                yield (*alike("full", full), *alike("selective", selective), *alike("none", count - full - selective))
+
+    def repeated(self, assignment: Assignment) -> float:
+        """Operations that one micro-batch repeats."""
+        total = 0.0
+        for stage, modes in self._split(assignment):
+            plain = stage.modes["none"].flops
+            total += sum((stage.modes[mode].flops - plain) * modes.count(mode) for mode in set(modes)) / stage.blocks
+        return total
+
+    def _different(self) -> set[_Moment]:
+        return {during for _, during, _ in _moments(self.schedule, self.rank)}
+
+    def _decided(self, assignment: Assignment) -> list[_Stage]:
+        return [_decided(stage, modes) for stage, modes in self._split(assignment)]
+
+    def _split(self, assignment: Assignment) -> Iterator[tuple[StageFacts, Assignment]]:
+        if len(assignment) != self.blocks:
+            raise ValueError(f"{len(assignment)} modes for {self.blocks} blocks")
+        start = 0
+        for stage in self.stages:
+            yield stage, assignment[start : start + stage.blocks]
+            start += stage.blocks

@@ -1,0 +1,138 @@
+"""Activations of a pipeline's rank: what is foretold of every action of its row is what a real step holds then, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait._torch import delivered_at_once
+from plait.cluster.mesh import build_mesh
+from plait.config.resolve import load, resolve
+from plait.engine.batch import default_forward
+from plait.engine.dryrun import token_batch
+from plait.engine.loss import causal_lm_loss
+from plait.engine.stage_dryrun import rank_activations
+from plait.errors import ConfigError
+from plait.model.blocks import find_blocks
+from plait.parallel.in_flight import RankActivations
+from plait.units import GIB
+from plait.verify.memory import measure_in_flight
+from tests.fake import test_pipeline_bytes
+from tests.parity import cases
+from tests.parity.test_pipeline import SCHEDULES, settings
+
+FakeWorld = Callable[..., None]
+LENGTH, LAYERS = 16, 4
+
+
+def foretold(config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32) -> tuple[RankActivations, ...]:
+    """Of every rank of the pipeline."""
+    resolved = resolve(load(config), world_size=world)
+    model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
+    pipeline = resolved.pipeline_of(model, find_blocks(model))
+    assert pipeline is not None
+    return rank_activations(
+        model,
+        pipeline=pipeline,
+        mesh=build_mesh(resolved.layout),
+        batch=token_batch(2, LENGTH),
+        tensor_parallel=resolved.tensor_parallel,
+        recompute=resolved.recompute,
+        offloads=resolved.activation_offload.blocks,
+        compute_dtype=None,
+        loss_fn=causal_lm_loss,
+        forward=default_forward,
+    )
+
+
+def data() -> dict[str, torch.Tensor]:
+    """A step of four micro-batches."""
+    ids = torch.arange(8 * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def with_budget(config: dict[str, Any], budget: int) -> dict[str, Any]:
+    """The configuration with a budget in bytes."""
+    section = {"budget_gib": budget / GIB, "sequence_length": LENGTH}
+    return {**config, "parallel": {**config["parallel"], "recompute": section}}
+
+
+def check(start: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: int, config: dict[str, Any], share: float) -> None:
+    """With a budget of `share` between the least and what is held without recompute, on this rank."""
+    monkeypatch.setattr(test_pipeline_bytes, "LENGTH", LENGTH)
+    monkeypatch.setattr(test_pipeline_bytes, "LAYERS", LAYERS)
+    start(world, rank)
+    ranks = foretold(config, world)
+    at = ranks[resolve(load(config), world_size=world).layout.coordinates(rank)["pp"]]
+    least, plain = at.least()[0], at.most(("none",) * at.blocks)
+    budget = round(least + share * (plain - least))
+    engine, *_ = test_pipeline_bytes.build(with_budget(config, max(budget, *(one.least()[0] for one in ranks))), world)
+    chosen = engine.parts.block_modes
+    assert at.most(chosen) <= engine.config.recompute.budget_bytes
+    with delivered_at_once():
+        measured = measure_in_flight(engine, data()).after
+    assert measured == at.held_after(chosen)
+    assert max(held for _, held in measured) <= at.most(chosen)
+    if share < 1 and engine.config.recompute.budget_bytes < plain:
+        assert set(chosen) != {"none"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [
+        pytest.param(schedule, rank, marks=[] if schedule in ("1f1b", "zbv") and (index + rank) % 2 else pytest.mark.proof)
+        for index, schedule in enumerate(SCHEDULES)
+        for rank in (0, 1)
+    ],
+)
+def test_every_schedule(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, schedule: str, rank: int) -> None:
+    """Several stages on a rank, in a row and in a V; backwards in halves."""
+    check(fake_world, monkeypatch, 2, rank, settings(0, 4, schedule, pp=2), 0.6 if rank else 0.3)
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "config"),
+    [
+        pytest.param(4, 0, settings(0, 4, "1f1b", pp=2, tp=2), marks=pytest.mark.proof),
+        (4, 2, settings(0, 4, "zbv", pp=2, tp=2, sequence_parallel=True)),
+        pytest.param(4, 1, settings(0, 4, "1f1b", pp=4), marks=pytest.mark.proof),
+    ],
+    ids=["tp", "sp", "pp 4"],
+)
+def test_with_other_axes(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: int, config: dict[str, Any]) -> None:
+    check(fake_world, monkeypatch, world, rank, config, 0.4)
+
+
+def test_a_rank_with_more_in_flight_recomputes_more(fake_world: FakeWorld) -> None:
+    """Each for itself: the first rank of 1F1B holds four micro-batches and the last one."""
+    fake_world(4, 0)
+    ranks = foretold(settings(0, 8, "1f1b", pp=4), 4)
+    assert [round(rank.most_in_flight()) for rank in ranks] == [4, 3, 2, 1]
+    budget = ranks[2].most(("none",))
+    work = [rank.repeated(rank.solve(budget) or ()) for rank in ranks]
+    assert work[0] >= work[1] > work[2] == work[3] == 0
+    assert ranks[0].most(ranks[0].solve(budget) or ()) <= budget < ranks[0].most(("none",))
+
+
+def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers of the ranks that cannot, also where this one could."""
+    monkeypatch.setattr(test_pipeline_bytes, "LAYERS", LAYERS)
+    fake_world(2, 0)
+    config = settings(0, 4, "1f1b", pp=2)
+    first, last = (rank.least()[0] for rank in foretold(config, 2))
+    assert first < last, "the head and its loss"
+    with pytest.raises(ConfigError, match="rank 1 of the pipeline .* at least .2 full.*1 micro-batches are in flight there with 1f1b"):
+        test_pipeline_bytes.build(with_budget(config, first), 2)
+    with pytest.raises(ConfigError, match=f"rank 0 of the pipeline .*use {last / GIB:.4g} or more"):
+        test_pipeline_bytes.build(with_budget(config, first - 1), 2)
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [pytest.param("interleaved-1f1b", 1, marks=pytest.mark.proof), ("zbv", 1)])
+def test_with_a_store(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schedule: str, rank: int) -> None:
+    """Half of the blocks put what they save into files; the budget is solved for the others and for what stays of those."""
+    offload = {"fraction": 0.5, "device": "disk", "path": str(tmp_path)}
+    check(fake_world, monkeypatch, 2, rank, settings(0, 4, schedule, pp=2, activation_offload=offload), 0.4)
