@@ -271,10 +271,11 @@ def _parallelize(
         materialise.allocate(model, mesh.device, masters_on_host=parts.masters_on_host)
     tier = build_disk_tier(resolved, model)
     if template is not None:
+        filled = tier.put_parameter_away if tier is not None else lambda _: None
         if weights is None:
-            materialise.initialise(model, template, blocks, seed=resolved.seed)
+            materialise.initialise(model, template, blocks, seed=resolved.seed, filled=filled)
         else:
-            load_weights(model, weights)
+            load_weights(model, weights, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.put_parameters_away()

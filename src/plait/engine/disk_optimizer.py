@@ -140,6 +140,10 @@ class DiskTier:
         for arena in self.arenas:
             arena.put_away(tensor, written=written)
 
+    def put_parameter_away(self, parameter: torch.Tensor) -> None:
+        """After it was filled."""
+        self.put_away(local_tensor(parameter.detach()))
+
     def put_parameters_away(self) -> None:
         """After they were filled."""
         for buffer in self._buffers:
@@ -147,7 +151,8 @@ class DiskTier:
         for arena in self.arenas:
             arena.trim()  # of what was there before it was mapped
 
-    def _end_of_computation(self) -> None:
+    def end_of_computation(self) -> None:
+        """No parameters are gathered for now: give back what was read ahead."""
         if self._shard_reader is not None:
             self._shard_reader.end_step()
 
@@ -190,7 +195,7 @@ class DiskTier:
             for use in uses:
                 self.put_away(use.tensor, written=use.changes and use.lasts)
 
-        self._end_of_computation()
+        self.end_of_computation()
         waiting = iter(entries)
         arriving: deque[tuple[T, Future[None]]] = deque()
         leaving: deque[Future[None]] = deque()
