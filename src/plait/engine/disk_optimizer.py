@@ -66,13 +66,7 @@ class DiskTier:
     """Made before a model's weights are, given the optimizer afterwards."""
 
     def __init__(
-        self,
-        arena: Arena | None,
-        *,
-        buffer_bytes: int,
-        buffer_count: int = 4,
-        shards: Arena | None = None,
-        pool_bytes: int = 0,
+        self, arena: Arena | None, *, buffer_bytes: int, buffer_count: int = 4, shards: Arena | None = None, pool_bytes: int = 0
     ) -> None:
         """`arena` is for gradients and states, `shards` (which may be the same) for the shards of parameters; None leaves them in memory.
         `pool_bytes`: how much of the shards is in memory at once while the model computes."""
