@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.common.machine import facts
 from benchmarks.common.statistics import paired_ratio, spread
+from benchmarks.offload import overlap
 from benchmarks.offload.contestants import Step, deepspeed_cpu_adam, parameters, plait_files, torch_fused
 
 TENSORS = 16
@@ -27,9 +28,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rounds", type=int, nargs="?", default=15)
     parser.add_argument("--parameters", type=int, default=32_000_000)
+    parser.add_argument("--overlap", action="store_true", help="only the overlap of a throttled disk and computation, in memory")
     parser.add_argument("--folder", type=Path, help="where the files are besides memory; left out: a temporary folder")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.overlap:
+        keep({"overlap": overlaps(min(given.rounds, 5)), "overlap_machine": facts("torch")})
+        return
     count = given.parameters
     with tempfile.TemporaryDirectory() as temporary:
         modules = {}
@@ -60,15 +65,33 @@ def main() -> None:
         )
     errors = {name: largest_difference(modules["torch"], module) for name, module in modules.items()}
     print("largest difference of a parameter from torch's:", {name: f"{error:.1e}" for name, error in errors.items()})
-    report = {
-        "machine": facts("torch", "deepspeed"),
-        "rounds": given.rounds,
-        "parameters": count,
-        "results": results,
-        "differences": errors,
-    }
+    keep(
+        {
+            "machine": facts("torch", "deepspeed"),
+            "rounds": given.rounds,
+            "parameters": count,
+            "results": results,
+            "differences": errors,
+        }
+    )
+
+
+def overlaps(rounds: int) -> dict[str, dict[str, object]]:
+    """Time over the slower of I/O and computation, by phase and by which of the two is the slower."""
+    found: dict[str, dict[str, object]] = {}
+    for phase in (overlap.optimizer_step, overlap.forward_and_backward):
+        for name, ratio in overlap.RATIOS.items():
+            taken = phase(MEMORY, ratio, rounds)
+            print(f"{phase.__name__:20s} {name:14s} time / max(I/O, compute) {min(taken):.3f} to {max(taken):.3f}")
+            found.setdefault(phase.__name__, {})[name] = spread(taken).as_dict()
+    return found
+
+
+def keep(part: dict[str, object]) -> None:
+    """Write some results beside those that are there."""
     target = Path(__file__).parents[1] / "results" / "offload.json"
-    target.write_text(json.dumps(report, indent=1) + "\n")
+    before = json.loads(target.read_text()) if target.exists() else {}
+    target.write_text(json.dumps({**before, **part}, indent=1) + "\n")
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:

@@ -23,6 +23,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -67,6 +69,42 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
         dim = p.fsdp_placement.dim
         p._sharded_param_data = buffer
         p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(dim, 0, p.sharded_param._local_tensor.shape[dim])
+
+
+Moment = tuple[str, bool]
+"""When a unit is gathered: "forward", "evaluation" (a forward without gradients) or "backward"; and whether in the last micro-batch of a
+step."""
+
+
+def on_shard_reads(module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
+    """Call `before` when a gather of this unit is about to read its shards, and `after` when it has read them. A gather of a unit that is
+    whole already, or from other shards (those of a second copy), reads none."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        _watch_reads(group, before, after)
+
+
+def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
+    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+    alone = group._all_gather_process_group.size() == 1  # then the copy is made by the wait
+
+    def watched_unshard(async_op: bool = False) -> None:
+        if group._all_gather_result is not None or group._sharded_state is not ShardedState.SHARDED:
+            unshard(async_op)
+            return
+        forward = "forward" if torch.is_grad_enabled() else "evaluation"
+        when = "backward" if group._training_state is TrainingState.PRE_BACKWARD else forward
+        before((when, bool(group.all_reduce_grads)))
+        unshard(async_op)
+        if not alone:
+            after()
+
+    def watched_wait() -> None:
+        reads = alone and group._all_gather_result is not None
+        wait_for_unshard()
+        if reads:
+            after()
+
+    group.unshard, group.wait_for_unshard = watched_unshard, watched_wait
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:

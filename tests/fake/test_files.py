@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from tests.parity.test_pipeline import settings as pipeline_settings
 from tests.parity.test_tensor_parallel import settings
 
 
-def bytes_in_files(engine: plait.Engine, batch: dict[str, torch.Tensor]) -> int:
-    """Of shards, gradients and states in a step; all of them are there."""
-    model, arena, found = engine.model, engine.parts.disk_tier.arena, {}
+def bytes_in_files(engine: plait.Engine, batch: dict[str, torch.Tensor], *, kinds: set[str]) -> int:
+    """Of shards, gradients and states in a step; those of `kinds` are there as a whole, and nothing of the others."""
+    model, tier, found = engine.model, engine.parts.disk_tier, {}
 
     def look() -> None:
         found["parameters"] = [buffer for module in sharded_modules(model) for buffer in shard_buffers(module)]
@@ -32,27 +33,51 @@ def bytes_in_files(engine: plait.Engine, batch: dict[str, torch.Tensor]) -> int:
     engine.stepper.before_update.append(look)
     engine.train_batch(batch)
     found["states"] = [local_tensor(v) for state in engine.optimizer.state.values() for v in state.values() if v.ndim]
-    assert all(arena.holds(tensor) for kind in found.values() for tensor in kind if tensor.numel())
-    return sum(tensor.numel() * 4 for kind in found.values() for tensor in kind)
+    assert all(found.values())
+    assert all(tier.holds(tensor) == (kind in kinds) for kind, tensors in found.items() for tensor in tensors if tensor.numel())
+    return sum(tensor.numel() * 4 for kind in kinds for tensor in found[kind])
 
 
-@pytest.mark.parametrize(("world", "stage", "kind"), [(2, 1, "llama"), (3, 3, "gpt2"), (4, 2, "qwen3")])
-def test_files_are_as_priced(fake_world: Callable[..., None], tmp_path: Path, world: int, stage: int, kind: str) -> None:
+STATES, PARAMETERS = {"gradients", "states"}, {"parameters"}
+
+
+def offloads(folder: Path, kinds: set[str], stage: int) -> dict[str, Any]:
+    """The sections that put `kinds` into files. Below stage 3 the masters go with the states."""
+    section = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 1000}
+    found: dict[str, Any] = {"offload_optimizer": section} if kinds >= STATES else {}
+    return {**found, "offload_param": {**section, "buffer_size": 50_000}} if stage == 3 and kinds >= PARAMETERS else found
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "kind", "kinds"),
+    [
+        (2, 1, "llama", STATES | PARAMETERS),
+        (4, 2, "qwen3", STATES | PARAMETERS),
+        (3, 3, "gpt2", STATES | PARAMETERS),
+        (3, 3, "gpt2", STATES),
+        (3, 3, "gpt2", PARAMETERS),
+        (1, 3, "llama", PARAMETERS),
+    ],
+)
+def test_files_are_as_priced(fake_world: Callable[..., None], tmp_path: Path, world: int, stage: int, kind: str, kinds: set[str]) -> None:
     """Uneven shards too. The optimizer's step counts stay in memory: a few bytes a parameter, which the ledger has in `optimizer`."""
     fake_world(world)
     config = settings(world, 1, stage, 1, 1)
-    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1000}
+    config["zero_optimization"] |= offloads(tmp_path, kinds, stage)
     model = cases.build(kind, tied=False, dtype=torch.float32)
     facts = model_facts(model, find_blocks(model))
     resolved = resolve(load(config), world_size=world)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     ids = torch.arange(32).view(2, 16) % cases.VOCABULARY
-    in_files = bytes_in_files(engine, {"input_ids": ids, "labels": ids})
+    in_files = bytes_in_files(engine, {"input_ids": ids, "labels": ids}, kinds=kinds)
     at = resolved.layout
     start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=1)
-    ledger = account_all((resolved.precision, resolved.data_parallel, resolved.optimizer_offload), start, facts)
+    offload = (resolved.parameter_offload, resolved.optimizer_offload)
+    ledger = account_all((resolved.precision, resolved.data_parallel, *offload), start, facts)
     assert in_files == int(ledger.memory["files"][0])
-    assert int(ledger.memory["step_buffers"][0]) == min(in_files, 4 * 4 * 1000)
+    pieces = 4 * 4 * 1000 if kinds >= STATES else 0
+    pool = min(int(ledger.memory["parameters"][0]), 5 * 4 * 50_000) if stage == 3 and kinds >= PARAMETERS else 0
+    assert int(ledger.memory["step_buffers"][0]) == max(pieces, pool) < in_files + 1
 
 
 @pytest.mark.parametrize(("rank", "stage", "schedule"), [(0, 2, "zbv"), (2, 3, "1f1b")])
@@ -60,9 +85,9 @@ def test_files_of_a_pipelines_rank(fake_world: Callable[..., None], tmp_path: Pa
     """Tied embeddings are in the files of both ends."""
     fake_world(4, rank)
     config = pipeline_settings(stage, 4, schedule, pp=2, dp_shard=2)
-    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1000}
+    config["zero_optimization"] |= offloads(tmp_path, STATES | PARAMETERS, stage)
     engine, resolved, facts, parts = pipeline.build(config, 4)
-    in_files = bytes_in_files(engine, pipeline.batch(4))
+    in_files = bytes_in_files(engine, pipeline.batch(4), kinds=STATES | PARAMETERS)
     start = pipeline.predicted(resolved, facts, parts, rank)
     own = pipeline.facts_of_rank(facts, parts.cut, parts.schedule.stages_of(resolved.layout.coordinates(rank)["pp"]))
-    assert in_files == int(resolved.optimizer_offload.account(start, own).memory["files"][0])
+    assert in_files == int(account_all((resolved.parameter_offload, resolved.optimizer_offload), start, own).memory["files"][0])

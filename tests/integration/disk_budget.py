@@ -1,4 +1,5 @@
-"""Trains a model whose states do not fit a budget and prints what it held. Run by test_disk_budget.py in a process of its own."""
+"""Builds, trains and evaluates a model whose states do not fit a budget, and prints what the process held in each phase.
+Run by test_disk_budget.py in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,30 +8,30 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.engine.engine import Engine
 
 WIDTH, BLOCKS = 1024, 48
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner = nn.Linear(width, width, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + F.relu(self.inner(hidden))
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -43,47 +44,79 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def train(engine: Engine, steps: int) -> tuple[int, list[float]]:
-    """(the most bytes resident during `steps` steps, their losses)."""
-    most, running = 0, True
+class Watch:
+    """The most bytes that were resident in each phase."""
 
-    def watch() -> None:
-        nonlocal most
-        while running:
-            most = max(most, resident())
+    def __init__(self) -> None:
+        self.baseline = resident()
+        self.most: dict[str, int] = {}
+        self._phase = ""
+        self._running = True
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while self._running:
+            phase, now = self._phase, resident() - self.baseline
+            self.most[phase] = max(self.most.get(phase, 0), now)
             time.sleep(0.002)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    def begin(self, phase: str) -> None:
+        self._phase = phase
+
+    def end(self) -> dict[str, int]:
+        self._running = False
+        self._thread.join()
+        return {phase: most for phase, most in self.most.items() if phase}
+
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "states": {"offload_optimizer": {"device": "nvme", "buffer_size": 3_000_000}},
+    "parameters": {"offload_param": {"device": "nvme", "buffer_size": 1_100_000}},
+    "everything": {
+        "offload_optimizer": {"device": "nvme", "buffer_size": 3_000_000},
+        "offload_param": {"device": "nvme", "buffer_size": 1_100_000},
+    },
+}
+"""Files of the states in pieces of 12 MB, of the parameters with a pool for five blocks."""
+
+
+def run(folder: str, where: str, *, width: int, blocks: int, watch: Watch | None = None) -> dict[str, Any]:
+    """Build, train and evaluate, and what that gave."""
     generator = torch.Generator().manual_seed(0)
-    batch = (torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator))
-    losses = [float(engine.train_batch(batch)) for _ in range(steps)]
-    running = False
-    watcher.join()
-    return most, losses
-
-
-def main(folder: str, on_disk: bool) -> None:
-    """Print one JSON object."""
-    torch.set_num_threads(1)
-    baseline = resident()
+    batch = (torch.randn(4, width, generator=generator), torch.randn(4, width, generator=generator))
+    begin = watch.begin if watch is not None else lambda phase: None
     with torch.device("meta"):
-        model = Model()
-    offload = {"device": "nvme", "nvme_path": folder, "buffer_size": 3_000_000} if on_disk else {"device": "none"}
+        model = Model(width, blocks)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "zero_optimization": {"stage": 3, **{name: {**section, "nvme_path": folder} for name, section in OFFLOADS[where].items()}},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "communication_data_type": "fp32",
     }
     loss = plait.per_sample(lambda output, batch: F.mse_loss(output.float(), batch[1], reduction="sum"))
+    begin("building")
     engine = plait.initialize(model, config, loss_fn=loss)
-    most, losses = train(engine, 4)
-    parameters = sum(p.numel() for p in engine.model.parameters())
-    print(json.dumps({"resident": most - baseline, "states": 16 * parameters, "losses": losses}))
+    losses = []
+    for _ in range(2):
+        begin("training")
+        losses += [float(engine.train_batch(batch)) for _ in range(2)]
+        begin("evaluation")
+        losses.append(engine.eval_batch(batch)[0])
+    parameters = 4 * sum(p.numel() for p in engine.model.parameters())
+    found = {"resident": watch.end() if watch else {}, "parameters": parameters, "states": 4 * parameters, "losses": losses}
     engine.close()
+    return found
+
+
+def main(folder: str, where: str) -> None:
+    """Print one JSON object."""
+    torch.set_num_threads(1)
+    run(folder, where, width=8, blocks=2)  # what is imported on first use belongs to the baseline
+    print(json.dumps(run(folder, where, width=WIDTH, blocks=BLOCKS, watch=Watch())))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "disk")
+    main(sys.argv[1], sys.argv[2])

@@ -332,3 +332,26 @@ def test_begin_sharded() -> None:
     assert root._is_root and units and not any(unit._is_root for unit in units)
     assert all(unit._comm_ctx is root._comm_ctx for unit in units)
     _torch.begin_sharded(nn.Linear(2, 2))
+
+
+def test_reads_of_shards_are_told() -> None:
+    """Once a gather, with its moment; not for a unit that is whole already. The shards of the block are what the gather reads."""
+    told: list[object] = []
+    model = sharded()
+    for index, unit in enumerate(_torch.sharded_modules(model)):
+        _torch.on_shard_reads(unit, lambda when, index=index: told.append((index, *when)), lambda index=index: told.append(index))
+    output = model(torch.ones(1, 4))
+    assert told == [(0, "forward", True), 0, (1, "forward", True), 1]
+    told.clear()
+    model.set_requires_all_reduce(False)  # type: ignore[operator]
+    output.sum().backward()
+    assert told == [], "kept from the forward"
+    for unit in _torch.sharded_modules(model):
+        unit.set_reshard_after_forward(True)
+    with torch.no_grad():
+        output = model(torch.ones(1, 4))
+    assert told == [(0, "evaluation", False), 0, (1, "evaluation", False), 1]
+    output = model(torch.ones(1, 4))
+    told.clear()
+    output.sum().backward()
+    assert told == [(0, "backward", False), 0, (1, "backward", False), 1]

@@ -7,6 +7,7 @@ loading is refused with the names that differ).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,8 +38,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
     raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill every parameter and persistent buffer of `model` (allocated, sharded or not), converting to its dtype.
+def load_weights(model: nn.Module, folder: str | Path, *, filled: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+    """Fill every parameter and persistent buffer of `model` (allocated, sharded or not), converting to its dtype. `filled` is called with
+    every tensor that has its values.
 
     Each rank reads its own slices only. Raises CheckpointError naming what is missing, left over or of another shape.
     """
@@ -54,6 +56,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             with safe_open(path, framework="pt") as file:
                 for name in names:
                     _read(file.get_slice(source[name]), wanted[name], name, path)
+                    filled(wanted[name])
 
 
 def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:

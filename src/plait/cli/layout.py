@@ -118,7 +118,8 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
     if pipeline is not None:
         facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(0))
     start = Ledger.of_rank(at, accumulation=resolved.batch.accumulation)
-    techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel)
+    offload = (resolved.parameter_offload, resolved.optimizer_offload)
+    techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel, *offload)
     return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
 
 
@@ -179,6 +180,9 @@ _MEANINGS = {
     "optimizer": "optimizer states (two a parameter, as AdamW)",
     "gathered_parameters": "gathered parameters between micro-batches",
     "unsharded_gradients": "whole gradients between micro-batches",
+    "host": "of these, in host memory",
+    "files": "of these, in files",
+    "step_buffers": "of those in files, in memory at once",
 }
 
 

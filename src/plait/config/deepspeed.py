@@ -41,8 +41,9 @@ class Key:
 _REDUCED_BY_BLOCK = "gradients are reduced and parameters gathered block by block, overlapped with compute"
 _SIZED_BY_BLOCK = "the unit that is gathered and freed is a block of the model, so there is no budget to set"
 _ONE_IMPLEMENTATION = "a detail of DeepSpeed's implementation; results do not depend on it"
-_OFFLOAD = 'parameters are not offloaded by themselves; offload_optimizer.device = "nvme" takes the master parameters along'
 _OFFLOAD_DETAIL = "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead and written behind by threads"
+_PARAM_IN_CPU = "what stays in memory are the buffers, offload_param.buffer_count x buffer_size numbers; all shards are in files"
+_PARAM_PIN = "files are mapped and need no pinned memory; with device cpu, offload_optimizer.pin_memory pins shards and gradients together"
 _PRINTS = "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl"
 _MONITOR = "every step is written to metrics.jsonl in `run.folder`; no tracker is called"
 _PROFILE = "a report that changes no result; Plait does not write it"
@@ -77,6 +78,9 @@ SUPPORTED: tuple[str, ...] = (
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_param.buffer_count",
+    "zero_optimization.offload_param.buffer_size",
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_optimizer.buffer_size",
@@ -169,13 +173,16 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
             "zero_optimization.offload_optimizer.pipeline_write": "flag",
             "zero_optimization.offload_optimizer.fast_init": "flag",
             "zero_optimization.offload_optimizer.cpuadam_cores_perc": "number",
-            "zero_optimization.offload_param.nvme_path": "text",
-            "zero_optimization.offload_param.buffer_count": "whole",
-            "zero_optimization.offload_param.buffer_size": "whole",
-            "zero_optimization.offload_param.max_in_cpu": "whole",
-            "zero_optimization.offload_param.pin_memory": "flag",
             "zero_force_ds_cpu_optimizer": "flag",
         },
+    ),
+    (
+        _PARAM_IN_CPU,
+        {"zero_optimization.offload_param.max_in_cpu": "whole"},
+    ),
+    (
+        _PARAM_PIN,
+        {"zero_optimization.offload_param.pin_memory": "flag"},
     ),
     (
         _AIO,

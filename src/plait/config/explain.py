@@ -17,6 +17,7 @@ from plait.config.source import Source
 from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
 from plait.parallel.data import DataParallel
+from plait.parallel.parameter_offload import ParameterOffload
 from plait.units import GIB, MIB
 
 
@@ -108,6 +109,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         lambda r: r.optimizer_offload.device != "cpu",
         "zero_optimization.offload_optimizer.device is not cpu",
     ),
+    (
+        tuple(f"zero_optimization.offload_param.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
+        lambda r: r.parameter_offload.device != "nvme" or r.parameter_offload.with_states,
+        "zero_optimization.offload_param.device is not nvme",
+    ),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
         ("parallel.links", "parallel.measure_seconds"),
@@ -179,6 +185,10 @@ def values_of(resolved: Resolved) -> tuple[Value, ...]:
     return tuple(Value(name, value, resolved.sources[name]) for name, value in named.items())
 
 
+def _said(offload: ParameterOffload) -> str:
+    return f"{offload.device}, with the states" if offload.with_states else offload.device
+
+
 def _compression_of(data: DataParallel) -> str:
     if data.may_compress:
         return ", ".join(way.name for way in data.may_compress) + " or none, by the first steps"
@@ -220,9 +230,10 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.nccl_protocol": resolved.nccl.protocol or "NCCL decides",
         "zero_optimization.stage": data.stage,
         "zero_optimization.offload_optimizer.device": resolved.optimizer_offload.device,
-        "zero_optimization.offload_param.device": "cpu"
-        if resolved.optimizer_offload.device == "cpu" and resolved.data_parallel.stage == 3
-        else "none",
+        "zero_optimization.offload_param.device": _said(resolved.parameter_offload),
+        "zero_optimization.offload_param.nvme_path": resolved.parameter_offload.path or "none",
+        "zero_optimization.offload_param.buffer_count": resolved.parameter_offload.buffer_count,
+        "zero_optimization.offload_param.buffer_size": resolved.parameter_offload.buffer_bytes // 4 or "not needed",
         "zero_optimization.offload_optimizer.pin_memory": resolved.optimizer_offload.pin_memory,
         "zero_optimization.offload_optimizer.nvme_path": resolved.optimizer_offload.path or "none",
         "zero_optimization.offload_optimizer.buffer_count": resolved.optimizer_offload.buffer_count,

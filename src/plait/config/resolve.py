@@ -29,6 +29,7 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.pipeline import Pipeline, PipelineParts
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
@@ -64,7 +65,9 @@ class Resolved(Policy):
     activation_offload: ActivationOffload
     """Where blocks put what they save for backward."""
     optimizer_offload: OptimizerOffload
-    """Where optimizer states, gradients and masters live."""
+    """Where optimizer states and gradients live."""
+    parameter_offload: ParameterOffload
+    """Where the shards of parameters live."""
     nccl: Nccl = Nccl()
     """What NCCL is told."""
     loss_chunk_tokens: int = 0
@@ -169,6 +172,7 @@ def resolve(
     recompute = found.attempt(lambda: techniques.recompute(found))
     offload = found.attempt(lambda: techniques.activation_offload(found))
     states = found.attempt(lambda: techniques.optimizer_offload(found))
+    shards = found.attempt(lambda: techniques.parameter_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     if layout and batch and precision and data_parallel and states:
         found.attempt(lambda: techniques.refuse_in_backward(data_parallel, layout, batch, precision, states, clipping=clipping))
@@ -179,7 +183,7 @@ def resolve(
     if found.problems:
         raise ConfigError(*found.problems)
     assert layout is not None and batch is not None and precision is not None and data_parallel is not None
-    assert recompute is not None and offload is not None and states is not None
+    assert recompute is not None and offload is not None and states is not None and shards is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
@@ -192,6 +196,7 @@ def resolve(
         recompute=recompute,
         activation_offload=offload,
         optimizer_offload=states,
+        parameter_offload=shards,
         nccl=Nccl(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         loss_chunk_tokens=config.parallel.loss_chunk_tokens,
         blocks=config.parallel.blocks,

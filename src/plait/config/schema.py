@@ -114,10 +114,18 @@ class OffloadOptimizerSection(Policy):
 
 
 class OffloadParamSection(Policy):
-    """Where the shards of stage 3's parameters live. They are the master parameters, so they go where offload_optimizer puts those."""
+    """Where the shards of stage 3's parameters live, from which blocks are gathered. They are the master parameters too: there is no other
+    copy. At stages 1 and 2 the masters go where offload_optimizer puts the states."""
 
-    device: Literal["none", "cpu"] = "none"
-    """cpu: in host memory, together with offload_optimizer.device = "cpu"."""
+    device: Literal["none", "cpu", "nvme"] = "none"
+    """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu". nvme: in files in `nvme_path`, read ahead
+    of the block that is gathered next and given back after; not for GPUs in this release."""
+    nvme_path: str | None = None
+    """nvme: a folder on a fast local disk."""
+    buffer_count: Annotated[int, Field(ge=2), Number] = 5
+    """nvme: buffers in memory; together they hold the shards of the block that is gathered and of those that are read ahead."""
+    buffer_size: Count = 100_000_000
+    """nvme: float32 numbers in a buffer."""
 
 
 class ZeroSection(Policy):
@@ -128,7 +136,7 @@ class ZeroSection(Policy):
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     """Optimizer states in host memory or in files."""
     offload_param: OffloadParamSection = OffloadParamSection()
-    """Parameters in host memory."""
+    """Parameters in host memory or in files."""
     reduce_bucket_size: CountOrAuto | None = None
     """Elements in a reduction of gradients at stage 0 in the model's own dtype, the one case with buckets. "auto": the square of the hidden
     size. Left out: parallel.bucket_mib."""

@@ -17,11 +17,14 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compression import QUANTISED_BUCKET_BYTES, Compression
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB, dtype_of
+
+_TIERS = {"none": "the device", "cpu": "the host", "nvme": "disk"}
 
 DEFAULT_BUCKET_BYTES = 25 * MIB
 """That of DistributedDataParallel."""
@@ -273,20 +276,15 @@ def activation_offload(found: Findings) -> ActivationOffload:
 
 
 def optimizer_offload(found: Findings) -> OptimizerOffload:
-    """The tier of optimizer states, gradients and masters."""
+    """The tier of optimizer states and gradients."""
     section, path = found.config.zero_optimization.offload_optimizer, "zero_optimization.offload_optimizer"
     found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
-    parameters, name = found.config.zero_optimization.offload_param.device, "zero_optimization.offload_param.device"
-    found.sources[name] = found.config.origin(name)
     problems = []
-    if parameters == "cpu" and (section.device != "cpu" or found.config.zero_optimization.stage != 3):
-        rule = f"shards are the master parameters, and {path}.device is {section.device} at stage {found.config.zero_optimization.stage}"
-        problems.append(Problem(name, parameters, rule, f'set {path}.device = "cpu" and stage 3, or "none"'))
-    if section.device == "none" and not problems:
+    if section.device == "none":
         return OptimizerOffload()
     if section.device == "nvme" and section.nvme_path is None:
         problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))
-    if section.device != "none" and found.config.zero_optimization.stage == 0:
+    if found.config.zero_optimization.stage == 0:
         rule = "ZeRO stage 0 keeps whole optimizer states on every process"
         problems.append(Problem(f"{path}.device", section.device, rule, "set zero_optimization.stage to 1, 2 or 3"))
     if problems:
@@ -294,3 +292,36 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     if section.device == "cpu":
         return OptimizerOffload(device="cpu", pin_memory=section.pin_memory)
     return OptimizerOffload(device="nvme", path=section.nvme_path, buffer_bytes=4 * section.buffer_size, buffer_count=section.buffer_count)
+
+
+def parameter_offload(found: Findings) -> ParameterOffload:
+    """The tier of the shards that parameters are gathered from, which are the masters that the optimizer updates."""
+    zero, path = found.config.zero_optimization, "zero_optimization.offload_param"
+    section, states, stage = zero.offload_param, zero.offload_optimizer, zero.stage
+    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
+    problems = []
+    if section.device != "none" and stage != 3:
+        rule = f"stage {stage} keeps parameters whole while a step computes"
+        problems.append(Problem(f"{path}.device", section.device, rule, 'set zero_optimization.stage to 3, or "none"'))
+    if section.device == "cpu" and states.device != "cpu":
+        rule = (
+            f"shards are the master parameters, which the optimizer updates where its states are, and those are on {_TIERS[states.device]}"
+        )
+        problems.append(Problem(f"{path}.device", "cpu", rule, 'set zero_optimization.offload_optimizer.device = "cpu", or "none"'))
+    if section.device == "nvme" and states.device == "cpu":
+        rule = "shards are the master parameters, and offload_optimizer.device = cpu takes them into host memory"
+        problems.append(Problem(f"{path}.device", "nvme", rule, 'set offload_optimizer.device = "nvme" or "none", or "cpu" here'))
+    if section.device == "nvme" and section.nvme_path is None:
+        problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))
+    if problems:
+        raise ConfigError(*problems)
+    if states.device == "cpu" and stage > 0:
+        return ParameterOffload(device="cpu", with_states=section.device != "cpu")
+    if section.device == "nvme":
+        return ParameterOffload(
+            device="nvme", path=section.nvme_path, buffer_bytes=4 * section.buffer_size, buffer_count=section.buffer_count
+        )
+    if states.device == "nvme" and stage in (1, 2):
+        path_, size, count = states.nvme_path, 4 * states.buffer_size, states.buffer_count
+        return ParameterOffload(device="nvme", with_states=True, path=path_, buffer_bytes=size, buffer_count=count)
+    return ParameterOffload()

@@ -25,7 +25,7 @@ from plait.config.schema import Config
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.engine.disk_optimizer import DiskTier, large_states
+from plait.engine.disk_files import build_disk_tier
 from plait.engine.engine import Engine
 from plait.engine.loss import CausalLMLoss, Loss, Weighted
 from plait.engine.optimizer import build_optimizer
@@ -36,7 +36,6 @@ from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
-from plait.parallel.arena import Arena
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
@@ -153,8 +152,9 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         _chunked(None, resolved.loss_chunk_tokens)
     if resolved.data_parallel.update_in_backward:
         raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
-    if resolved.optimizer_offload.device != "none":
-        raise ModelError("zero_optimization.offload_optimizer: plait.parallelize makes no optimizer; use plait.initialize, or none")
+    for section, device in (("optimizer", resolved.optimizer_offload.device), ("param", resolved.parameter_offload.device)):
+        if device != "none":
+            raise ModelError(f"zero_optimization.offload_{section}: plait.parallelize makes no optimizer; use plait.initialize, or none")
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
         parts.reducer.mean = True
@@ -267,28 +267,19 @@ def _parallelize(
     mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
     if template is not None:
         materialise.allocate(model, mesh.device, masters_on_host=parts.masters_on_host)
-    tier = _disk_tier(resolved, model)
+    tier = build_disk_tier(resolved, model)
     if template is not None:
+        filled = tier.put_parameter_away if tier is not None else lambda _: None
         if weights is None:
-            materialise.initialise(model, template, blocks, seed=resolved.seed)
+            materialise.initialise(model, template, blocks, seed=resolved.seed, filled=filled)
         else:
-            load_weights(model, weights)
+            load_weights(model, weights, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.put_parameters_away()
     if parts.reducer is not None:
         parts.reducer.attach()
     return mesh, parts.with_(disk_tier=tier)
-
-
-def _disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
-    """Files for the states of `model`, which is sharded and may not have its weights yet."""
-    offload = resolved.optimizer_offload
-    if offload.device != "nvme":
-        return None
-    tier = DiskTier(Arena(Path(offload.path or ".")), buffer_bytes=offload.buffer_bytes, buffer_count=offload.buffer_count)
-    tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
-    return tier
 
 
 def split(
@@ -316,6 +307,7 @@ def split(
     pipeline = resolved.pipeline_of(model, blocks)
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
+    resolved.parameter_offload.check(device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
     _check_placement(resolved)
     mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
@@ -330,6 +322,7 @@ def split(
         resolved.compile,
         resolved.precision,
         resolved.data_parallel,
+        resolved.parameter_offload,
         resolved.optimizer_offload,
     )
     return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)

@@ -1,4 +1,4 @@
-"""Optimizer states, gradients and master parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that walks over them.
+"""Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that walks over them.
 
 The step goes piece by piece: while one piece is updated, the next are read and those before are written, each by a thread of its own, so
 that no more than `buffer_count` pieces are in memory. The optimizer is torch's own and sees ordinary tensors: the numbers are those of a
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from plait._torch import like_parameter, local_tensor, multiply_all, replace_shard_buffers, shard_buffers, sharded_modules
 from plait.errors import ModelError
 from plait.parallel.arena import Arena, in_pages
+from plait.parallel.shard_reader import ShardReader
 
 T = TypeVar("T")
 
@@ -64,12 +65,20 @@ class _Use:
 class DiskTier:
     """Made before a model's weights are, given the optimizer afterwards."""
 
-    def __init__(self, arena: Arena, *, buffer_bytes: int, buffer_count: int = 4) -> None:
+    def __init__(
+        self, arena: Arena | None, *, buffer_bytes: int, buffer_count: int = 4, shards: Arena | None = None, pool_bytes: int = 0
+    ) -> None:
+        """`arena` is for gradients and states, `shards` (which may be the same) for the shards of parameters; None leaves them in memory.
+        `pool_bytes`: how much of the shards is in memory at once while the model computes."""
         self.arena = arena
+        self.shards = shards
+        self.pool_bytes = pool_bytes
         self.buffer_bytes = buffer_bytes
         self.buffer_count = buffer_count
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
-        self._parameters: list[nn.Parameter] = []
+        self._buffers: list[torch.Tensor] = []
+        """Shards in files, padding included."""
+        self._shard_reader: ShardReader | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
         self._leaving: deque[tuple[Future[None], int]] = deque()
@@ -86,53 +95,68 @@ class DiskTier:
 
     def adopt(self, model: nn.Module, *, states: int) -> None:
         """Map the parameters' shards and their gradients, and reserve `states` optimizer states each. Parameters that are computed with as
-        they are (a model that is not sharded) stay in memory; their gradients and states do not. Raises PlaitError on a full disk."""
-        buffers = [buffer for module in sharded_modules(model) for buffer in shard_buffers(module)]
-        trained = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
-        self.arena.reserve(sum(map(in_pages, buffers)) + (1 + states) * sum(map(in_pages, trained)))
-        for module in sharded_modules(model):
-            replace_shard_buffers(module, self.arena.copy)
-        self._release_after_use(model)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        for parameter in self._parameters:
+        they are (a model that is not sharded) stay in memory. Raises PlaitError on a full disk, with nothing changed."""
+        units = sharded_modules(model)
+        if self.shards is not None:
+            self.shards.reserve(sum(in_pages(buffer) for unit in units for buffer in shard_buffers(unit)))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if self.arena is not None:
+            self.arena.reserve((1 + states) * sum(in_pages(local_tensor(p.detach())) for p in trained))
+        if self.shards is not None:
+            for unit in units:
+                replace_shard_buffers(unit, self.shards.copy)
+            self._buffers = [buffer for unit in units for buffer in shard_buffers(unit)]
+            self._shard_reader = ShardReader(self.shards, units, pool_bytes=self.pool_bytes, reader=self._reader)
+        if self.arena is None:
+            return
+        for parameter in trained:
             local = local_tensor(parameter.detach())
             self._gradients[parameter] = self.arena.empty(local.shape, local.dtype)
             parameter.register_post_accumulate_grad_hook(self._keep_gradient)
 
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """Each once."""
+        return tuple(dict.fromkeys(arena for arena in (self.arena, self.shards) if arena is not None))
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor is in files."""
+        return any(arena.holds(tensor) for arena in self.arenas)
+
+    def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
+        """See Arena; nothing for a tensor in memory."""
+        for arena in self.arenas:
+            if arena.holds(tensor):
+                arena.fetch(tensor, write=write)
+
+    def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+        """See Arena; nothing for a tensor in memory."""
+        for arena in self.arenas:
+            arena.put_away(tensor, written=written)
+
+    def put_parameter_away(self, parameter: torch.Tensor) -> None:
+        """After it was filled."""
+        self.put_away(local_tensor(parameter.detach()))
+
     def put_parameters_away(self) -> None:
         """After they were filled."""
-        for parameter in self._parameters:
-            self.arena.put_away(local_tensor(parameter.detach()))
-        self.arena.trim()  # of what was there before it was mapped
+        for buffer in self._buffers:
+            self.put_away(buffer)
+        for arena in self.arenas:
+            arena.trim()  # of what was there before it was mapped
 
-    def _release_after_use(self, model: nn.Module) -> None:
-        modules = sharded_modules(model)
-        owned = [shard_buffers(module) for module in modules]
-        blocks = list(range(1, len(modules)))  # the root, first in the list, is used from beginning to end
-
-        def before(index: int, *_: object) -> None:
-            following = index + 1 if index + 1 < len(modules) else None
-            if following is not None and index in blocks:
-                for tensor in owned[following]:
-                    self._reader.submit(self.arena.fetch, tensor, write=False)
-
-        def after(index: int, *_: object) -> None:
-            for tensor in owned[index]:
-                self.arena.put_away(tensor, written=False)
-
-        for index, module in enumerate(modules):
-            assert isinstance(module, nn.Module)
-            module.register_forward_pre_hook(partial(before, index))
-            module.register_forward_hook(partial(after, index))
+    def end_of_computation(self) -> None:
+        """No parameters are gathered for now: give back what was read ahead."""
+        if self._shard_reader is not None:
+            self._shard_reader.end_step()
 
     def _keep_gradient(self, parameter: torch.Tensor) -> None:
-        """The gradient leaves memory as soon as it is there; so does the shard that was gathered for it."""
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        """The gradient leaves memory as soon as it is there."""
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None and self.arena is not None
         place, found = self._gradients[parameter], local_tensor(parameter.grad)
         if found.data_ptr() != place.data_ptr():
             place.copy_(found)
             parameter.grad = like_parameter(place, parameter)
-        self.arena.put_away(local_tensor(parameter.detach()), written=False)
         size = place.numel() * place.element_size()
         self._leaving.append((self._writer.submit(self.arena.put_away, place), size))
         while sum(size for _, size in self._leaving) > self.buffer_bytes:  # backward is faster than the disk
@@ -159,13 +183,13 @@ class DiskTier:
 
         def fetch(uses: list[_Use]) -> None:
             for use in uses:
-                if self.arena.holds(use.tensor):
-                    self.arena.fetch(use.tensor, write=use.changes)
+                self.fetch(use.tensor, write=use.changes)
 
         def put_away(uses: list[_Use]) -> None:
             for use in uses:
-                self.arena.put_away(use.tensor, written=use.changes and use.lasts)
+                self.put_away(use.tensor, written=use.changes and use.lasts)
 
+        self.end_of_computation()
         waiting = iter(entries)
         arriving: deque[tuple[T, Future[None]]] = deque()
         leaving: deque[Future[None]] = deque()
@@ -236,12 +260,14 @@ class DiskTier:
                 group["params"] = parameters
 
     def _pieces(self, parameters: Sequence[nn.Parameter], *, elementwise: bool) -> list[list[_Slice]]:
-        """Slices whose parameter, gradient and states together take about a buffer."""
+        """Slices whose parameter, gradient and states, as far as they are in files, together take about a buffer."""
         pieces: list[list[_Slice]] = [[]]
         left = self.buffer_bytes
         for parameter in parameters:
             count = local_tensor(parameter.detach()).numel()
-            each = parameter.element_size() * (2 + max(2, len(self._large_states(parameter))))
+            each = parameter.element_size()
+            if self.arena is not None:
+                each *= 2 + max(2, len(self._large_states(parameter)))
             start = 0
             while start < count or start == 0:
                 room = max(ALIGNED, left // each // ALIGNED * ALIGNED) if elementwise else count
@@ -317,7 +343,10 @@ class DiskTier:
     # ---- states -----------------------------------------------------------------------------------------------------------------------
 
     def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
-        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer."""
+        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer. Where states stay in
+        memory: `value` itself, or an empty tensor."""
+        if self.arena is None:
+            return like_parameter(torch.empty_like(local_tensor(parameter.detach())), parameter) if value is None else value
         if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
             kind = type(local_tensor(value.detach())).__name__
             raise ModelError(

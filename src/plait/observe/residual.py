@@ -125,6 +125,7 @@ def _differences(plan: Mapping[str, Any], checked: Checked, *, gpu: str) -> list
         ("compiled", plan["compiled"], checked.resolved.compile.enabled),
         # What no plan prices would be taken for an error of the plan.
         ("activation_offload", type(checked.resolved.activation_offload)(), checked.resolved.activation_offload),
+        ("parameters in files", False, checked.resolved.parameter_offload.device == "nvme"),
         ("loss_chunk_tokens", 0, checked.resolved.loss_chunk_tokens),
         ("recompute.every", 1, checked.resolved.recompute.every),
         *((name, planned[name], value) for name, value in mine.items()),

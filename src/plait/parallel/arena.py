@@ -40,8 +40,10 @@ def _pages(size: int) -> int:
 class Arena:
     """Mapped tensors in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, field: str = "zero_optimization.offload_optimizer.nvme_path") -> None:
+        """`field` of the configuration names the folder."""
         self.folder = folder
+        self.field = field
         self.reserved_bytes = 0
         self._libc = ctypes.CDLL(None, use_errno=True)
         if hasattr(self._libc, "mallopt"):
@@ -49,7 +51,7 @@ class Arena:
             # memory would be what the files were to save.
             self._libc.mallopt(_MMAP_THRESHOLD, MIB)
         self._segments: list[_Segment] = []
-        require_writable(folder, field="zero_optimization.offload_optimizer.nvme_path")
+        require_writable(folder, field=field)
 
     def reserve(self, size: int) -> None:
         """Take `size` bytes of disk now, for tensors to come. Raises PlaitError where the disk does not have them."""
@@ -118,7 +120,7 @@ class Arena:
         except OSError as error:
             file.close()
             raise PlaitError(
-                f"zero_optimization.offload_optimizer.nvme_path = {str(self.folder)!r}: {format_bytes(size)} are needed there "
+                f"{self.field} = {str(self.folder)!r}: {format_bytes(size)} are needed there "
                 f"({error.strerror}); free some space, or name another folder. Nothing was changed"
             ) from error
         return file

@@ -76,7 +76,7 @@ class DataParallel(Technique):
         """Shard in place, or attach the gradient reducer."""
         parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
         whole = mesh.layout.dp_shard == 1 and parts.compute_dtype is None
-        if whole and not parts.masters_on_host:  # nothing to shard, nothing to cast
+        if whole and not parts.masters_on_host and not parts.always_shard:  # nothing to shard, nothing to cast
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts

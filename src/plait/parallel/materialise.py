@@ -57,8 +57,16 @@ def allocate(model: nn.Module, device: torch.device, *, masters_on_host: bool = 
             model.get_submodule(owner)._parameters[leaf] = parameter
 
 
-def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int) -> None:
-    """Fill `model` (sharded or not) with the weights that `template`'s classes draw for `seed`. Bitwise the same on every layout.
+def initialise(
+    model: nn.Module,
+    template: nn.Module,
+    blocks: tuple[str, ...],
+    *,
+    seed: int,
+    filled: Callable[[torch.Tensor], None] = lambda _: None,
+) -> None:
+    """Fill `model` (sharded or not) with the weights that `template`'s classes draw for `seed`. Bitwise the same on every layout. `filled`
+    is called with every tensor that has its values.
 
     Raises ModelError where a parameter or buffer has no initialisation that can be run again.
     """
@@ -67,7 +75,7 @@ def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *
         here = next((targets[name] for name in group if name in targets), None)
         if here is not None:
             targets.update(dict.fromkeys(group, here))
-    filled: set[int] = set()
+    seen: set[int] = set()
     rules = _rules(template)
     for prefix, unit, recurse in _units(template, blocks):
         if not any(name in targets for name, _ in _own_tensors(unit, prefix, recurse=recurse)):
@@ -85,9 +93,10 @@ def initialise(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *
                     "give the class a `reset_parameters` that fills it, load weights from a folder, or build the model with real weights"
                 )
             target = targets[name]
-            if id(target) not in filled:  # a tied parameter takes the value of its first name
-                filled.add(id(target))
+            if id(target) not in seen:  # a tied parameter takes the value of its first name
+                seen.add(id(target))
                 _copy_slice(target, value)
+                filled(target)
         unit.to_empty(device="meta", recurse=recurse)
 
 

@@ -1,5 +1,5 @@
-"""Where optimizer states, gradients and master parameters live: on the device, in host memory, or in files (DeepSpeed's
-`offload_optimizer`).
+"""Where optimizer states and gradients live: on the device, in host memory, or in files (DeepSpeed's `offload_optimizer`). Master
+parameters go to host memory with them, and to files where `parameter_offload` says so.
 
 Only the settings, what they refuse and what they cost are here. Host memory is an argument of the call that shards (`data`); the optimizer
 then runs torch's kernels for CPUs. The files are `arena`, the step over them is `engine.disk_optimizer`.
@@ -64,9 +64,10 @@ class OptimizerOffload(Technique):
         if self.device == "cpu":
             kinds = ("parameters", "gradients", "optimizer")
             return ledger.add_memory("host", np.sum([ledger.memory[kind] for kind in kinds], axis=0, dtype=np.int64))
-        sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None)
         zero = np.zeros_like(ledger.dp_shard)
         states = ledger.memory.get("optimizer", zero) - ledger.optimizer_scalar_bytes * len(facts.trainable)  # step counts stay in memory
         gradients = states // max(1, ledger.optimizer_tensors)  # without the padding of the buffers that they were reduced in
-        in_files = np.where(sharded, ledger.memory.get("parameters", zero), 0) + gradients + states
-        return ledger.add_memory("files", in_files).add_memory("step_buffers", np.minimum(in_files, self.buffer_bytes * self.buffer_count))
+        ledger = ledger.add_memory("files", gradients + states)
+        pieces = np.minimum(ledger.memory["files"], self.buffer_bytes * self.buffer_count)
+        others = ledger.memory.get("step_buffers", zero)  # shards while the model computes, which is another time
+        return ledger.add_memory("step_buffers", np.maximum(pieces, others) - others)

@@ -12,6 +12,7 @@ from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
@@ -25,6 +26,7 @@ ORDER: tuple[type[Technique], ...] = (
     Recompute,
     Compile,
     Precision,
+    ParameterOffload,
     OptimizerOffload,
     DataParallel,
 )
@@ -53,11 +55,11 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order, but for two: the precision comes first, because the others ask for the size of an element, and the
-    offload of states last, because it asks what they are."""
+    """Price every technique, in order, but for three: the precision comes first, because the others ask for the size of an element, and
+    the offload of parameters and then of states last, because they ask what those are."""
 
     def turn(technique: Technique) -> int:
-        return 0 if isinstance(technique, Precision) else 2 if isinstance(technique, OptimizerOffload) else 1
+        return 0 if isinstance(technique, Precision) else 2 if isinstance(technique, ParameterOffload | OptimizerOffload) else 1
 
     for technique in sorted(in_order(techniques), key=turn):
         ledger = technique.account(ledger, facts)

@@ -58,6 +58,8 @@ class Parts:
     """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
     pin_masters: bool = False
     """Whether that memory is pinned, so that copies run beside the computation."""
+    always_shard: bool = False
+    """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
     disk_tier: Any = None
     """The engine's files for masters, gradients and optimizer states, where they are not in memory."""
     reducer: Reducer | None = None

@@ -92,6 +92,23 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "activations of all micro-batches in flight" in shown and "moment" in shown and "most in optimizer step" in shown
 
 
+def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters alone, and with the states."""
+    zero = ("--set", "zero_optimization.stage=3", "--devices", "4", "--json")
+    params = ("--set", "zero_optimization.offload_param.device=nvme", "--set", "zero_optimization.offload_param.nvme_path=a")
+    states = ("--set", "zero_optimization.offload_optimizer.device=nvme", "--set", "zero_optimization.offload_optimizer.nvme_path=a")
+    found = []
+    for offload in ((), params, states, (*params, *states)):
+        assert run(tmp_path, *zero, *offload) == 0
+        found.append(json.loads(capsys.readouterr().out)["memory"])
+    memory, shards, rest, everything = found
+    assert "files" not in memory
+    assert shards["files"] == shards["step_buffers"] == memory["parameters"], "the pool's default is larger than this model"
+    assert shards["files"] + rest["files"] == everything["files"]
+    assert run(tmp_path, *zero[:-1], *params) == 0
+    assert "of these, in files" in capsys.readouterr().out
+
+
 def test_no_peak_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither a length, nor what is not in the account."""
     assert run(tmp_path) == 0

@@ -244,6 +244,30 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_optimizer": TO_CPU, "offload_param": TO_CPU}},
         {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_param.device": "cpu"},
     ),
+    "zero3 with everything on nvme": (
+        {
+            **AUTO_BATCH,
+            "zero_optimization": {
+                **ZERO_3,
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": "/local_nvme",
+                    "pin_memory": True,
+                    "buffer_count": 4,
+                    "fast_init": False,
+                },
+                "offload_param": {
+                    "device": "nvme",
+                    "nvme_path": "/local_nvme",
+                    "pin_memory": True,
+                    "buffer_count": 5,
+                    "buffer_size": 1e8,
+                    "max_in_cpu": 1e9,
+                },
+            },
+        },
+        {"zero_optimization.offload_param.device": "nvme", "zero_optimization.offload_param.buffer_size": 100_000_000},
+    ),
     "zero2 of 2020": (
         {"train_batch_size": 8, "zero_optimization": {**ZERO_2, "cpu_offload": True}},
         {"zero_optimization.offload_optimizer.device": "cpu"},
@@ -268,10 +292,6 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     # name: (the file, the keys that are named)
-    "nvme": (
-        {**AUTO_BATCH, "zero_optimization": {**ZERO_3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 5}}},
-        ["zero_optimization.offload_param.device"],
-    ),
     "zero++ on fewer processes than its second copy": (
         {
             "train_batch_size": 8,

@@ -19,6 +19,11 @@ DISK = {
     "zero_optimization.offload_optimizer.device": "nvme",
     "zero_optimization.offload_optimizer.nvme_path": "a",
 }
+SHARDS = {
+    "zero_optimization.stage": 3,
+    "zero_optimization.offload_param.device": "nvme",
+    "zero_optimization.offload_param.nvme_path": "a",
+}
 LABELLED = {"data.source": "datasets", "data.paths": ["x"]}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
@@ -42,7 +47,14 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         True,
         False,
     ),
-    "zero_optimization.offload_param.device": ({"zero_optimization.stage": 2}, "none", "cpu"),
+    "zero_optimization.offload_param.device": (
+        {"zero_optimization.stage": 3, "zero_optimization.offload_param.nvme_path": "a"},
+        "none",
+        "nvme",
+    ),
+    "zero_optimization.offload_param.nvme_path": (SHARDS, "a", "b"),
+    "zero_optimization.offload_param.buffer_count": (SHARDS, 4, 5),
+    "zero_optimization.offload_param.buffer_size": (SHARDS, 1000, 2000),
     "zero_optimization.offload_optimizer.nvme_path": (DISK, "a", "b"),
     "zero_optimization.offload_optimizer.buffer_count": (DISK, 4, 5),
     "zero_optimization.offload_optimizer.buffer_size": (DISK, 1000, 2000),

@@ -108,6 +108,16 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
             "zero_optimization.offload_optimizer.buffer_size",
             "supported",
         ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"buffer_size": 9}}},
+            "zero_optimization.offload_param.buffer_size",
+            "meaningless",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_size": 9}}},
+            "zero_optimization.offload_param.buffer_size",
+            "supported",
+        ),
         ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
         ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "meaningless"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plait.errors import ConfigError
-from tests.unit.config.cases import resolved
+from tests.unit.config.cases import BATCH, resolved
 
 FULL = {"recompute": {"mode": "full"}}
 
@@ -48,11 +48,33 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
             "buffer_count",
         ),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 0.3}}}, "as a whole or not at all"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_optimizer.device is none at stage 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "no folder is given"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_count": 1}}}, "buffer_count"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "a"}}}, "stage 2 keeps parameters whole"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "and those are on the device"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "cpu"},
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "a"},
+                }
+            },
+            "and those are on disk",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "a"},
+                    "offload_optimizer": {"device": "cpu"},
+                }
+            },
+            "takes them into host memory",
+        ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
-            "offload_optimizer.device is cpu at stage 2",
+            "stage 2 keeps parameters whole",
         ),
         ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
     ],
@@ -68,3 +90,43 @@ def test_a_budget_needs_a_batch_size() -> None:
     config = load({"parallel": {"recompute": {"budget_gib": 1, "sequence_length": 8}}})
     with pytest.raises(ConfigError, match="the file gives no batch size"):
         resolve(config, world_size=1, micro_batch_size=1)
+
+
+IN_FILES = {"device": "nvme", "nvme_path": "a", "buffer_size": 9}
+ON_HOST = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("zero", "device", "with_states", "said"),
+    [
+        ({"stage": 3}, "none", False, "none"),
+        ({"stage": 3, "offload_optimizer": IN_FILES}, "none", False, "none"),
+        ({"stage": 1, "offload_optimizer": IN_FILES}, "nvme", True, "nvme, with the states"),
+        ({"stage": 2, "offload_optimizer": IN_FILES}, "nvme", True, "nvme, with the states"),
+        ({"stage": 3, "offload_param": IN_FILES}, "nvme", False, "nvme"),
+        ({"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}, "nvme", False, "nvme"),
+        ({"stage": 2, "offload_optimizer": ON_HOST}, "cpu", True, "cpu, with the states"),
+        ({"stage": 3, "offload_optimizer": ON_HOST}, "cpu", True, "cpu, with the states"),
+        ({"stage": 3, "offload_optimizer": ON_HOST, "offload_param": ON_HOST}, "cpu", False, "cpu"),
+    ],
+)
+def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, said: str) -> None:
+    """The table of docs/offload.md, and what `plait config explain` says of it."""
+    from plait.config.explain import explain
+
+    offload = resolved({"zero_optimization": zero}).parameter_offload
+    assert (offload.device, offload.with_states) == (device, with_states)
+    if device == "nvme" and not with_states:
+        assert (offload.path, offload.pool_bytes) == ("a", 5 * 9 * 4)
+    values = {value.name: value.value for value in explain({**BATCH, "zero_optimization": zero}, world_size=4).values}
+    assert values["zero_optimization.offload_param.device"] == said
+
+
+def test_published_keys_without_a_meaning_here_are_said_to_have_none() -> None:
+    from plait.config.explain import explain
+
+    section = {**IN_FILES, "max_in_cpu": 1e9, "pin_memory": True}
+    rows = {row.path: row for row in explain({**BATCH, "zero_optimization": {"stage": 3, "offload_param": section}}, world_size=4).keys}
+    for name, meaning in (("max_in_cpu", "all shards are in files"), ("pin_memory", "need no pinned memory")):
+        row = rows[f"zero_optimization.offload_param.{name}"]
+        assert row.status == "meaningless" and meaning in row.meaning

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from plait.errors import PlaitError
 from plait.parallel import arena as module
@@ -49,22 +50,38 @@ def test_what_is_put_away_leaves_memory_and_comes_back(tmp_path: Path) -> None:
     arena.put_away(torch.ones(3))  # not mapped: nothing to do
 
 
-def test_a_full_disk_is_told_before_anything_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "sections", "room", "named"),
+    [
+        (1, ["offload_optimizer"], 0, "offload_optimizer"),
+        (3, ["offload_param"], 0, "offload_param"),
+        (3, ["offload_param", "offload_optimizer"], 0, "offload_param"),
+        (3, ["offload_param", "offload_optimizer"], 1, "offload_optimizer"),  # the parameters fit, and the states do not
+    ],
+)
+def test_a_full_disk_is_told_before_anything_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, sections: list[str], room: int, named: str
+) -> None:
     import plait
     from tests.parity import cases
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    given, reserve = [], os.posix_fallocate
+
+    def full(*arguments: Any) -> None:
+        if len(given) == room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        given.append(reserve(*arguments))
 
     monkeypatch.setattr(module.os, "posix_fallocate", full)
     model = cases.build("plain", tied=True, dtype=torch.float32, device="cpu")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1000}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, "offload_optimizer": offload}}
-    with pytest.raises(PlaitError, match=r"No space left on device\); free some space, or name another folder. Nothing was changed"):
+    zero = {name: {"device": "nvme", "nvme_path": str(tmp_path / name), "buffer_size": 10_000} for name in sections}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **zero}}
+    with pytest.raises(PlaitError, match=rf"{named}.nvme_path.*No space left on device\); free some space.*Nothing was changed"):
         plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert not list(tmp_path.iterdir())
+    now = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    assert all(torch.equal(p, before[name]) for name, p in now.items())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""The files that a configuration asks for, made for a sharded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from plait._torch import shard_buffers, sharded_modules
+from plait.config.resolve import Resolved
+from plait.engine.disk_optimizer import DiskTier, large_states
+from plait.engine.optimizer import build_optimizer
+from plait.errors import ConfigError, Problem
+from plait.parallel.arena import Arena
+from plait.parallel.parameter_offload import ParameterOffload
+from plait.units import format_bytes
+
+
+def build_disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
+    """Files for the states of `model`, which is sharded and may not have its weights yet."""
+    states, parameters = resolved.optimizer_offload, resolved.parameter_offload
+    if states.device != "nvme" and parameters.device != "nvme":
+        return None
+    arena = Arena(Path(states.path or ".")) if states.device == "nvme" else None
+    shards = None
+    if parameters.device == "nvme":
+        _refuse_small_pool(parameters, model)
+        same = arena is not None and parameters.path == states.path
+        shards = arena if same else Arena(Path(parameters.path or "."), field="zero_optimization.offload_param.nvme_path")
+    walk = states if arena is not None else parameters
+    tier = DiskTier(arena, buffer_bytes=walk.buffer_bytes, buffer_count=walk.buffer_count, shards=shards, pool_bytes=parameters.pool_bytes)
+    tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
+    return tier
+
+
+def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
+    """The shards of a unit are in memory together while it is gathered."""
+    if offload.with_states:
+        return
+    names = {module: name or "what is outside of the blocks" for name, module in model.named_modules()}
+    units = [(sum(shard.nbytes for shard in shard_buffers(unit)), names[unit]) for unit in sharded_modules(model)]
+    size, name = max(units, default=(0, ""))
+    if size > offload.pool_bytes:
+        least = -(-size // offload.buffer_count // 4)
+        rule = (
+            f"{offload.buffer_count} buffers hold {format_bytes(offload.pool_bytes)}, and {name}, gathered as one, has {format_bytes(size)}"
+        )
+        raise ConfigError(
+            Problem("zero_optimization.offload_param.buffer_size", offload.buffer_bytes // 4, rule, f"set it to {least} or more")
+        )
