@@ -176,6 +176,8 @@ def resolve(
                 data_parallel, layout, batch, precision, states, compiled=compiled.enabled, clipping=clipping
             )
         )
+    if data_parallel and states:
+        found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
     found.sources |= {path: config.origin(path) for path in _AS_GIVEN}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):

@@ -10,6 +10,7 @@ from typing import Literal
 from plait.cluster.layout import Layout
 from plait.comm.algorithms import Name
 from plait.config.batch import CALLERS, MICRO, Batch
+from plait.config.optimization import OptimizerSpec
 from plait.config.parts import Findings, described
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
@@ -157,6 +158,19 @@ def refuse_in_backward(
         raise ConfigError(*problems)
 
 
+def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:
+    """What optimizer states of fewer bytes are not proven with. Raises ConfigError with all of it."""
+    if spec.states == "own":
+        return
+    rules = (
+        (offload.device != "none", f"offload_optimizer.device is {offload.device}, with which it is not proven", 'use device "none"'),
+        (data.update_in_backward, "parallel.optimizer_in_backward is true, with which it is not proven", "set that to false"),
+    )
+    problems = [Problem("optimizer.states", spec.states, rule, f'{remedy}, or states "own"') for applies, rule, remedy in rules if applies]
+    if problems:
+        raise ConfigError(*problems)
+
+
 def _second_copy(found: Findings, shard: int) -> int:
     wanted, path = found.config.parallel.second_copy, "parallel.second_copy"
     found.sources[path] = found.config.origin(path)
@@ -268,6 +282,9 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     if parameters == "cpu" and (section.device != "cpu" or found.config.zero_optimization.stage != 3):
         rule = f"shards are the master parameters, and {path}.device is {section.device} at stage {found.config.zero_optimization.stage}"
         problems.append(Problem(name, parameters, rule, f'set {path}.device = "cpu" and stage 3, or "none"'))
+    if parameters == "cpu" and section.ratio < 1:
+        rule = f"parameters are the masters, and {path}.ratio leaves part of them on the device"
+        problems.append(Problem(name, parameters, rule, f'use "none", or {path}.ratio = 1'))
     if section.device == "none" and not problems:
         return OptimizerOffload()
     if section.device == "nvme" and section.nvme_path is None:
@@ -278,5 +295,11 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     if problems:
         raise ConfigError(*problems)
     if section.device == "cpu":
-        return OptimizerOffload(device="cpu", pin_memory=section.pin_memory)
-    return OptimizerOffload(device="nvme", path=section.nvme_path, buffer_bytes=4 * section.buffer_size, buffer_count=section.buffer_count)
+        return OptimizerOffload(device="cpu", pin_memory=section.pin_memory, ratio=section.ratio)
+    return OptimizerOffload(
+        device="nvme",
+        path=section.nvme_path,
+        buffer_bytes=4 * section.buffer_size,
+        buffer_count=section.buffer_count,
+        ratio=section.ratio,
+    )

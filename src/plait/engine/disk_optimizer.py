@@ -8,7 +8,7 @@ step in memory, bit for bit. Not for GPUs yet: what is mapped is host memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -84,16 +84,21 @@ class DiskTier:
 
     # ---- parameters and gradients -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, model: nn.Module, *, states: int) -> None:
-        """Map the parameters' shards and their gradients, and reserve `states` optimizer states each. Parameters that are computed with as
-        they are (a model that is not sharded) stay in memory; their gradients and states do not. Raises PlaitError on a full disk."""
-        buffers = [buffer for module in sharded_modules(model) for buffer in shard_buffers(module)]
-        trained = [local_tensor(p.detach()) for p in model.parameters() if p.requires_grad]
-        self.arena.reserve(sum(map(in_pages, buffers)) + (1 + states) * sum(map(in_pages, trained)))
-        for module in sharded_modules(model):
+    def adopt(self, model: nn.Module, *, states: int, units: Collection[str] = ("",)) -> None:
+        """Map the parameters' shards and their gradients, and reserve `states` optimizer states each, of `units` ("": the whole model).
+        Parameters that are computed with as they are (a model that is not sharded) stay in memory; their gradients and states do not.
+        Raises PlaitError on a full disk."""
+        paths = {module: path for path, module in model.named_modules()}
+        moved = [m for m in sharded_modules(model) if isinstance(m, nn.Module) and ("" in units or paths[m] in units)]
+
+        inside = {p for unit in (units if "" not in units else ("",)) for p in model.get_submodule(unit).parameters()}
+        self._parameters = [p for p in model.parameters() if p.requires_grad and p in inside]
+        shards = [local_tensor(p.detach()) for p in self._parameters]
+        buffers = [buffer for module in moved for buffer in shard_buffers(module)]
+        self.arena.reserve(sum(map(in_pages, buffers)) + (1 + states) * sum(map(in_pages, shards)))
+        for module in moved:
             replace_shard_buffers(module, self.arena.copy)
         self._release_after_use(model)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
         for parameter in self._parameters:
             local = local_tensor(parameter.detach())
             self._gradients[parameter] = self.arena.empty(local.shape, local.dtype)
@@ -107,7 +112,7 @@ class DiskTier:
 
     def _release_after_use(self, model: nn.Module) -> None:
         modules = sharded_modules(model)
-        owned = [shard_buffers(module) for module in modules]
+        owned = [[buffer for buffer in shard_buffers(module) if self.arena.holds(buffer)] for module in modules]
         blocks = list(range(1, len(modules)))  # the root, first in the list, is used from beginning to end
 
         def before(index: int, *_: object) -> None:
@@ -317,7 +322,8 @@ class DiskTier:
     # ---- states -----------------------------------------------------------------------------------------------------------------------
 
     def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
-        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer."""
+        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer. In memory where its
+        parameter is."""
         if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
             kind = type(local_tensor(value.detach())).__name__
             raise ModelError(
@@ -328,7 +334,8 @@ class DiskTier:
         if place is None:
             local = local_tensor(parameter.detach())
             dtype = parameter.dtype if value is None else value.dtype
-            place = self._places[parameter, name] = self.arena.empty(local.shape, dtype)
+            empty = self.arena.empty if parameter in self._gradients else torch.empty
+            place = self._places[parameter, name] = empty(local.shape, dtype=dtype)
         if value is not None and local_tensor(value).data_ptr() != place.data_ptr():
             place.copy_(local_tensor(value))
             self.arena.put_away(place)

@@ -7,14 +7,15 @@ then runs torch's kernels for CPUs. The files are `arena`, the step over them is
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 import numpy as np
 
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
-from plait.model.facts import ModelFacts
-from plait.parallel.ledger import Ledger
+from plait.model.facts import ModelFacts, model_facts
+from plait.parallel.ledger import Ledger, local_rows
 from plait.parallel.technique import Parts, Technique
 
 FIELD = "zero_optimization.offload_optimizer"
@@ -33,6 +34,8 @@ class OptimizerOffload(Technique):
     """nvme: what one piece of the step takes, its parameters, gradients and states together."""
     buffer_count: int = 4
     """nvme: pieces in memory at once: those that arrive, one computed, those that leave."""
+    ratio: float = 1.0
+    """The share of the parameters whose masters, gradients and states are offloaded, in whole units; above 0."""
 
     def check(self, *, stage: int, device_type: str) -> None:
         """Raise ConfigError for what this version does not do. Needs no process group."""
@@ -55,18 +58,45 @@ class OptimizerOffload(Technique):
         on_host = self.device == "cpu"
         pinned = on_host and self.pin_memory and mesh.device.type == "cuda"
         where = "host" if on_host else self.path
-        return parts.with_(masters_on_host=on_host, pin_masters=pinned, applied=(*parts.applied, f"optimizer offload({where})"))
+        chosen = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
+        units = frozenset(parts.blocks[unit] if unit >= 0 else "" for unit in chosen)
+        return parts.with_(
+            masters_on_host=on_host, pin_masters=pinned, offloaded_units=units, applied=(*parts.applied, f"optimizer offload({where})")
+        )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Of the states that others priced, what is on the host or in files; and the pieces that are in memory during the step."""
         if self.device == "none":
             return ledger
+        chosen = offloaded_units(facts, self.ratio)
+        sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (self.device == "cpu")
+        moved = np.zeros_like(ledger.dp_shard)
+        for parameter in facts.parameters:
+            if parameter.unit not in chosen:
+                continue
+            rows, row = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+            chunk = -(-rows // ledger.dp_shard)  # shards are stored padded to the first rank's
+            held = np.where(sharded, np.minimum(chunk, np.maximum(rows - ledger.shard_rank * chunk, 0)), rows)
+            padded = chunk * row * parameter.itemsize
+            moved = moved + np.where(sharded, padded, 0)  # what is computed with as it is stays in memory
+            if parameter.trainable:
+                states = held * row * parameter.itemsize * ledger.optimizer_tensors
+                on_host = self.device == "cpu"  # padded gradients, and step counts, which files do not hold
+                moved = moved + states + (padded + ledger.optimizer_scalar_bytes if on_host else held * row * parameter.itemsize)
         if self.device == "cpu":
-            kinds = ("parameters", "gradients", "optimizer")
-            return ledger.add_memory("host", np.sum([ledger.memory[kind] for kind in kinds], axis=0, dtype=np.int64))
-        sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None)
-        zero = np.zeros_like(ledger.dp_shard)
-        states = ledger.memory.get("optimizer", zero) - ledger.optimizer_scalar_bytes * len(facts.trainable)  # step counts stay in memory
-        gradients = states // max(1, ledger.optimizer_tensors)  # without the padding of the buffers that they were reduced in
-        in_files = np.where(sharded, ledger.memory.get("parameters", zero), 0) + gradients + states
-        return ledger.add_memory("files", in_files).add_memory("step_buffers", np.minimum(in_files, self.buffer_bytes * self.buffer_count))
+            return ledger.add_memory("host", moved)
+        return ledger.add_memory("files", moved).add_memory("step_buffers", np.minimum(moved, self.buffer_bytes * self.buffer_count))
+
+
+def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
+    """Blocks from the first on, then what is outside of them (-1), until their share of the parameters is at least `ratio`. By whole
+    shapes, so that every rank of a stage chooses the same."""
+    sizes: dict[int, int] = {}
+    for parameter in facts.parameters:
+        sizes[parameter.unit] = sizes.get(parameter.unit, 0) + prod(parameter.shape) * parameter.itemsize
+    chosen: set[int] = set()
+    total = sum(sizes.values())
+    for unit in sorted(sizes, key=lambda unit: (unit < 0, unit)):
+        if sum(sizes[other] for other in chosen) < ratio * total:
+            chosen.add(unit)
+    return frozenset(chosen)
