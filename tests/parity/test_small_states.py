@@ -188,6 +188,18 @@ def test_a_checkpoint_of_another_form_is_refused(pool: Pool, tmp_path: Path) -> 
     assert int8 == "loaded"
 
 
+@pytest.mark.parametrize(("before", "after"), [("own", "bf16"), ("bf16", "own")])
+def test_own_and_bf16_load_each_others(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+    """Rounded; squares are not."""
+    config = settings(1, 1, 0, 1, 12)
+    saved = pool.run(1, resumed, {**config, "optimizer": optimizer(before)}, str(tmp_path), 0, 2)[0]
+    found = pool.run(1, resumed, {**config, "optimizer": optimizer(after)}, str(tmp_path), 2, 3)[0]
+    for name in saved:
+        narrow = after == "bf16" and name.endswith(" exp_avg")
+        wanted = saved[name].bfloat16() if narrow else saved[name].to(found[name].dtype)
+        assert found[name].dtype == (torch.bfloat16 if narrow else wanted.dtype) and torch.equal(found[name], wanted), name
+
+
 @cache
 def plain_loss(pool: Pool) -> float:
     return mean(pool.run(2, losses, {}, 2, STEPS, ADAMW, WIDTH)[0][-40:])
