@@ -28,8 +28,8 @@ from plait.comm.choose import choose_all_reduce
 from plait.comm.links import GroupLinks, Level
 from plait.units import KIB, MIB, format_bytes
 
-SIZES = (16 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 48 * MIB)
-"""None but the first is a size of the measurement (`comm.measure.SIZES`)."""
+SIZES = (32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB, 32 * MIB, 48 * MIB)
+"""None is a size of the measurement (`comm.measure.SIZES`)."""
 CLOSE, SHARE = 1.05, 0.9
 """Within 5 % of the best, in 90 % of the points."""
 RESULTS = Path(__file__).parents[1] / "results"

@@ -221,9 +221,9 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
 
 def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply plain tensors by one factor, in place, in as few kernels as possible. A tensor factor must not be of a wider dtype."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        torch._foreach_mul_(same, factor.to(dtype) if isinstance(factor, torch.Tensor) else factor)
+    for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
+        same = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.device == device]
+        torch._foreach_mul_(same, factor.to(dtype=dtype, device=device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

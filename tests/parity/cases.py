@@ -73,6 +73,7 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
     gpt2_like = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes: dict[str, dict[str, Any]] = {
         "llama": llama_like,
+        "wide": {**llama_like, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4},
         "mistral": {**llama_like, "sliding_window": None},
         "qwen3": wide,
         "gemma": wide,
@@ -102,7 +103,8 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
     }
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     depth = {} if layers is None else {"n_layer" if "n_layer" in sizes[kind] else "num_hidden_layers": layers}
-    return AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind], **depth})
+    model_type = "llama" if kind == "wide" else kind  # rows that states of 8 bits have blocks in
+    return AutoConfig.for_model(model_type, vocab_size=VOCABULARY, tie_word_embeddings=tied, **{**tokens, **sizes[kind], **depth})
 
 
 def ragged_steps(

@@ -45,11 +45,19 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def losses(rank: int, world: int, parallel: dict[str, Any], stage: int, steps: int, optimizer: dict[str, Any] = ADAMW) -> list[float]:
+def losses(
+    rank: int, world: int, parallel: dict[str, Any], stage: int, steps: int, optimizer: dict[str, Any] = ADAMW, width: int = 64
+) -> list[float]:
     """The loss of every step. Runs in a worker."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    fields = {
+        "hidden_size": width,
+        "intermediate_size": 5 * width // 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, tie_word_embeddings=False, **fields))
     config = {

@@ -85,6 +85,48 @@ def test_same_bits(
         assert found == [found[0]] * 3
 
 
+def shares(rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype) -> list[Any]:
+    """(bits, names of the parameters whose gradients and states are in files) without files and with shares of the model in them. Runs in a
+    worker."""
+    found = []
+    for ratio in (None, 0.2, 0.6, 1):
+        zero = dict(config["zero_optimization"])
+        if ratio is not None:
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "buffer_size": 5000, "ratio": ratio}
+        engine = plait.initialize(build("llama", dtype, dropout=True), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
+        dp = world // config["parallel"]["tp"]
+        seen = digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"])))
+        tier = engine.parts.disk_tier
+        filed = [
+            name
+            for name, parameter in engine.model.named_parameters()
+            for values in [[v for v in engine.optimizer.state[parameter].values() if v.ndim and _local(v).numel()]]
+            if tier is not None and values and all(tier.arena.holds(_local(value)) for value in values)
+        ]
+        found.append((seen + digest_of(engine), filed))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "stage", "more", "dtype"),
+    [
+        (1, 1, 2, {}, torch.float64),
+        (2, 1, 3, {}, torch.float64),
+        (4, 2, 1, {"fp16": {"enabled": True, "initial_scale_power": 8}}, torch.float32),
+    ],
+)
+def test_a_share_in_files(pool: Pool, tmp_path: Path, world: int, tp: int, stage: int, more: dict[str, Any], dtype: torch.dtype) -> None:
+    """`ratio`: the same bits; the first block, both blocks, all, alike on every rank."""
+    ranks = pool.run(world, shares, {**settings(world, tp, stage, 1, 2), **more}, str(tmp_path), dtype)
+    for found in ranks:
+        assert [bits for bits, _ in found] == [found[0][0]] * 4
+        none, first, blocks, whole = (names for _, names in found)
+        assert none == [] and first and all(name.startswith("model.layers.0.") for name in first)
+        assert {name.split(".")[2] for name in blocks if name.startswith("model.layers.")} == {"0", "1"} and set(first) < set(blocks)
+        assert set(blocks) < set(whole) and any(not name.startswith("model.layers.") for name in whole)
+    assert all([names for _, names in found] == [names for _, names in ranks[0]] for found in ranks)
+
+
 def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: list[bool]) -> str:
     """Three steps and a checkpoint, then a new engine and three more; each of the two in files or not. Runs in a worker."""
     bits = ""

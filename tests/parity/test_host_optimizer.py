@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import plait
 from plait.config.resolve import load, resolve
@@ -20,18 +21,27 @@ from tests.parity.test_tensor_parallel import settings
 from tests.pool import Pool
 
 
-def digests(rank: int, world: int, kind: str, config: dict[str, Any], tied_to_host: list[bool], dtype: torch.dtype) -> list[str]:
-    """Runs in a worker."""
+def is_offloaded(module: FSDPModule) -> bool:
+    """Whether torch moves the unit's shards to and from the host."""
+    return all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in module._get_fsdp_state()._fsdp_param_groups)
+
+
+def digests(rank: int, world: int, kind: str, config: dict[str, Any], ratios: list[float], dtype: torch.dtype) -> list[str]:
+    """Runs in a worker. Ratio 0 does not offload."""
     found = []
-    for offload in tied_to_host:
-        zero = {**config["zero_optimization"], **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+    for index, ratio in enumerate(ratios):
+        offload = ratio > 0
+        zero = {**config["zero_optimization"], **({"offload_optimizer": {"device": "cpu", "ratio": ratio}} if offload else {})}
         resolved = resolve(load({**config, "zero_optimization": zero}), world_size=world)
-        if offload:
+        if offload and not any(ratios[:index]):  # later the check is out
             with pytest.raises(ConfigError, match="nothing would move"):
                 plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
             OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
         engine = plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
         assert engine.parts.masters_on_host == offload
+        on_host = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule) and is_offloaded(module)]
+        layers = [f"model.layers.{index}" for index in range(2)]
+        assert on_host == ([] if not offload else ["", *layers] if ratio == 1 else layers[:1])
         dp = world // config["parallel"]["tp"]
         found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
     return found
@@ -51,8 +61,8 @@ def test_same_bits(world: int, tp: int, stage: int, more: dict[str, Any]) -> Non
     pool = Pool()
     try:
         config = {**settings(world, tp, stage, 1, 2), **more}
-        for found in pool.run(world, digests, "llama", config, [False, True], torch.float32):
-            assert found[0] == found[1]
+        for found in pool.run(world, digests, "llama", config, [0, 1, 0.2], torch.float32):
+            assert found == [found[0]] * 3
     finally:
         pool.close()
 

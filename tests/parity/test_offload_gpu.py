@@ -45,3 +45,18 @@ def test_states_on_the_host(pool: Pool, stage: int) -> None:
     difference = worst(compare(plain, found))
     assert difference.ok(1e-4), difference
     assert less < whole
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_share_of_the_states_on_the_host(pool: Pool, stage: int) -> None:
+    """`ratio`: between none and all, in bytes of the device; parameters and states of both kinds in one step."""
+    config = {**settings(1, 1, stage, 1, 2), "bf16": {"enabled": True}}
+    plain, most = pool.run(1, trace, config)[0]
+    taken = []
+    for ratio in (0.4, 1):
+        config["zero_optimization"] = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        found, size = pool.run(1, trace, config)[0]
+        difference = worst(compare(plain, found))
+        assert difference.ok(1e-4), difference
+        taken.append(size)
+    assert taken[1] < taken[0] < most

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer
     if optimizer is not None:
         optimizer.state.clear()  # so that torch makes the states of every parameter anew, to be filled
         fresh = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        _check_state_form(fresh, stored, checkpoint)
         state["optimizer"] = {key: value for key, value in fresh.items() if f"optimizer.{key}" in stored}
     dcp.load(state, checkpoint_id=checkpoint)
     set_model_state_dict(model, state["model"], options=_OPTIONS)
@@ -143,6 +144,28 @@ def _check_shapes(wanted: dict[str, Any], stored: dict[str, Any], checkpoint: Pa
         shape = tuple(stored[f"model.{name}"].size)
         if shape != tuple(tensor.shape):
             raise CheckpointError(f"{checkpoint} is of another model: {name} has shape {shape} there and {tuple(tensor.shape)} here")
+
+
+def _check_state_form(wanted: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: Path) -> None:
+    """States in codes are told by their names, and none of them is read as another. Parameters without stored states were never used."""
+    stored_names, own_names = _states_by_parameter(stored, "optimizer.state."), _states_by_parameter(wanted, "state.")
+    for parameter, names in own_names.items():
+        there = stored_names.get(parameter, names)
+        if there != names:
+            raise CheckpointError(
+                f"{checkpoint} keeps the optimizer's averages of {parameter} as {', '.join(sorted(there))}, and this run as "
+                f"{', '.join(sorted(names))}; set optimizer.states to what the run was saved with"
+            )
+
+
+def _states_by_parameter(keys: Iterable[str], start: str) -> dict[str, set[str]]:
+    """Names of states that begin with `exp_avg`, by parameter."""
+    found: dict[str, set[str]] = {}
+    for key in keys:
+        parameter, _, name = key.removeprefix(start).rpartition(".")
+        if key.startswith(start) and name.startswith("exp_avg"):
+            found.setdefault(parameter, set()).add(name)
+    return found
 
 
 def remove_old(folder: Path, *, keep: int) -> None:

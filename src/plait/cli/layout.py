@@ -117,7 +117,7 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
     at, facts, pipeline = resolved.layout, built["facts"], built["pipeline"]
     if pipeline is not None:
         facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(0))
-    start = Ledger.of_rank(at, accumulation=resolved.batch.accumulation)
+    start = Ledger.of_rank(at, accumulation=resolved.batch.accumulation, optimizer_states=resolved.optimizer.states)
     offload = (resolved.parameter_offload, resolved.optimizer_offload)
     techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel, *offload)
     return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
@@ -177,7 +177,7 @@ def _grid(resolved: Resolved, topology: Topology) -> list[list[str]]:
 _MEANINGS = {
     "parameters": "parameters",
     "gradients": "gradients at the optimizer step",
-    "optimizer": "optimizer states (two a parameter, as AdamW)",
+    "optimizer": "optimizer states (two a parameter, as AdamW; in the form of optimizer.states)",
     "gathered_parameters": "gathered parameters between micro-batches",
     "unsharded_gradients": "whole gradients between micro-batches",
     "host": "of these, in host memory",

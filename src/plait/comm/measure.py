@@ -25,11 +25,11 @@ from plait.comm.quantise import BLOCK
 from plait.comm.transport import connect
 from plait.units import KIB, MIB
 
-SIZES = (16 * KIB, 128 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+SIZES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of float32."""
 _SELDOM_BYTES, _SELDOM = 16 * MIB, 3
 """From this size on only every third round has it: it takes most of the time, and a long time is disturbed less."""
-_FEWEST_SIZES = 3
+_FEWEST_SIZES = 4
 """Up to a MiB: what is smaller passes through the buffers of switches and rate limits as if the link had no rate."""
 _SHARE_OF_A_ROUND = 0.6
 """A round of all sizes may take this part of the time."""

@@ -84,6 +84,7 @@ SUPPORTED: tuple[str, ...] = (
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_optimizer.buffer_size",
+    "zero_optimization.offload_optimizer.ratio",
     "fp16.enabled",
     "fp16.loss_scale",
     "fp16.initial_scale_power",
@@ -94,6 +95,7 @@ SUPPORTED: tuple[str, ...] = (
     "bf16.enabled",
     "bf16.check_grad_overflow",
     "optimizer.type",
+    "optimizer.states",
     "optimizer.params",
     "scheduler.type",
     "scheduler.params",
@@ -407,11 +409,6 @@ REFUSED: tuple[Refusal, ...] = (
         "compiled code offloads nothing",
         "set it to false or leave it out; parallel.activation_offload and zero_optimization.offload_optimizer work without compilation",
         {"compile.offload_activation": _FLAG, "compile.offload_opt_states": _FLAG, "compile.offload_parameters": _FLAG},
-    ),
-    Refusal(
-        "optimizer states are offloaded as a whole or not at all",
-        "set it to 1 or leave it out",
-        {"zero_optimization.offload_optimizer.ratio": ("number", (1, 1.0))},
     ),
     Refusal(
         "ZenFlow updates part of the gradient late and on the CPU, which changes the training",

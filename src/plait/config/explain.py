@@ -114,6 +114,11 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         lambda r: r.parameter_offload.device != "nvme" or r.parameter_offload.with_states,
         "zero_optimization.offload_param.device is not nvme",
     ),
+    (
+        ("zero_optimization.offload_optimizer.ratio",),
+        lambda r: r.optimizer_offload.device == "none",
+        "zero_optimization.offload_optimizer.device is none",
+    ),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
         ("parallel.links", "parallel.measure_seconds"),
@@ -235,6 +240,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "zero_optimization.offload_param.buffer_count": resolved.parameter_offload.buffer_count,
         "zero_optimization.offload_param.buffer_size": resolved.parameter_offload.buffer_bytes // 4 or "not needed",
         "zero_optimization.offload_optimizer.pin_memory": resolved.optimizer_offload.pin_memory,
+        "zero_optimization.offload_optimizer.ratio": resolved.optimizer_offload.ratio,
         "zero_optimization.offload_optimizer.nvme_path": resolved.optimizer_offload.path or "none",
         "zero_optimization.offload_optimizer.buffer_count": resolved.optimizer_offload.buffer_count,
         "zero_optimization.offload_optimizer.buffer_size": resolved.optimizer_offload.buffer_bytes // 4 or "not needed",
@@ -246,7 +252,7 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         numbers = (scale.static, scale.initial_scale_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis, scale.minimum)
         values |= {f"fp16.{name}": number for name, number in zip(_FP16, numbers, strict=True)}
     values["gradient_clipping"] = resolved.gradient_clipping
-    values["optimizer.type"] = resolved.optimizer.type
+    values |= {"optimizer.type": resolved.optimizer.type, "optimizer.states": resolved.optimizer.states}
     values |= {f"optimizer.params.{name}": value for name, value in resolved.optimizer.params.items()}
     values["scheduler.type"] = resolved.scheduler.type if resolved.scheduler else "constant"
     values |= {f"scheduler.params.{name}": value for name, value in (resolved.scheduler.params if resolved.scheduler else {}).items()}

@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import Field, ValidationInfo, field_validator
 
 from plait.config import optimizers, schedules
+from plait.parallel.optimizer_states import StateForm
 from plait.policy import Policy
 
 
@@ -20,6 +21,10 @@ class OptimizerSpec(Policy):
     type: str = "AdamW"
     """`AdamW`, `Adam` (DeepSpeed's: AdamW unless `adam_w_mode` is false), `SGD`, `Adagrad`, `Lion` (from lion-pytorch), `Muon`, any other
     name in `torch.optim`, or a class by its path (`torchao.optim.AdamW8bit`)."""
+    states: StateForm = "own"
+    """Adam and AdamW: what the two averages are kept in. own: the dtype of the parameters, float32 unless model.dtype says otherwise. bf16:
+    the first in bfloat16, the second in float32. int8 and float8: both in 8 bits a number, with a scale for every block of up to 256; small
+    parameters and vectors in float32. Steps are computed in float32."""
     params: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """Its parameters by name. `auto` for lr, betas, eps and weight_decay takes Hugging Face's defaults."""
 
@@ -36,7 +41,7 @@ class OptimizerSpec(Policy):
         if "type" not in info.data:  # the type itself was refused
             return value
         kind = info.data["type"]
-        _refuse(optimizers.param_problems(kind, value))
+        _refuse(optimizers.param_problems(kind, value) + optimizers.state_problems(kind, info.data.get("states", "own"), value))
         return {name: optimizers.convert(kind, name, given) for name, given in value.items()}
 
     def resolved(self) -> Self:

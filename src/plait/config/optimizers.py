@@ -132,6 +132,20 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     return found + _value_problems(kind, params)
 
 
+def state_problems(kind: str, states: str, params: Mapping[str, Any]) -> list[str]:
+    """Why states of a form other than the optimizer's own cannot be had; empty where they can. Each `rule; remedy`."""
+    if states == "own":
+        return []
+    if kind not in ("Adam", "AdamW"):
+        return [f'`states` is "{states}", which is written for Adam and AdamW, and this is {kind}; use "own"']
+    taken = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam", *ONLY}
+    return [
+        f'`{name}` is a parameter of torch\'s kernels, which do not take `states` = "{states}"; leave it out, or use "own"'
+        for name, value in params.items()
+        if name not in taken and value not in (False, None)
+    ]
+
+
 def _unknown(kind: str, name: str, names: frozenset[str]) -> str:
     if name == "max_grad_norm":
         return "`max_grad_norm` is not a parameter of an optimizer; set gradient_clipping at the top of the file"

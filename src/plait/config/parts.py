@@ -190,11 +190,11 @@ def compiled(found: Findings) -> Compile:
 def optimizer(found: Findings) -> OptimizerSpec:
     """The optimizer, AdamW where the file names none."""
     spec = found.config.optimizer
-    found.sources["optimizer.type"] = found.config.origin("optimizer.type")
+    found.sources |= {f"optimizer.{name}": found.config.origin(f"optimizer.{name}") for name in ("type", "states")}
     if spec is None:
         return OptimizerSpec()
     params = _callers(found, "optimizer.params", spec.params, "Transformers' default")
-    return OptimizerSpec(type=spec.type, params=params).resolved()
+    return OptimizerSpec(type=spec.type, states=spec.states, params=params).resolved()
 
 
 def scheduler(found: Findings, chosen: OptimizerSpec, *, total_steps: int | None) -> SchedulerSpec | None:

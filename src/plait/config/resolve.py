@@ -176,6 +176,8 @@ def resolve(
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     if layout and batch and precision and data_parallel and states:
         found.attempt(lambda: techniques.refuse_in_backward(data_parallel, layout, batch, precision, states, clipping=clipping))
+    if data_parallel and states:
+        found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
     found.sources |= {path: config.origin(path) for path in _AS_GIVEN}
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):

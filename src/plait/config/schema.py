@@ -111,6 +111,9 @@ class OffloadOptimizerSection(Policy):
     """nvme: pieces of the states that are in memory at once: those that arrive, one computed, those that leave."""
     buffer_size: Count = 100_000_000
     """nvme: float32 numbers in a piece, parameters, gradients and states together."""
+    ratio: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), Number] = 1.0
+    """The share of the parameters that this is done for: blocks from the first on, then what is outside of them, until it is reached. The
+    masters, gradients and states of the others stay on the device."""
 
 
 class OffloadParamSection(Policy):

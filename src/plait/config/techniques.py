@@ -11,6 +11,7 @@ from typing import Literal
 from plait.cluster.layout import Layout
 from plait.comm.algorithms import Name
 from plait.config.batch import CALLERS, MICRO, Batch
+from plait.config.optimization import OptimizerSpec
 from plait.config.parts import Findings, described
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
@@ -174,6 +175,19 @@ def refuse_in_backward(
         raise ConfigError(*problems)
 
 
+def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:
+    """What optimizer states of fewer bytes are not proven with. Raises ConfigError with all of it."""
+    if spec.states == "own":
+        return
+    rules = (
+        (offload.device != "none", f"offload_optimizer.device is {offload.device}, with which it is not proven", 'use device "none"'),
+        (data.update_in_backward, "parallel.optimizer_in_backward is true, with which it is not proven", "set that to false"),
+    )
+    problems = [Problem("optimizer.states", spec.states, rule, f'{remedy}, or states "own"') for applies, rule, remedy in rules if applies]
+    if problems:
+        raise ConfigError(*problems)
+
+
 def _second_copy(found: Findings, shard: int) -> int:
     wanted, path = found.config.parallel.second_copy, "parallel.second_copy"
     found.sources[path] = found.config.origin(path)
@@ -290,8 +304,14 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     if problems:
         raise ConfigError(*problems)
     if section.device == "cpu":
-        return OptimizerOffload(device="cpu", pin_memory=section.pin_memory)
-    return OptimizerOffload(device="nvme", path=section.nvme_path, buffer_bytes=4 * section.buffer_size, buffer_count=section.buffer_count)
+        return OptimizerOffload(device="cpu", pin_memory=section.pin_memory, ratio=section.ratio)
+    return OptimizerOffload(
+        device="nvme",
+        path=section.nvme_path,
+        buffer_bytes=4 * section.buffer_size,
+        buffer_count=section.buffer_count,
+        ratio=section.ratio,
+    )
 
 
 def parameter_offload(found: Findings) -> ParameterOffload:
@@ -308,6 +328,9 @@ def parameter_offload(found: Findings) -> ParameterOffload:
             f"shards are the master parameters, which the optimizer updates where its states are, and those are on {_TIERS[states.device]}"
         )
         problems.append(Problem(f"{path}.device", "cpu", rule, 'set zero_optimization.offload_optimizer.device = "cpu", or "none"'))
+    if section.device == "cpu" and states.ratio < 1:
+        rule = "parameters are the masters, and offload_optimizer.ratio leaves part of them on the device"
+        problems.append(Problem(f"{path}.device", "cpu", rule, 'use "none", or offload_optimizer.ratio = 1'))
     if section.device == "nvme" and states.device == "cpu":
         rule = "shards are the master parameters, and offload_optimizer.device = cpu takes them into host memory"
         problems.append(Problem(f"{path}.device", "nvme", rule, 'set offload_optimizer.device = "nvme" or "none", or "cpu" here'))
@@ -323,5 +346,5 @@ def parameter_offload(found: Findings) -> ParameterOffload:
         )
     if states.device == "nvme" and stage in (1, 2):
         path_, size, count = states.nvme_path, 4 * states.buffer_size, states.buffer_count
-        return ParameterOffload(device="nvme", with_states=True, path=path_, buffer_bytes=size, buffer_count=count)
+        return ParameterOffload(device="nvme", with_states=True, ratio=states.ratio, path=path_, buffer_bytes=size, buffer_count=count)
     return ParameterOffload()

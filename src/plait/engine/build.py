@@ -39,6 +39,7 @@ from plait.parallel import materialise
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.loss_scale import LossScaler
+from plait.parallel.optimizer_states import refuse_cut_blocks
 from plait.parallel.order import apply_all
 from plait.parallel.pipeline import build_pipeline
 from plait.parallel.technique import Parts
@@ -265,9 +266,10 @@ def _parallelize(
     blocks = find_blocks(model, resolved.blocks or None)
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
+    refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        materialise.allocate(model, mesh.device, masters_on_host=parts.masters_on_host)
-    tier = build_disk_tier(resolved, model)
+        materialise.allocate(model, mesh.device, host_units=parts.offloaded_units if parts.masters_on_host else ())
+    tier = build_disk_tier(resolved, model, parts.offloaded_units)
     if template is not None:
         filled = tier.put_parameter_away if tier is not None else lambda _: None
         if weights is None:
@@ -343,6 +345,9 @@ def _check_placement(resolved: Resolved) -> None:
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:
     if given is None:
         return build_optimizer(resolved.optimizer, list(model.named_parameters()))
+    if resolved.optimizer.states != "own":
+        rule = "the optimizer was given to plait.initialize, which keeps its states as it does"
+        raise ConfigError(Problem("optimizer.states", resolved.optimizer.states, rule, 'leave `optimizer=` out, or use "own"'))
     if not isinstance(given, torch.optim.Optimizer):
         return given([p for p in model.parameters() if p.requires_grad])
     if given.state:

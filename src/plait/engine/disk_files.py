@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import nn
@@ -16,8 +17,8 @@ from plait.parallel.parameter_offload import ParameterOffload
 from plait.units import format_bytes
 
 
-def build_disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
-    """Files for the states of `model`, which is sharded and may not have its weights yet."""
+def build_disk_tier(resolved: Resolved, model: nn.Module, units: Collection[str]) -> DiskTier | None:
+    """Files for `model`, which is sharded and may not have its weights yet: for states of these units (by their paths; "": all of it)."""
     states, parameters = resolved.optimizer_offload, resolved.parameter_offload
     if states.device != "nvme" and parameters.device != "nvme":
         return None
@@ -29,7 +30,8 @@ def build_disk_tier(resolved: Resolved, model: nn.Module) -> DiskTier | None:
         shards = arena if same else Arena(Path(parameters.path or "."), field="zero_optimization.offload_param.nvme_path")
     walk = states if arena is not None else parameters
     tier = DiskTier(arena, buffer_bytes=walk.buffer_bytes, buffer_count=walk.buffer_count, shards=shards, pool_bytes=parameters.pool_bytes)
-    tier.adopt(model, states=large_states(lambda named: build_optimizer(resolved.optimizer, named)))
+    held = large_states(lambda named: build_optimizer(resolved.optimizer, named))
+    tier.adopt(model, states=held, units=units, shards_of=units if parameters.with_states else ("",))
     return tier
 
 

@@ -8,7 +8,7 @@ step in memory, bit for bit. Not for GPUs yet: what is mapped is host memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -93,20 +93,23 @@ class DiskTier:
 
     # ---- parameters and gradients -----------------------------------------------------------------------------------------------------
 
-    def adopt(self, model: nn.Module, *, states: int) -> None:
-        """Map the parameters' shards and their gradients, and reserve `states` optimizer states each. Parameters that are computed with as
-        they are (a model that is not sharded) stay in memory. Raises PlaitError on a full disk, with nothing changed."""
-        units = sharded_modules(model)
+    def adopt(self, model: nn.Module, *, states: int, units: Collection[str] = ("",), shards_of: Collection[str] = ("",)) -> None:
+        """Map the gradients of `units` (by their paths; "": the whole model) and the parameters' shards of `shards_of`, and reserve
+        `states` optimizer states for each. Parameters that are computed with as they are (a model that is not sharded) stay in memory.
+        Raises PlaitError on a full disk, with nothing changed."""
+        paths = {module: path for path, module in model.named_modules()}
+        moved = [unit for unit in sharded_modules(model) if isinstance(unit, nn.Module) and ("" in shards_of or paths[unit] in shards_of)]
+        inside = {p for unit in (units if "" not in units else ("",)) for p in model.get_submodule(unit).parameters()}
+        trained = [p for p in model.parameters() if p.requires_grad and p in inside]
         if self.shards is not None:
-            self.shards.reserve(sum(in_pages(buffer) for unit in units for buffer in shard_buffers(unit)))
-        trained = [p for p in model.parameters() if p.requires_grad]
+            self.shards.reserve(sum(in_pages(buffer) for unit in moved for buffer in shard_buffers(unit)))
         if self.arena is not None:
             self.arena.reserve((1 + states) * sum(in_pages(local_tensor(p.detach())) for p in trained))
         if self.shards is not None:
-            for unit in units:
+            for unit in moved:
                 replace_shard_buffers(unit, self.shards.copy)
-            self._buffers = [buffer for unit in units for buffer in shard_buffers(unit)]
-            self._shard_reader = ShardReader(self.shards, units, pool_bytes=self.pool_bytes, reader=self._reader)
+            self._buffers = [buffer for unit in moved for buffer in shard_buffers(unit)]
+            self._shard_reader = ShardReader(self.shards, moved, pool_bytes=self.pool_bytes, reader=self._reader)
         if self.arena is None:
             return
         for parameter in trained:
@@ -343,9 +346,9 @@ class DiskTier:
     # ---- states -----------------------------------------------------------------------------------------------------------------------
 
     def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
-        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer. Where states stay in
-        memory: `value` itself, or an empty tensor."""
-        if self.arena is None:
+        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer. Where the parameter's
+        states stay in memory: `value` itself, or an empty tensor."""
+        if self.arena is None or parameter not in self._gradients:
             return like_parameter(torch.empty_like(local_tensor(parameter.detach())), parameter) if value is None else value
         if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
             kind = type(local_tensor(value.detach())).__name__

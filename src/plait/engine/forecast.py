@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,14 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
     whole = model_facts(model, blocks, tensor_plan=plan)
     at, layout = mesh.coordinates, resolved.layout
     passes = 2 if resolved.loss_chunk_tokens else 1
-    ledger = Ledger.of_rank(layout, at, accumulation=resolved.batch.accumulation, tokens=samples * length, loss_passes=passes)
+    ledger = Ledger.of_rank(
+        layout,
+        at,
+        accumulation=resolved.batch.accumulation,
+        tokens=samples * length,
+        loss_passes=passes,
+        optimizer_states=resolved.optimizer.states,
+    )
     own, schedule, pp_rank = whole, None, at["pp"]
     run = _DryStep(model, resolved, mesh, samples=samples, length=length)
     if pipeline is not None:
@@ -364,6 +372,7 @@ def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     n, rank = int(ledger.dp_shard[0]), int(ledger.shard_rank[0])
     axis = next((name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None)
+    small = resolved.optimizer.states != "own"
     with FakeTensorMode(allow_non_fake_inputs=True):
         named = []
         for parameter in facts.trainable:
@@ -373,7 +382,13 @@ def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
             held = min(chunk, max(rows - rank * chunk, 0))
             shape = (held, row) if len(parameter.shape) > 1 else (held,)
             local = torch.empty(shape, dtype=dtypes[parameter.itemsize], device=mesh.device)
-            whole = DTensor.from_local(local, mesh.sub(axis), [Shard(0)], run_check=False) if axis is not None else local
+            whole = local
+            if axis is not None:
+                size, stride = None, None
+                if small:  # the whole shape decides what a block of states is
+                    size = torch.Size((parameter.shape[0], prod(parameter.shape[1:]))[: local.ndim])
+                    stride = (*size[1:], 1)
+                whole = DTensor.from_local(local, mesh.sub(axis), [Shard(0)], run_check=False, shape=size, stride=stride)
             named.append((parameter.name, nn.Parameter(whole)))
         optimizer = build_optimizer(resolved.optimizer, named)
         make_states(optimizer)

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from plait.config import optimizers
 from plait.config.names import instead
 from plait.config.optimization import OptimizerSpec
+from plait.engine.small_state_adam import SmallStateAdam
 from plait.errors import ConfigError, ModelError, Problem
+from plait.parallel.optimizer_states import refuse_cut_blocks
 
 Named = tuple[str, nn.Parameter]
 _KERNEL = ("fused", "foreach")
@@ -53,8 +55,21 @@ def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> O
     params = {name: value for name, value in spec.params.items() if own_names or name not in optimizers.ONLY}
     if spec.type == "Muon":
         return _keep_kernel(_muon(params, named))
+    if spec.states != "own":
+        return _small_states(spec, params, named)
     found, params = _class_and_params(spec.type, params)
     return _keep_kernel(_make(found, params, named))
+
+
+def _small_states(spec: OptimizerSpec, params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
+    """Adam or AdamW with averages of fewer bytes. What torch's kernels would be told was refused by the configuration."""
+    found, params = _adam(spec.type, params)
+    own = {name: value for name, value in params.items() if name in ("lr", "betas", "eps", "weight_decay")}
+    if found is torch.optim.AdamW and "weight_decay" not in own:
+        own["weight_decay"] = 0.01  # torch's default, which `torch_adam` asks for
+    refuse_cut_blocks(spec.states, named)
+    parameters = [parameter for _, parameter in named]
+    return SmallStateAdam(parameters, states=spec.states, decoupled=found is torch.optim.AdamW, **own)
 
 
 def _class_and_params(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:

@@ -33,6 +33,7 @@ from plait.parallel import wiring
 from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger, local_rows
+from plait.parallel.optimizer_states import state_bytes
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
 from plait.units import MIB
@@ -110,13 +111,17 @@ def _gradient_bytes(parts: Parts) -> int:
 def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     _refuse_unshardable(parts)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
-    offload = CPUOffloadPolicy(pin_memory=parts.pin_masters) if parts.masters_on_host else OffloadPolicy()
+
+    def offload(unit: str) -> OffloadPolicy:
+        here = parts.masters_on_host and unit in parts.offloaded_units
+        return CPUOffloadPolicy(pin_memory=parts.pin_masters) if here else OffloadPolicy()
+
     policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
     for name in parts.blocks:
         block = parts.model.get_submodule(name)
-        fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload, reshard_after_forward=free_after_forward)
+        fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
-    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(""), reshard_after_forward=False)
 
 
 def _refuse_unshardable(parts: Parts) -> None:
@@ -204,7 +209,10 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
             total["wire_gather_again"] += count * (again - 1) * larger
         if trainable:
             total["gradients"] += count * padded * row_numel * itemsize
-            total["optimizer"] += count * (held * row_numel * itemsize * ledger.optimizer_tensors + ledger.optimizer_scalar_bytes)
+            states = state_bytes(
+                ledger.optimizer_states, shape, itemsize=itemsize, tensors=ledger.optimizer_tensors, numel=held * row_numel
+            )
+            total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
             sent = count * n * sent_bytes(technique.compression.gradient_bits, shape, shard, reduce)
             total["wire_reduce_block" if in_block else "wire_reduce_root"] += sent
             total["across"] += count * padded * row_numel * reduce

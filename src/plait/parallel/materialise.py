@@ -9,7 +9,7 @@ Memory is poisoned first (NaN): what the model's own initialisation does not fil
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from hashlib import blake2b
 
 import torch
@@ -41,12 +41,14 @@ def template_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
-def allocate(model: nn.Module, device: torch.device, *, masters_on_host: bool = False) -> None:
-    """Give a sharded `meta` model its storage, uninitialised. Each rank allocates its shards only; tied parameters stay tied. With
-    `masters_on_host` parameters are on the CPU and buffers on the device."""
+def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[str] = ()) -> None:
+    """Give a sharded `meta` model its storage, uninitialised. Each rank allocates its shards only; tied parameters stay tied. Parameters of
+    `host_units` are on the CPU ("" stands for the whole model), others and buffers on the device."""
     ties = tied_names(model)
-    model.to_empty(device=torch.device("cpu") if masters_on_host else device)
-    if masters_on_host:
+    model.to_empty(device=device)
+    for unit in host_units if "" not in host_units else ("",):
+        model.get_submodule(unit).to_empty(device=torch.device("cpu"))
+    if host_units:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer.to(device) if buffer is not None else None

@@ -13,8 +13,9 @@ import numpy as np
 
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
-from plait.model.facts import ModelFacts
+from plait.model.facts import ModelFacts, model_facts
 from plait.parallel.ledger import Ledger
+from plait.parallel.offloaded import held_of, offloaded_units
 from plait.parallel.technique import Parts, Technique
 
 FIELD = "zero_optimization.offload_optimizer"
@@ -33,6 +34,8 @@ class OptimizerOffload(Technique):
     """nvme: what one piece of the step takes, its parameters, gradients and states together."""
     buffer_count: int = 4
     """nvme: pieces in memory at once: those that arrive, one computed, those that leave."""
+    ratio: float = 1.0
+    """The share of the parameters whose masters, gradients and states are offloaded, in whole units; above 0."""
 
     def check(self, *, stage: int, device_type: str) -> None:
         """Raise ConfigError for what this version does not do. Needs no process group."""
@@ -55,19 +58,30 @@ class OptimizerOffload(Technique):
         on_host = self.device == "cpu"
         pinned = on_host and self.pin_memory and mesh.device.type == "cuda"
         where = "host" if on_host else self.path
-        return parts.with_(masters_on_host=on_host, pin_masters=pinned, applied=(*parts.applied, f"optimizer offload({where})"))
+        chosen = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
+        units = frozenset(parts.blocks[unit] if unit >= 0 else "" for unit in chosen)
+        return parts.with_(
+            masters_on_host=on_host, pin_masters=pinned, offloaded_units=units, applied=(*parts.applied, f"optimizer offload({where})")
+        )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Of the states that others priced, what is on the host or in files; and the pieces that are in memory during the step."""
         if self.device == "none":
             return ledger
-        if self.device == "cpu":
-            kinds = ("parameters", "gradients", "optimizer")
-            return ledger.add_memory("host", np.sum([ledger.memory[kind] for kind in kinds], axis=0, dtype=np.int64))
         zero = np.zeros_like(ledger.dp_shard)
-        states = ledger.memory.get("optimizer", zero) - ledger.optimizer_scalar_bytes * len(facts.trainable)  # step counts stay in memory
-        gradients = states // max(1, ledger.optimizer_tensors)  # without the padding of the buffers that they were reduced in
-        ledger = ledger.add_memory("files", gradients + states)
+        on_host = self.device == "cpu"
+        sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | on_host
+        moved = zero
+        for parameter, padded, held in held_of(facts, ledger, self.ratio, sharded=sharded):
+            if on_host:
+                moved = moved + padded  # the masters; in files they are priced with the parameters
+            if parameter.trainable:
+                moved = moved + held * ledger.optimizer_tensors
+                # On the host gradients are as they were reduced, padded, and step counts are there too.
+                moved = moved + (padded + ledger.optimizer_scalar_bytes if on_host else held)
+        if on_host:
+            return ledger.add_memory("host", moved)
+        ledger = ledger.add_memory("files", moved)
         pieces = np.minimum(ledger.memory["files"], self.buffer_bytes * self.buffer_count)
         others = ledger.memory.get("step_buffers", zero)  # shards while the model computes, which is another time
         return ledger.add_memory("step_buffers", np.maximum(pieces, others) - others)

@@ -14,6 +14,7 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger
+from plait.parallel.offloaded import held_of
 from plait.parallel.technique import Parts, Technique
 
 FIELD = "zero_optimization.offload_param"
@@ -27,6 +28,8 @@ class ParameterOffload(Technique):
     with_states: bool = False
     """They are there because the optimizer's states are, and not because the file asks for it. With nvme (stages 1 and 2) parameters of one
     process in their own dtype, which are not sharded, then stay in memory."""
+    ratio: float = 1.0
+    """The share of the parameters that is there, in whole units: that of the states where they are with those."""
     path: str | None = None
     """nvme: the folder."""
     buffer_bytes: int = 0
@@ -56,7 +59,7 @@ class ParameterOffload(Technique):
         are in the account of the states."""
         if self.device != "nvme":
             return ledger
-        zero = np.zeros_like(ledger.dp_shard)
         sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (not self.with_states)
-        in_files = np.where(sharded, ledger.memory.get("parameters", zero), 0)
+        shards = (padded for _, padded, _ in held_of(facts, ledger, self.ratio, sharded=sharded))
+        in_files = np.where(sharded, sum(shards, np.zeros_like(ledger.dp_shard)), 0)
         return ledger.add_memory("files", in_files).add_memory("step_buffers", np.minimum(in_files, self.pool_bytes))

@@ -56,6 +56,8 @@ class Parts:
     """How many blocks do."""
     masters_on_host: bool = False
     """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
+    offloaded_units: frozenset[str] = frozenset()
+    """Blocks, and "" for what is outside of them, whose masters, gradients and states are not in the device's memory."""
     pin_masters: bool = False
     """Whether that memory is pinned, so that copies run beside the computation."""
     always_shard: bool = False

@@ -92,7 +92,8 @@ def request_of(tree: Mapping[str, Any], cluster: Cluster) -> Request:
         model = Model(find_model(section["path"]).architecture, dict(section))
     precision = next((name for name in ("bf16", "fp16") if (tree.get(name) or {}).get("enabled") is True), "fp32")
     compiled = (tree.get("compile") or {}).get("enabled") is True
-    return Request(model, cluster, batch, data.get("sequence_length", 256), precision, compiled)
+    states = (tree.get("optimizer") or {}).get("states", "own")
+    return Request(model, cluster, batch, data.get("sequence_length", 256), precision, compiled, optimizer_states=states)
 
 
 def _fixed(tree: Mapping[str, Any]) -> dict[str, int]:

@@ -57,11 +57,14 @@ class Request:
     compile: bool = False
     everything: bool = False
     """Also what this version does not run."""
+    optimizer_states: str = "own"
+    """The form of AdamW's averages (`optimizer.states`)."""
 
     @property
     def offers(self) -> Offers:
         """What the search may propose."""
-        return EVERYTHING if self.everything else offered(compiled=self.compile)
+        found = EVERYTHING if self.everything else offered(compiled=self.compile)
+        return found if self.optimizer_states == "own" else replace(found, offload=False)
 
     @property
     def split(self) -> Split:
@@ -233,7 +236,7 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
 def states_of(request: Request, job: Job, *, inner: int | None = None) -> States:
     """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the rank to price between the ends of a
     pipeline, by default the one that keeps most."""
-    return account_states(job, compute=_compute_dtype(request), inner=inner)
+    return account_states(job, compute=_compute_dtype(request), inner=inner, form=request.optimizer_states)
 
 
 def layouts_of(choice: Choice) -> Layouts:

@@ -47,7 +47,6 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_count": 3}}},
             "buffer_count",
         ),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"ratio": 0.3}}}, "as a whole or not at all"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "no folder is given"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_count": 1}}}, "buffer_count"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "a"}}}, "stage 2 keeps parameters whole"),
@@ -72,11 +71,24 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
             },
             "takes them into host memory",
         ),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}}, "offload_optimizer.ratio"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "offload_optimizer.ratio leaves part of them on the device",
+        ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
             "stage 2 keeps parameters whole",
         ),
         ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
+        ({"optimizer": {"type": "SGD", "states": "int8"}}, "written for Adam and AdamW, and this is SGD"),
+        ({"optimizer": {"states": "int4"}}, "int4"),
+        ({"optimizer": {"states": "float8", "params": {"amsgrad": True}}}, "`amsgrad` is a parameter of torch's kernels"),
+        ({"optimizer": {"states": "int8"}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "device is cpu"),
+        (
+            {"optimizer": {"states": "bf16"}, "zero_optimization": {"stage": 2}, "parallel": {"optimizer_in_backward": True}},
+            "optimizer_in_backward is true",
+        ),
     ],
 )
 def test_contradictions(tree: dict[str, Any], said: str) -> None:

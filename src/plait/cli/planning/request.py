@@ -40,6 +40,7 @@ def read_request(
     notes: list[str] = []
     planned = None
     per_device = None
+    states = "own"
     if file is not None:
         from plait.config.resolve import load
         from plait.config.source import read
@@ -61,6 +62,7 @@ def read_request(
         elif config.model is not None and config.model.path is not None and model is None:
             planned = find_model(config.model.path)
         compiled = compiled or config.compile.enabled is True
+        states = config.optimizer.states if config.optimizer is not None else states
     sequence = seq or 4096
     if model is not None:
         planned = find_model(model, sequence=sequence)
@@ -83,7 +85,7 @@ def read_request(
         notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
     if machines.device.name == "cpu" and gpu is None:
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --gpus")
-    return Request(planned, machines, batch, sequence, precision, compiled, everything), base, notes
+    return Request(planned, machines, batch, sequence, precision, compiled, everything, states), base, notes
 
 
 def cluster_for(

@@ -1,0 +1,213 @@
+"""Optimizer states of fewer bytes: the same numbers on every layout, checkpoints that go anywhere, and what they cost in loss."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.config.optimization import OptimizerSpec
+from plait.engine.optimizer import build_optimizer
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
+from tests.parity import cases
+from tests.parity import test_pipeline as pipeline
+from tests.parity import test_tensor_parallel as tensor_parallel
+from tests.parity.language import ADAMW, losses
+from tests.parity.test_data_parallel import CLIPPING, materialised
+from tests.parity.test_recompute import digest
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+STEPS, WIDTH = 200, 128
+
+
+def optimizer(states: str) -> dict[str, Any]:
+    return {**cases.OPTIMIZER, "states": states}
+
+
+@cache
+def reference(states: str, micro_batches: int, layers: int | None = None) -> Trace:
+    """One plain process on the whole batch."""
+    model = materialised("wide", tied=True) if layers is None else pipeline_model(layers)
+    with lifted(model):
+        return reference_trace(
+            model,
+            cases.steps_for("wide", micro_batches),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=lambda _: build_optimizer(OptimizerSpec(**optimizer(states)), model.named_parameters()),
+            clipping=CLIPPING,
+        )
+
+
+def pipeline_model(layers: int) -> torch.nn.Module:
+    model = cases.build("wide", tied=True, layers=layers)
+    plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": pipeline.SEED}}).close()  # only for its initial weights
+    return model
+
+
+LAYOUTS = [
+    (1, 1, 3, 1, 2),
+    (2, 1, 0, 1, 1),
+    (3, 1, 1, 1, 2),
+    (4, 1, 2, 2, 1),
+    (4, 1, 3, 1, 3),
+    (2, 2, 0, 1, 2),
+    (4, 2, 1, 1, 1),
+    (4, 2, 3, 1, 2),
+]
+CASES = [("int8", layout) for layout in LAYOUTS]
+CASES += [(states, LAYOUTS[at]) for states, at in (("float8", 4), ("float8", 6), ("bf16", 2), ("bf16", 7))]
+REST = [(states, layout) for states in ("float8", "bf16") for layout in LAYOUTS if (states, layout) not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("states", "layout"), [pytest.param(*case, marks=[pytest.mark.proof] if case in REST else []) for case in CASES + REST]
+)
+def test_equals_one_process(pool: Pool, states: str, layout: tuple[int, ...]) -> None:
+    """In float64, with accumulation and clipping: no shard cuts a block, so codes are those of one process."""
+    world, tp, stage, replicas, accumulation = layout
+    config = {**settings(world, tp, stage, replicas, accumulation), "optimizer": optimizer(states)}
+    found = pool.run(world, tensor_parallel.train, "wide", True, config)[0]
+    difference = worst(compare(reference(states, world // tp * accumulation), found))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+
+
+@pytest.mark.parametrize(("stage", "schedule"), [(0, "1f1b"), (2, "zbv"), (3, "interleaved-1f1b")])
+def test_in_a_pipeline(pool: Pool, stage: int, schedule: str) -> None:
+    """Embeddings tied between the first and the last stage."""
+    degrees = {"pp": 2, "dp_shard": 2} if stage else {"pp": 2, "dp_replicate": 2}
+    config = pipeline.settings(stage, 4, schedule, **degrees, optimizer=optimizer("int8"))
+    found = pool.run(4, pipeline.train, "wide", True, config)[0]
+    difference = worst(compare(reference("int8", 8, pipeline.LAYERS), found))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+
+
+def bits(rank: int, world: int, config: dict[str, Any], stages: list[int]) -> list[str]:
+    """Of a run at every stage. Runs in a worker."""
+    found = []
+    for stage in stages:
+        model = cases.build("wide", tied=True, dtype=torch.float32)
+        engine = plait.initialize(model, {**config, "zero_optimization": {"stage": stage}}, loss_fn=plait.causal_lm_loss)
+        found.append(digest(engine_trace(engine, cases.ragged_steps(world, steps=8))))
+        assert (0 < engine.skipped_steps < 8) == ("fp16" in config)
+        states = {v.dtype for state in engine.optimizer.state.values() for v in state.values()}
+        assert torch.uint8 in states
+    return found
+
+
+MIXED = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+
+
+@pytest.mark.parametrize("precision", MIXED)
+def test_stages_agree_to_the_bit(pool: Pool, precision: str) -> None:
+    """Mixed precision; skipped steps of float16 change no state."""
+    config = {**settings(2, 1, 1, 1, 1), precision: MIXED[precision], "optimizer": optimizer("int8")}
+    for found in pool.run(2, bits, config, [1, 2, 3]):
+        assert found == [found[0]] * 3
+
+
+def resumed(rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Steps `first` to `last` of 12 micro-batches, from the checkpoint that a run from the beginning saves: parameters and states, whole.
+    Runs in a worker."""
+    model = cases.build("wide", tied=True)
+    found: dict[str, torch.Tensor] = {}
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+
+        def note(when: str) -> None:
+            for name, parameter in engine.model.named_parameters():
+                values = {"": parameter, **engine.optimizer.state.get(parameter, {})}
+                found.update({f"{when} {name} {key}": whole(value) for key, value in values.items()})
+
+        if first:
+            assert engine.load_checkpoint(folder) is not None
+            note("loaded")
+        count = config["gradient_accumulation_steps"]
+        for step in cases.ragged_steps(12, steps=4)[first:last]:
+            engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
+        note("end" if first else "loaded")
+        if not first:
+            engine.save_checkpoint(folder)
+    return found
+
+
+MOVES = {
+    "2 to 1": ((2, 1, 2), (1, 1, 0)),
+    "2 to 4": ((2, 1, 2), (4, 1, 3)),
+    "tp 2 to 1": ((4, 2, 1), (2, 1, 3)),
+    "1 to tp 2": ((1, 1, 0), (4, 2, 3)),
+}
+
+
+@pytest.mark.parametrize(("states", "move"), [*(("int8", move) for move in MOVES), ("float8", "2 to 4"), ("bf16", "tp 2 to 1")])
+def test_checkpoints_on_any_layout(pool: Pool, tmp_path: Path, states: str, move: str) -> None:
+    """(processes, tp, ZeRO stage): states are those that were saved, to the bit, and the run goes on as one that was not interrupted."""
+    before, after = MOVES[move]
+
+    def config(world: int, tp: int, stage: int) -> dict[str, Any]:
+        return {**settings(world, tp, stage, 1, 12 * tp // world), "optimizer": optimizer(states)}
+
+    saved = pool.run(before[0], resumed, config(*before), str(tmp_path), 0, 2)[0]
+    found = pool.run(after[0], resumed, config(*after), str(tmp_path), 2, 4)[0]
+    loaded = {name: value for name, value in found.items() if name.startswith("loaded")}
+    assert set(loaded) == set(saved)
+    assert any(value.dtype == (torch.bfloat16 if states == "bf16" else torch.uint8) for value in loaded.values())
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+    straight = pool.run(before[0], resumed, config(*before), str(tmp_path), 2, 4)[0]
+    for name, value in straight.items():
+        torch.testing.assert_close(found[name].double(), value.double(), rtol=0, atol=1e-10)
+
+
+def refused(rank: int, world: int, config: dict[str, Any], folder: str, forms: list[str]) -> list[str]:
+    """What loading says. Runs in a worker."""
+    said = []
+    for form in forms:
+        engine = plait.initialize(cases.build("wide", tied=True), {**config, "optimizer": optimizer(form)}, loss_fn=plait.causal_lm_loss)
+        try:
+            engine.load_checkpoint(folder)
+            said.append("loaded")
+        except plait.PlaitError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_checkpoint_of_another_form_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Codes are never read as numbers, nor those of one form as those of another."""
+    config = settings(1, 1, 0, 1, 12)
+    pool.run(1, resumed, {**config, "optimizer": optimizer("int8")}, str(tmp_path), 0, 1)
+    own, float8, int8 = pool.run(1, refused, config, str(tmp_path), ["own", "float8", "int8"])[0]
+    assert "exp_avg_int8, exp_avg_int8_scale" in own and "set optimizer.states" in own
+    assert "this run as exp_avg_float8" in float8
+    assert int8 == "loaded"
+
+
+@pytest.mark.parametrize(("before", "after"), [("own", "bf16"), ("bf16", "own")])
+def test_own_and_bf16_load_each_others(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+    """Rounded; squares are not."""
+    config = settings(1, 1, 0, 1, 12)
+    saved = pool.run(1, resumed, {**config, "optimizer": optimizer(before)}, str(tmp_path), 0, 2)[0]
+    found = pool.run(1, resumed, {**config, "optimizer": optimizer(after)}, str(tmp_path), 2, 3)[0]
+    for name in saved:
+        narrow = after == "bf16" and name.endswith(" exp_avg")
+        wanted = saved[name].bfloat16() if narrow else saved[name].to(found[name].dtype)
+        assert found[name].dtype == (torch.bfloat16 if narrow else wanted.dtype) and torch.equal(found[name], wanted), name
+
+
+@cache
+def plain_loss(pool: Pool) -> float:
+    return mean(pool.run(2, losses, {}, 2, STEPS, ADAMW, WIDTH)[0][-40:])
+
+
+@pytest.mark.parametrize("states", ["int8", "float8", "bf16"])
+def test_a_language_model_loses_less_than_one_percent(pool: Pool, states: str) -> None:
+    """The last 40 of 200 steps, equal data; every matrix in blocks."""
+    found = pool.run(2, losses, {}, 2, STEPS, {**ADAMW, "states": states}, WIDTH)[0]
+    assert found[0] - mean(found[-40:]) > 2, "nothing was learnt"
+    assert mean(found[-40:]) == pytest.approx(plain_loss(pool), rel=0.01)
