@@ -157,7 +157,7 @@ def test_reading_computing_and_writing_at_the_same_time(tmp_path: Path) -> None:
     pieces = 8
     parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(pieces))
     arena = Interlocked(tmp_path, pieces=pieces, tensors=3)
-    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16)
+    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces)  # room for pieces that a late thread still writes
     tier.adopt(parameters, states=2)
     optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
     tier.drive(optimizer)
