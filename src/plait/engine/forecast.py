@@ -7,12 +7,9 @@ What cannot be foretold yet is refused by name, never guessed.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +22,8 @@ from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.engine.dryrun import DryRun, explained, fake_copy, rows_are_sequences, token_batch
+from plait.engine.dryrun import explained, fake_copy, rows_are_sequences, token_batch
+from plait.engine.forecast_recorder import BACKWARD, Recorder, watch, when_gradient_comes
 from plait.engine.live import LiveStorages
 from plait.engine.loss import CausalLMLoss, Loss, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
@@ -37,7 +35,7 @@ from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
 from plait.parallel.ledger import Ledger, local_rows
-from plait.parallel.moments import BESIDE, HEAD, LOSS, Alive, Direction, Moment, StageMoments, StepFacts
+from plait.parallel.moments import BESIDE, HEAD, LOSS, StageMoments, StepFacts
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.peak import Peak, step_peak
 from plait.parallel.pipeline_account import facts_of_rank, stage_counts
@@ -48,9 +46,6 @@ from plait.parallel.stage import Stage
 from plait.parallel.staged_zero import StagedZero
 from plait.parallel.technique import Parts
 from plait.units import dtype_of
-
-_BACKWARD = -4
-"""Unit of what is made during backward."""
 
 
 @dataclass(frozen=True)
@@ -194,15 +189,15 @@ class _DryStep:
             for name, parameter in model.named_parameters()
         }
         last = stage is None or stage.last
-        recorder = _Recorder(known=known, drops_gradients=not splits)
-        remove = _watch(model, units, recorder, last=last, unit_of=unit_of)
+        recorder = Recorder(known=known, drops_gradients=not splits)
+        remove = watch(model, units, recorder, last=last, unit_of=unit_of)
         try:
             with recorder:
                 recorder.mark("forward", BESIDE)
                 inputs = [] if stage is None or stage.first else [torch.empty_like(self.boundary).requires_grad_()]
                 outputs = self._forward(stage, inputs, recorder)
                 forward = recorder.take()
-                recorder.unit = _BACKWARD
+                recorder.unit = BACKWARD
                 recorder.mark("backward", LOSS if last else HEAD)
                 gradients = None if last else [torch.empty_like(tensor) for tensor in outputs]
                 if not splits:
@@ -222,7 +217,7 @@ class _DryStep:
             for parameter in model.parameters():
                 parameter.grad = None
 
-    def _forward(self, stage: Stage | None, inputs: list[torch.Tensor], recorder: _Recorder) -> list[torch.Tensor]:
+    def _forward(self, stage: Stage | None, inputs: list[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
         """What backward starts from."""
         pipeline = self.parts.pipeline
         if stage is None:
@@ -235,136 +230,13 @@ class _DryStep:
             if not stage.last:
                 return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         recorder.mark("forward", LOSS)
-        _when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
+        when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
         return [self.loss(output, self.piece)[0]]
 
     def _weights_of(self, stage: Stage) -> Iterator[nn.Parameter]:
         pipeline = self.parts.pipeline
         assert pipeline is not None and pipeline.staged is not None
         return StagedZero(pipeline.staged, pipeline.schedule, zero=0, reducer=None).weights(stage.index)
-
-
-class _Recorder(DryRun):
-    """Cuts what is alive into moments."""
-
-    def __init__(self, *, known: Any, drops_gradients: bool) -> None:
-        super().__init__(known=known)
-        self.gradients: Counter[int] = Counter()
-        """Bytes of gradients that are accumulated, by block."""
-        self.drops_gradients = drops_gradients
-        """Whether a block's gradients are gone when its backward ends."""
-        self._done: list[Moment] = []
-        self._now: tuple[Direction, int] | None = None
-        self._peak = self._peak_with = Alive()
-
-    def mark(self, direction: Direction, unit: int) -> None:
-        """A moment begins."""
-        if self._now == (direction, unit):
-            return
-        self._close()
-        self._now = (direction, unit)
-        self._peak, self._peak_with = self._alive(with_gradients=False), self._alive()
-
-    def take(self) -> tuple[Moment, ...]:
-        """The moments so far; they are forgotten."""
-        self._close()
-        done, self._done, self._now = tuple(self._done), [], None
-        return done
-
-    def accumulated(self, parameter: nn.Parameter, unit: int) -> None:
-        """The gradient of a parameter has been made."""
-        assert parameter.grad is not None
-        before = self.total
-        self.forget([parameter.grad])
-        self.gradients[unit] += before - self.total
-        self._compare()
-
-    def _close(self) -> None:
-        if self._now is None:
-            return
-        direction, unit = self._now
-        self._done.append(Moment(direction, unit, self._peak, self._peak_with, self._alive()))
-        if direction == "backward" and unit >= 0 and self.drops_gradients:
-            self.gradients[unit] = 0
-
-    def _appeared(self, storage: torch.UntypedStorage) -> None:
-        super()._appeared(storage)
-        self._compare()
-
-    def _compare(self) -> None:
-        if self.total > self._peak.total:
-            self._peak = self._alive(with_gradients=False)
-        if self.total + self.gradients.total() > self._peak_with.total:
-            self._peak_with = self._alive()
-
-    def _alive(self, *, with_gradients: bool = True) -> Alive:
-        logits, temporaries = self.bytes[HEAD], self.bytes[_BACKWARD]
-        root = self.gradients[BESIDE]
-        return Alive(
-            activations=self.total - logits - temporaries,
-            logits=logits,
-            temporaries=temporaries,
-            gradients=self.gradients.total() - root if with_gradients else 0,
-            root_gradients=root if with_gradients else 0,
-        )
-
-
-def _watch(
-    model: nn.Module, units: dict[str, int], recorder: _Recorder, *, last: bool, unit_of: dict[nn.Parameter, int]
-) -> Callable[[], None]:
-    """Tell the recorder which block runs, forward and backward, and which gradients are made. Returns what removes the watch."""
-    handles = []
-    first_block, last_block = min(units.values()), max(units.values())
-
-    def entering(index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        recorder.mark("forward", index)
-        recorder.unit = index
-        if isinstance(hidden, torch.Tensor):
-            recorder.claim(hidden, index)
-            if index == first_block and hidden.requires_grad:
-                hidden.register_hook(lambda grad: recorder.mark("backward", BESIDE))
-
-    def leaving(index: int, _module: nn.Module, _args: object, output: Any) -> None:
-        ends = last and index == last_block
-        recorder.mark("forward", HEAD if ends else BESIDE)
-        recorder.unit = HEAD if ends else BESIDE
-        if ends:
-            for leaf in tree_leaves(output)[:1]:
-                recorder.claim(leaf, HEAD)
-        _when_gradient_comes(output, lambda: recorder.mark("backward", index))
-
-    for name, index in units.items():
-        module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(partial(entering, index), with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(leaving, index)))
-    for parameter, unit in unit_of.items():
-        if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda p, unit=unit: recorder.accumulated(p, unit)))
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
-
-
-def _when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
-    """Call when the first gradient of a tensor of `output` has been computed."""
-    if not isinstance(output, torch.Tensor | tuple | list | dict):
-        output = vars(output)
-    called = False
-
-    def first(_: torch.Tensor) -> None:
-        nonlocal called
-        if not called:
-            called = True
-            call()
-
-    for leaf in tree_leaves(output):
-        leaf = getattr(leaf, "hidden", leaf)  # logits that are not made yet
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(first)
 
 
 def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger) -> tuple[int, int]:
