@@ -149,8 +149,8 @@ def _unclipped(self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, inv
     pass
 
 
-def _initialise_by_rank(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int) -> None:
-    _initialise(model, template, blocks, seed=seed + torch.distributed.get_rank())
+def _initialise_by_rank(model: nn.Module, template: nn.Module, blocks: tuple[str, ...], *, seed: int, **arguments: Any) -> None:
+    _initialise(model, template, blocks, seed=seed + torch.distributed.get_rank(), **arguments)
 
 
 def _step_on_rank_0(self: Stepper, **arguments: Any) -> Any:
