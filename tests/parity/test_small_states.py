@@ -78,7 +78,14 @@ def test_equals_one_process(pool: Pool, states: str, layout: tuple[int, ...]) ->
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
 
 
-@pytest.mark.parametrize(("stage", "schedule"), [(0, "1f1b"), (2, "zbv"), (3, "interleaved-1f1b")])
+@pytest.mark.parametrize(
+    ("stage", "schedule"),
+    [
+        (2, "zbv"),
+        pytest.param(0, "1f1b", marks=pytest.mark.proof),
+        pytest.param(3, "interleaved-1f1b", marks=pytest.mark.proof),
+    ],
+)
 def test_in_a_pipeline(pool: Pool, stage: int, schedule: str) -> None:
     """Embeddings tied between the first and the last stage."""
     degrees = {"pp": 2, "dp_shard": 2} if stage else {"pp": 2, "dp_replicate": 2}
@@ -145,7 +152,14 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize(("states", "move"), [*(("int8", move) for move in MOVES), ("float8", "2 to 4"), ("bf16", "tp 2 to 1")])
+@pytest.mark.parametrize(
+    ("states", "move"),
+    [
+        *(("int8", move) for move in MOVES),
+        pytest.param("float8", "2 to 4", marks=pytest.mark.proof),
+        pytest.param("bf16", "tp 2 to 1", marks=pytest.mark.proof),
+    ],
+)
 def test_checkpoints_on_any_layout(pool: Pool, tmp_path: Path, states: str, move: str) -> None:
     """(processes, tp, ZeRO stage): states are those that were saved, to the bit, and the run goes on as one that was not interrupted."""
     before, after = MOVES[move]
@@ -205,7 +219,7 @@ def plain_loss(pool: Pool) -> float:
     return mean(pool.run(2, losses, {}, 2, STEPS, ADAMW, WIDTH)[0][-40:])
 
 
-@pytest.mark.parametrize("states", ["int8", "float8", "bf16"])
+@pytest.mark.parametrize("states", ["int8", *(pytest.param(form, marks=pytest.mark.proof) for form in ("float8", "bf16"))])
 def test_a_language_model_loses_less_than_one_percent(pool: Pool, states: str) -> None:
     """The last 40 of 200 steps, equal data; every matrix in blocks."""
     found = pool.run(2, losses, {}, 2, STEPS, {**ADAMW, "states": states}, WIDTH)[0]
