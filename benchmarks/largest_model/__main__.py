@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"{TITLES[name]} failed: {failure}")
     common = min((one["layers"] for one in found.values()), default=0)
     for name, one in found.items():
-        one["at_common"] = _try(name, common, options) if one["layers"] != common else one
+        one["at_common"] = _try(name, common, options) if one["layers"] != common else dict(one)
     print(aligned([title.format(common) for title in HEADER], [_row(name, one, options) for name, one in found.items()]))
     document = {
         "machine": facts("torch", "transformers", "deepspeed", "plait"),
