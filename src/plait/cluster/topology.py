@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from plait.cluster import allocator
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology, load
 from plait.cluster.nccl import Nccl
@@ -95,6 +96,11 @@ def discover() -> Topology:
 def tell_nccl(nccl: Nccl, *, device_type: str, group_exists: bool) -> None:
     """Set NCCL's variables for this process. Raises ConfigError where they would not be read (see `Nccl.export`)."""
     nccl.export(os.environ, device_type=device_type, group_exists=group_exists)
+
+
+def keep_host_memory() -> bool:
+    """Let this process keep what it frees, if its environment says nothing of that (see `cluster.allocator`). Whether it does."""
+    return allocator.keep_freed_memory(os.environ)
 
 
 def cpu_count() -> int:
