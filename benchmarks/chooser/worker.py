@@ -1,10 +1,10 @@
-"""One rank of a scene: measures links as a run does at its start, and times every way at sizes that the measurement did not have."""
+"""One rank of a scene: measures links and compares ways as a run does at its start, and times every way anew."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, enter
@@ -21,7 +21,7 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
     import torch.distributed as dist
 
     from plait.cluster.mesh import split_by_node
-    from plait.comm.measure import measure_ways, ways_of
+    from plait.comm.measure import compare_ways, measure_ways, ways_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -33,6 +33,9 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
 
     def fit(*, seconds: float) -> Any:
         return measure_ways("dp_replicate", group, levels, device=device, seconds=seconds, shared_memory=alone)
+
+    def compare(*, names: Sequence[str], nbytes: int, seconds: float) -> dict[str, float]:
+        return compare_ways(names, nbytes, group, levels, device=device, seconds=seconds, shared_memory=alone)
 
     def judge(*, nbytes: int, seconds: float, rounds: tuple[int, int]) -> dict[str, list[float]]:
         """Way to its times, one a round; the order rotates. The first round is not counted."""
@@ -54,5 +57,5 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
             dist.broadcast(going, 0)
         return times
 
-    handlers = {"fit": fit, "judge": judge}
+    handlers: dict[str, Callable[..., Any]] = {"fit": fit, "compare": compare, "judge": judge}
     return lambda message: handlers[message[0]](**message[1])

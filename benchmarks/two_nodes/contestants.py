@@ -24,6 +24,9 @@ class Contestant:
     compressed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     requires: str | None = None
+    tensor: bool = False
+    """The ranks share every product of one batch, so a step has half as many tokens. They take the link for one inside a machine: across
+    machines tensor parallelism is refused."""
     adapts: bool = False
     """Looks at the links when it starts, so it starts anew at every rate."""
 
@@ -54,6 +57,17 @@ ALL = (
         adapts=True,
     ),
     Contestant("plait-2", "Plait ZeRO 2, as it comes", options={"stage": 2}),
+    Contestant(
+        "plait-2-auto",
+        "Plait ZeRO 2, compresses where it pays",
+        compressed=True,
+        options={"stage": 2, "compress_gradients": "auto"},
+        adapts=True,
+    ),
+    Contestant("plait-tp", "Plait tensor parallel, sums waited for", tensor=True, options={"stage": 0, "tp": 2}),
+    Contestant(
+        "plait-tp-overlap", "Plait tensor parallel, sums beside products", tensor=True, options={"stage": 0, "tp": 2, "tensor_overlap": 4}
+    ),
     Contestant("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
     Contestant("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),
     Contestant("plait-0-int4", "Plait ZeRO 0, int4", compressed=True, options={"stage": 0, "compress_gradients": "int4"}),
@@ -69,13 +83,14 @@ def start(argument: tuple[Contestant, Any, tuple[str, str]]) -> Callable[[tuple[
     contestant, workload, nodes = argument
     rank = int(os.environ["RANK"])
     enter(nodes[rank])
+    local, here = (rank, len(nodes)) if contestant.tensor else (0, 1)
     os.environ.update(
         MASTER_ADDR=ADDRESSES[0],
         GLOO_SOCKET_IFNAME=INTERFACE,
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-        LOCAL_SIZE="1",
-        GROUP_RANK=str(rank),
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE=str(here),
+        LOCAL_SIZE=str(here),
+        GROUP_RANK=str(rank - local),
     )
     import torch
 
@@ -83,6 +98,8 @@ def start(argument: tuple[Contestant, Any, tuple[str, str]]) -> Callable[[tuple[
 
     torch.set_num_threads(workload.threads)
     runner = Runner(_build(contestant, workload), workload)
+    if contestant.tensor:
+        runner.rank = 0  # all read the same batch
     return lambda message: getattr(runner, message[0])(**message[1])
 
 

@@ -21,14 +21,11 @@ from plait.parallel.pipeline_account import facts_of_rank
 from plait.verify.memory import measure_step
 from tests.fake import test_peak as peak
 from tests.parity import cases
+from tests.parity.test_small_states import optimizer
 from tests.parity.test_tensor_parallel import settings
 
 FakeWorld = Callable[..., None]
 FORMS = ["bf16", "int8", "float8"]
-
-
-def optimizer(states: str) -> dict[str, Any]:
-    return {**cases.OPTIMIZER, "states": states}
 
 
 @pytest.mark.parametrize("states", FORMS)

@@ -81,6 +81,15 @@ def test_updates_in_the_backward(fake_world: FakeWorld, kind: str, world: int, s
     assert sent_inside == sent_at_end
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hidden_sums_send_the_same(fake_world: FakeWorld, kind: str, stage: int) -> None:
+    fake_world(4)
+    held, sent, ledger = step(kind, settings(4, 2, stage, 1, 2, tensor_overlap=3))
+    assert held == {name: int(count[0]) for name, count in ledger.memory.items()}
+    assert sent == {name: int(count[0]) for name, count in ledger.traffic.items() if count[0]}
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "gpt_neox"])
 def test_other_families(fake_world: FakeWorld, kind: str) -> None:
     """Gathered outputs, sliced inputs, biases."""

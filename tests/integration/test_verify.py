@@ -21,10 +21,11 @@ from torch import nn
 
 import plait
 import plait.engine.build
+import plait.engine.engine
 import plait.parallel.pipeline
 from plait.cli.main import main
+from plait.comm.pending import Pending
 from plait.config.resolve import load
-from plait.engine.engine import Engine
 from plait.engine.step import Stepper
 from plait.errors import ParityError
 from plait.parallel import materialise
@@ -141,8 +142,9 @@ def _average(parts: Any) -> None:
         parts.reducer.mean = True
 
 
-def _local_weight(self: Engine, weights: list[Any]) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in weights]).sum()
+def _scalars_stay_local(value: torch.Tensor, group: Any) -> Pending:
+    """The count of a step's targets is the engine's only pending scalar."""
+    return Pending(value, group if value.ndim else None)
 
 
 def _unclipped(self: Stepper, grads: list[torch.Tensor], norm: torch.Tensor, inverse: float) -> None:
@@ -175,7 +177,7 @@ _attach, _initialise, _step = Reducer.attach, materialise.initialise, Stepper.__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
     "mean instead of sum": (plait.engine.build, "reduce_by_sum", _average),
-    "wrong weight": (Engine, "_global_weight", _local_weight),
+    "wrong weight": (plait.engine.engine, "Pending", _scalars_stay_local),
     "unsynchronised weights": (materialise, "broadcast", lambda *_, **__: None),
     "initialised by rank": (materialise, "initialise", _initialise_by_rank),
     "reduced in float32": (Reducer, "attach", _attach_in_float32),

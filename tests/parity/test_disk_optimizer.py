@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,27 +128,30 @@ def test_a_share_in_files(pool: Pool, tmp_path: Path, world: int, tp: int, stage
     assert all([names for _, names in found] == [names for _, names in ranks[0]] for found in ranks)
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: list[bool]) -> str:
-    """Three steps and a checkpoint, then a new engine and three more; each of the two in files or not. Runs in a worker."""
-    bits = ""
-    for part, in_files in enumerate(disk):
-        zero = dict(config["zero_optimization"])
-        if in_files:
-            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": f"{folder}/files", "buffer_size": 5000}
-        engine = plait.initialize(
-            cases.build("llama", tied=True, dtype=torch.float32), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss
-        )
+def two_parts(world: int, config: dict[str, Any], zeros: Sequence[dict[str, Any]], checkpoints: str) -> Iterator[plait.Engine]:
+    """Three steps and a checkpoint, then a new engine and three more; each of the two with its `zero_optimization`: the engine after each.
+    Runs in a worker."""
+    for part, zero in enumerate(zeros):
+        model = cases.build("llama", tied=True, dtype=torch.float32)
+        engine = plait.initialize(model, {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
         if part:
-            assert engine.load_checkpoint(f"{folder}/checkpoints-{disk}") is not None
+            assert engine.load_checkpoint(checkpoints) is not None
         for step in cases.ragged_steps(world, steps=3):
             engine.train_batch([step[engine.dp_rank]])
         if not part:
-            engine.save_checkpoint(f"{folder}/checkpoints-{disk}")
-        bits = digest_of(engine)
+            engine.save_checkpoint(checkpoints)
+        yield engine
+
+
+def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: list[bool]) -> str:
+    """Each of the two parts of `two_parts` in files or not. Runs in a worker."""
+    section = {"device": "nvme", "nvme_path": f"{folder}/files", "buffer_size": 5000}
+    zeros = [config["zero_optimization"] | ({"offload_optimizer": section} if in_files else {}) for in_files in disk]
+    for in_files, engine in zip(disk, two_parts(world, config, zeros, f"{folder}/checkpoints-{disk}"), strict=True):
         if in_files:
             states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
             assert states and all(engine.parts.disk_tier.arena.holds(_local(value)) for value in states)
-    return bits
+    return digest_of(engine)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import plait
-from plait.comm import startup
+from plait.comm import measure, startup
 from plait.comm.links import Cost, GroupLinks, Level, load, load_with_facts
 from plait.config.resolve import load as load_config
 from plait.config.resolve import resolve
@@ -118,6 +119,31 @@ def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
     results = pool.run(2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling")))
     assert all("summed by ring" in said for said, *_ in results)
     assert results[0] == results[1]
+
+
+def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
+    """The links say that all ways are about as good; one is, and the others take 3 ms more. Runs in a worker."""
+    links = GroupLinks("dp_replicate", 1, 2, Level(2, {way: Cost(1e-4, 1e-9 * (1 + 0.1 * n)) for n, way in enumerate(WAYS)}))
+    honest = measure.ways_of
+
+    def later(operation: Any) -> None:
+        time.sleep(0.003)
+        operation()
+
+    def ways_of(*args: Any, **options: Any) -> Any:
+        of = honest(*args, **options)
+        return lambda nbytes: {way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()}
+
+    with patch.object(measure, "ways_of", ways_of):
+        return started(rank, world, config, None, (links,) * 2)[0]
+
+
+@pytest.mark.parametrize("fast", WAYS)
+def test_the_choice_is_settled_at_the_size_of_the_runs_own_messages(pool: Pool, fast: str) -> None:
+    said, other = pool.run(2, settled, config_of(), fast)
+    assert f"gradients are summed by {fast}" in said
+    assert "4 ways were timed side by side with messages of" in said
+    assert said == other
 
 
 def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:

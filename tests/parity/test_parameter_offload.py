@@ -14,7 +14,7 @@ from plait.errors import ConfigError, ModelError
 from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity import test_pipeline as pipeline
-from tests.parity.test_disk_optimizer import OPTIMIZERS, digest_of
+from tests.parity.test_disk_optimizer import OPTIMIZERS, digest_of, two_parts
 from tests.parity.test_recompute import build, digest
 from tests.parity.test_tensor_parallel import settings
 from tests.pool import Pool
@@ -92,21 +92,11 @@ def test_same_bits(pool: Pool, tmp_path: Path, world: int, kind: str, more: dict
 
 
 def resumed(rank: int, world: int, config: dict[str, Any], folder: str, parts: list[list[str]]) -> str:
-    """Three steps and a checkpoint, then a new engine and three more; each of the two with its sections. Runs in a worker."""
-    bits = ""
-    for part, sections in enumerate(parts):
-        zero = in_files(config["zero_optimization"], f"{folder}/files", set(sections), 6_000)
-        model = cases.build("llama", tied=True, dtype=torch.float32)
-        engine = plait.initialize(model, {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
-        if part:
-            assert engine.load_checkpoint(f"{folder}/checkpoints-{parts}") is not None
-        for step in cases.ragged_steps(world, steps=3):
-            engine.train_batch([step[engine.dp_rank]])
-        if not part:
-            engine.save_checkpoint(f"{folder}/checkpoints-{parts}")
-        bits = digest_of(engine)
+    """Each of the two parts of `two_parts` with its sections. Runs in a worker."""
+    zeros = [in_files(config["zero_optimization"], f"{folder}/files", set(sections), 6_000) for sections in parts]
+    for sections, engine in zip(parts, two_parts(world, config, zeros, f"{folder}/checkpoints-{parts}"), strict=True):
         are_in_files(engine, set(sections))
-    return bits
+    return digest_of(engine)
 
 
 def test_checkpoints(pool: Pool, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import torch
 import plait
 from plait.comm import startup
 from plait.comm.buckets import AlgorithmBuckets
-from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
+from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets, QuantisedReduceScatter
 from plait.comm.links import Cost, GroupLinks, Level
+from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.trial import Trial, best_of
 from tests.parity import cases
@@ -152,6 +154,76 @@ def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
     assert not found["trial"]
     assert "stay whole" not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
     assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["trial"], "the steps decide, with or without measured links"
+
+
+def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
+    config = settings(2, stage, 1, 1)
+    config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **more}
+    return config
+
+
+def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, float], steps: int, folder: str) -> dict[str, Any]:
+    """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
+    worker."""
+    kinds: dict[type, Any] = {AllToAllReduceScatter: lambda scatter: 0, QuantisedReduceScatter: lambda scatter: scatter._bits}
+    with ExitStack() as stack:
+        for kind, bits in kinds.items():
+
+            def reduce(self: Any, *args: Any, honest: Any = kind.__call__, bits: Any = bits, **options: Any) -> Any:
+                time.sleep(takes[bits(self)])
+                return honest(self, *args, **options)
+
+            stack.enter_context(patch.object(kind, "__call__", reduce))
+        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        batch = cases.steps_for("plain", world)[0][rank]
+        results = [engine.train_batch(batch) for _ in range(steps)]
+        engine.save_checkpoint(folder)
+        other = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        other.load_checkpoint(folder)
+        again = [float(one.train_batch(batch)) for one in (engine, other)]
+    return {
+        "said": engine.parts.communication,
+        "decided": [result.decided for result in results],
+        "losses": [float(result.loss) for result in results],
+        "bits": {scatter._bits for scatter in engine.parts.compressors.values()},
+        "others_bits": {scatter._bits for scatter in other.parts.compressors.values()},
+        "again": again,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "takes", "more", "bits"),
+    [
+        (1, {0: 0.1, 8: 0.02, 4: 0.06}, {}, {8}),
+        (2, {0: 0.1, 8: 0.06, 4: 0.0}, {"error_feedback": True}, {4}),
+        (3, {0: 0.1, 8: 0.06, 4: 0.0}, {"compress_weights": "int8"}, {4}),
+        (3, {0: 0.1, 8: 0.2, 4: 0.2}, {}, set()),
+    ],
+)
+def test_sharded_stages_decide_too(
+    pool: Pool, tmp_path: Path, stage: int, takes: dict[int, float], more: dict[str, Any], bits: set[int]
+) -> None:
+    first, second = pool.run(2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path))
+    assert first["losses"] == second["losses"]
+    assert "The first steps decide on compression: int8, int4" in first["said"]
+    assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 2)]
+    assert first["bits"] == second["bits"] == first["others_bits"] == bits
+    assert first["again"][0] == first["again"][1], "a run that goes on is the same, errors and all"
+    fixed = sharded_config(stage, **more | {"compress_gradients": "none"})
+    whole = pool.run(2, sharded, fixed, takes, DECIDES_AT + 2, str(tmp_path / "whole"))[0]
+    assert first["losses"][:WHOLE_STEPS] == whole["losses"][:WHOLE_STEPS], "the first steps are whole"
+    assert first["losses"][WHOLE_STEPS + 1] != whole["losses"][WHOLE_STEPS + 1]
+
+
+def test_shared_memory_leaves_sharded_gradients_whole(pool: Pool, tmp_path: Path) -> None:
+    config = sharded_config(2, transport="auto")
+    found = pool.run(2, sharded, config, {0: 0.0}, 1, str(tmp_path))[0]
+    assert "Gradients stay whole: shared memory is faster than compressing" in found["said"]
+
+
+def test_factors_of_shards_are_refused() -> None:
+    with pytest.raises(ConfigError, match="factors a matrix's whole gradient, and ZeRO stage 2 reduces it in shards"):
+        resolve(load(sharded_config(2, compress_gradients=["int8", "powersgd"])), world_size=2, micro_batch_size=1)
 
 
 def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[float], list[float], bool]:

@@ -1,8 +1,8 @@
-"""Which way to sum gradients over a group, how large a message, and whether to compress it: from the links' costs. Pure, and every choice
-says why.
+"""Which way to sum gradients over a group, how large a message, and what compression would cost: from the links' costs. Pure, and every
+choice says why.
 
 A way that was measured as it is has that price; any other is priced as the operations that it is made of. Compression changes what is
-trained, a little, so it is only chosen where the caller allows it. Ties go to the way with the fewest parts.
+trained, a little, so it is only among the ways where the caller allows it. Ties go to the way with the fewest parts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ SMALLEST_BUCKET_BYTES = 256 * KIB
 """Below this, what Python does for a bucket counts, and no link's price has it."""
 MEASURED_TIE = 0.03
 """Measured times that differ by less are taken for the same."""
+OVERLAP_TIE = 0.15
+"""The same between the backend's own call and another way, for buckets: of what is made of parts only the first part runs beside the
+backward."""
+NEAR = 2.0
+"""Ways that seem to take at most so many times as long as the chosen one are timed beside it (`comm.startup.settle`)."""
 _TIE = 1e-9
 QUANTISE_SECONDS_PER_BYTE = 6e-10
 """Of float32, both hops there and back, with error feedback, on one core of an AMD EPYC. Measured values replace it."""
@@ -39,8 +44,22 @@ class Choice:
     reason: str
     others: tuple[tuple[str, float], ...]
     """Every other way that was priced, cheapest first."""
+    total_bytes: int
+    """Of all messages."""
+    in_buckets: bool
+    """Whether they are sent beside a backward."""
     why: str
     """The last sentence of the reason."""
+
+    @property
+    def messages(self) -> int:
+        """How many there are."""
+        return math.ceil(self.total_bytes / self.bucket_bytes)
+
+    @property
+    def near(self) -> tuple[str, ...]:
+        """The chosen way and those that could be as good."""
+        return self.algorithm, *(way for way, seconds in self.others if seconds <= NEAR * self.seconds)
 
 
 def prices(
@@ -84,7 +103,15 @@ def choose_all_reduce(
 ) -> Choice:
     """The cheapest way to sum `nbytes` of float32 over the group in one message. `lossy` allows compression."""
     priced = prices(nbytes, group, lossy=lossy, quantise_seconds_per_byte=quantise_seconds_per_byte)
-    return _choice(nbytes, 1, priced, group)
+    return _choice(nbytes, 1, priced, group, in_buckets=False)
+
+
+def settled(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Choice:
+    """The choice again, after ways were timed at its own size: `times` has the seconds of one message."""
+    count = choice.messages
+    priced = {choice.algorithm: choice.seconds, **dict(choice.others)} | {way: count * seconds for way, seconds in times.items()}
+    timed = {way: priced[way] for way in _WAYS if way in times}
+    return _choice(choice.total_bytes, count, timed, group, in_buckets=choice.in_buckets, beaten=priced)
 
 
 def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None) -> Choice:
@@ -102,16 +129,16 @@ def price_quantised(
     gradient_bytes: int,
     group: GroupLinks,
     *,
-    bucket_bytes: int | None = None,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> Choice | None:
-    """The same for numbers of 8 or 4 bits alone; None where the links have no price of it."""
+    """The same for numbers of 8 or 4 bits alone, for comparison: a run tries them (`parallel.trial`). None where the links have no price of
+    it."""
 
     def price(nbytes: float) -> dict[str, float]:
         found = prices(nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte)
         return {way: seconds for way, seconds in found.items() if way == f"int{bits}"}
 
-    return _in_buckets(gradient_bytes, group, price, bucket_bytes) if price(gradient_bytes) else None
+    return _in_buckets(gradient_bytes, group, price, None) if price(gradient_bytes) else None
 
 
 def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str, float]], bucket_bytes: int | None) -> Choice:
@@ -124,27 +151,34 @@ def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str
 
     if bucket_bytes is not None:
         count = math.ceil(total / min(bucket_bytes, total))
-        return _choice(total, count, together(count), group)
+        return _choice(total, count, together(count), group, in_buckets=True)
     counts = [math.ceil(total / LARGEST_BUCKET_BYTES)]
     while total / (2 * counts[-1]) >= SMALLEST_BUCKET_BYTES:
         counts.append(2 * counts[-1])
     ends = {count: min(whole[way] / count + seconds for way, seconds in together(count).items()) for count in counts}
     best = min(ends, key=lambda count: ends[count])
-    return _choice(total, best, together(best), group)
+    return _choice(total, best, together(best), group, in_buckets=True)
 
 
-def _choice(nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks) -> Choice:
+def _choice(
+    nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks, *, in_buckets: bool, beaten: Mapping[str, float] | None = None
+) -> Choice:
+    """Of `priced`, in the order in which ties are decided; `beaten` has what could not be chosen too."""
     cheapest = min(priced.values())
-    tie = MEASURED_TIE if any(cost.samples for cost in group.whole.costs.values()) else _TIE
+    measured = any(cost.samples for cost in group.whole.costs.values())
+    tie = MEASURED_TIE if measured else _TIE
     best = next(way for way, seconds in priced.items() if seconds <= cheapest * (1 + tie))
-    others = tuple(sorted(((way, seconds) for way, seconds in priced.items() if way != best), key=lambda item: item[1]))
+    if in_buckets and measured and priced.get("all-reduce", math.inf) <= priced[best] * (1 + OVERLAP_TIE) and best != "shared-memory":
+        best = "all-reduce"
+    everything = beaten or priced
+    others = tuple(sorted(((way, seconds) for way, seconds in everything.items() if way != best), key=lambda item: item[1]))
     where = f"{group.ranks} ranks on {group.machines} machine{'s' if group.machines > 1 else ''}"
-    beaten = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])
+    shown = ", ".join(f"{way} {_milliseconds(seconds)}" for way, seconds in others[:3])
     bucket = math.ceil(nbytes / count)
     parts = f" in {count} buckets of {format_bytes(bucket)}" if count > 1 else ""
     taken = f"{best} {_milliseconds(priced[best])}{parts}"
-    reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {taken}; {beaten}. {_why(best, group)}"
-    return Choice(best, priced[best], bucket, reason, others, _why(best, group))
+    reason = f"{format_bytes(nbytes)} over {group.axis}, {where}: {taken}; {shown}. {_why(best, group)}"
+    return Choice(best, priced[best], bucket, reason, others, nbytes, in_buckets, _why(best, group))
 
 
 def _why(best: str, group: GroupLinks) -> str:

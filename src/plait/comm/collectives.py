@@ -109,8 +109,13 @@ def slice_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor
     return x.narrow(dim, start, size).contiguous()
 
 
+def unshared(grad: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy to sum in place: autograd may still hold the gradient elsewhere."""
+    return grad.contiguous().clone()
+
+
 def _summed(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    total = x.contiguous().clone()  # autograd may still hold the gradient elsewhere
+    total = unshared(x)
     dist.all_reduce(total, group=group)
     return total
 

@@ -12,6 +12,7 @@ On every rank the result has the same bits. The schemes are those of ZeRO++ (arX
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -34,22 +35,42 @@ POWERSGD_START = 10
 # ---- stage 0 -------------------------------------------------------------------------------------------------------------------------
 
 
-class QuantisedBuckets:
-    """Buckets (see `comm.buckets`) whose matrices travel in `bits`; buckets that hold a vector are summed as they are.
+class _TwoHops(ABC):
+    """Buckets that travel twice. A bucket's second hop begins when the one after the next is started, so it travels beside the computation
+    too; which bucket that is depends on the order of starts alone, and so is the same on every rank."""
 
-    Two hops: parts to their owners, who add them up, and sums back. A bucket's second hop begins when the one after the next is started, so
-    it travels beside the computation too; which bucket that is depends on the order of starts alone, and so is the same on every rank.
-    """
+    def __init__(self) -> None:
+        self._first_hop: list[int] = []
+        """Buckets that are on it, in order."""
+
+    def _started(self, index: int) -> None:
+        """A bucket's first hop has begun."""
+        self._first_hop.append(index)
+        if len(self._first_hop) > _HOPS_AT_ONCE:
+            self._second_hop(self._first_hop.pop(0))
+
+    def _start_the_rest(self) -> None:
+        """No further bucket begins before the first is finished."""
+        while self._first_hop:
+            self._second_hop(self._first_hop.pop(0))
+
+    @abstractmethod
+    def _second_hop(self, index: int) -> None:
+        """Wait for a bucket's first hop, and begin its second."""
+
+
+class QuantisedBuckets(_TwoHops):
+    """Buckets (see `comm.buckets`) whose matrices travel in `bits`: parts to their owners, who add them up, and sums back. Buckets that
+    hold a vector are summed as they are."""
 
     def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, bits: Bits, feedback: bool) -> None:
+        super().__init__()
         self._group, self._bits = group, bits
         self._rows: list[torch.Tensor | None] = []
         """A bucket as its owners' parts [ranks, part], zeros behind its end; None where it is summed as it is."""
         self.buffers: list[torch.Tensor] = []
         self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         """Bucket to what travels, and what it fills."""
-        self._first_hop: list[int] = []
-        """Buckets that are on their way to their owners, in order."""
         self.state: dict[str, torch.Tensor] = {}
         """Errors by name, float32; empty without feedback."""
         for index, flat in enumerate(flats):
@@ -75,14 +96,11 @@ class QuantisedBuckets:
         packed = self._packing(rows).pack(rows, self.state.get(f"{index}.sent"))
         received = torch.empty_like(packed)
         self._works[index] = _launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True)), received
-        self._first_hop.append(index)
-        if len(self._first_hop) > _HOPS_AT_ONCE:
-            self._second_hop()
+        self._started(index)
 
     def finish(self, index: int) -> None:
         """See Buckets."""
-        while self._first_hop:
-            self._second_hop()
+        self._start_the_rest()
         work, everyone = self._works.pop(index)
         work.wait()
         rows = self._rows[index]
@@ -90,8 +108,7 @@ class QuantisedBuckets:
             rows.copy_(self._packing(rows).unpack(everyone.view(rows.shape[0], -1), torch.float32))
             rows.view(-1)[self.buffers[index].numel() :].zero_()  # a block that is not finite reaches behind the end
 
-    def _second_hop(self) -> None:
-        index = self._first_hop.pop(0)
+    def _second_hop(self, index: int) -> None:
         work, received = self._works[index]
         work.wait()
         rows = self._rows[index]
@@ -124,7 +141,7 @@ class _Factored:
         return buffer[self.at : self.at + self.rows * self.right.shape[1]].view(self.rows, -1)
 
 
-class PowerSGDBuckets:
+class PowerSGDBuckets(_TwoHops):
     """Buckets whose matrices travel as two factors of `rank` numbers a row and column, with error feedback and warm start; what would not
     become half as small travels as it is. The numbers of torch's DDP hook, but the caller's thread issues every collective, in one order,
     and the first factors travel beside the computation."""
@@ -133,11 +150,11 @@ class PowerSGDBuckets:
         self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, rank: int, whole_steps: int = POWERSGD_START
     ) -> None:
         """`whole_steps` first ones are summed as they are."""
+        super().__init__()
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self._group, self._whole_steps = group, whole_steps
         self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
         """Bucket to what travels: nothing but the buffer, left factors with what is whole, or right factors."""
-        self._first_hop: list[int] = []
         self._lefts: dict[int, list[torch.Tensor]] = {}
         """Of buckets whose right factors travel: orthonormal left factors, then what was summed as it is."""
         self._steps = torch.zeros((), dtype=torch.int64)
@@ -178,14 +195,11 @@ class PowerSGDBuckets:
         lefts = [_orthonormal(f.right) @ f.of(error).T for f in self._factored[index]]
         whole = [buffer[at : at + numel].to(error.dtype) for at, numel in self._whole.get(index, [])]
         self._works[index] = self._sum([*lefts, *whole])
-        self._first_hop.append(index)
-        if len(self._first_hop) > _HOPS_AT_ONCE:
-            self._second_hop()
+        self._started(index)
 
     def finish(self, index: int) -> None:
         """See Buckets."""
-        while self._first_hop:
-            self._second_hop()
+        self._start_the_rest()
         work, rights = self._works.pop(index)
         work.wait()
         if not rights:
@@ -201,8 +215,7 @@ class PowerSGDBuckets:
             error[at : at + numel].zero_()
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # an overflow is of this step only
 
-    def _second_hop(self) -> None:
-        index = self._first_hop.pop(0)
+    def _second_hop(self, index: int) -> None:
         work, summed = self._works[index]
         work.wait()
         factored, error = self._factored[index], self._errors[index]

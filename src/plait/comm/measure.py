@@ -7,9 +7,10 @@ of the rounds counts. Rounds end at a budget, which the first rank watches for a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import cast, get_args
+from random import Random
+from typing import TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,11 @@ _FEWEST_SIZES = 4
 _SHARE_OF_A_ROUND = 0.6
 """A round of all sizes may take this part of the time."""
 _MOST_ROUNDS = 20
+LEAST_COMPARED, _MOST_COMPARED = 8, 100
+"""Rounds of ways that are compared at one size."""
 
 Operation = Callable[[], object]
+Key = TypeVar("Key", bound=Hashable)
 Operations = Callable[[int], dict[str, Operation]]
 """Of a number of bytes: name to what is timed. Collective to make and to call."""
 
@@ -72,6 +76,23 @@ def measure_ways(
     ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
     whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes)
     return GroupLinks(axis, machines, group.size() // machines, whole)
+
+
+def compare_ways(
+    names: Sequence[str],
+    nbytes: int,
+    group: dist.ProcessGroup,
+    levels: Levels | None,
+    *,
+    device: torch.device,
+    seconds: float,
+    shared_memory: bool = False,
+) -> dict[str, float]:
+    """Seconds of each of some exact ways of summing a tensor of `nbytes`, one beside the other. Collective over the group; about `seconds`,
+    or what a few rounds take."""
+    ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)(nbytes)
+    chosen = {name: ways[name] for name in names}
+    return _rounds(chosen, group, device, seconds, least=LEAST_COMPARED, most=_MOST_COMPARED)
 
 
 def probe(group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.device, times: int = 5) -> list[float]:
@@ -134,16 +155,9 @@ def _level(
     smallest = of(SIZES[0])
     sizes = _affordable(group, device, seconds, operations=len(smallest), largest_bytes=largest_bytes)
     operations = {(name, nbytes): operation for nbytes in sizes for name, operation in of(nbytes).items()}
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
-    going, rounds = torch.ones(1, device=device), 0
-    while bool(going):
-        for (name, nbytes), operation in operations.items():
-            if nbytes < _SELDOM_BYTES or rounds % _SELDOM == 0:
-                times[name, nbytes].append(_timed(operation, group, device))
-        rounds += 1
-        going.fill_(time.perf_counter() - began < seconds and (most_rounds is None or rounds < most_rounds))
-        dist.broadcast(going, group_src=0, group=group)
-    typical = dict(zip(operations, _typical([found[1:] or found for found in times.values()], group, device), strict=True))
+    seldom = frozenset(key for key in operations if key[1] >= _SELDOM_BYTES)
+    left = seconds - (time.perf_counter() - began)
+    typical = _rounds(operations, group, device, left, most=most_rounds, seldom=seldom)
     return Level(
         group.size(),
         {
@@ -151,6 +165,30 @@ def _level(
             for name in smallest
         },
     )
+
+
+def _rounds(
+    operations: Mapping[Key, Operation],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    seconds: float,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    seldom: frozenset[Key] = frozenset(),
+) -> dict[Key, float]:
+    """Typical seconds of each. Every round takes all in an order of its own (alike on all ranks), because one leaves traces for the next.
+    The first rank watches the time for all. A first round is not counted where there are others."""
+    times: dict[Key, list[float]] = {key: [] for key in operations}
+    keys, going, rounds, began = list(operations), torch.ones(1, device=device), 0, time.perf_counter()
+    while bool(going):
+        for key in Random(rounds).sample(keys, len(keys)):
+            if key not in seldom or rounds % _SELDOM == 0:
+                times[key].append(_timed(operations[key], group, device))
+        rounds += 1
+        going.fill_(rounds < least or (time.perf_counter() - began < seconds and (most is None or rounds < most)))
+        dist.broadcast(going, group_src=0, group=group)
+    return dict(zip(keys, _typical([found[1:] or found for found in times.values()], group, device), strict=True))
 
 
 def _affordable(group: dist.ProcessGroup, device: torch.device, seconds: float, *, operations: int, largest_bytes: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """What a run knows of its links when it starts: a measurement of this run's own group, or the one that an earlier start of the run kept.
 
 A kept one is taken for the same ranks on the same machines, and only while a probe of two sizes still takes what it says within a factor:
-links that became slow or fast are measured again. All ranks of the group go by its first rank's answer.
+links that became slow or fast are measured again. All ranks of the group go by its first rank's answer. What the links say is then settled
+at the size of the messages that the run will send.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.choose import prices
+from plait.comm.choose import Choice, prices, settled
 from plait.comm.links import GroupLinks, load_with_facts, save
-from plait.comm.measure import SIZES, measure_ways, probe
+from plait.comm.measure import LEAST_COMPARED, SIZES, compare_ways, measure_ways, probe
 from plait.errors import InputError
-from plait.units import MIB
+from plait.units import MIB, format_bytes
 
+_LONGEST = 4.0
+"""Comparing may take so many times the time that was allowed."""
 AGREEMENT = 2.0
 """A probe may take this many times as long or as short as what was kept."""
 
@@ -66,6 +69,20 @@ def find_links(
         kept.parent.mkdir(parents=True, exist_ok=True)
         save(kept, [links], facts={"at": datetime.now(UTC).isoformat(timespec="seconds"), "device": device.type, "hosts": hosts})
     return Found(links, how)
+
+
+def settle(
+    choice: Choice, links: GroupLinks, group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, seconds: float
+) -> tuple[Choice, str]:
+    """(the choice, words for people) after the ways that seem nearly as good were timed beside it, at the size of this run's own messages:
+    between measured sizes links can change their manner, and a short measurement errs. The same on every rank. Collective over the
+    group. Where that would take much longer than `seconds` the choice stays."""
+    if len(choice.near) < 2 or choice.seconds / choice.messages * len(choice.near) * LEAST_COMPARED > _LONGEST * seconds:
+        return choice, ""
+    began = time.perf_counter()
+    times = compare_ways(choice.near, choice.bucket_bytes, group, levels, device=device, seconds=seconds)
+    words = f"{len(times)} ways were timed side by side with messages of {format_bytes(choice.bucket_bytes)}"
+    return settled(choice, links, times), f"{words} in {time.perf_counter() - began:.1f} s"
 
 
 def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str]) -> tuple[GroupLinks | None, str]:

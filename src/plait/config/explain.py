@@ -18,6 +18,7 @@ from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
 from plait.parallel.data import DataParallel
 from plait.parallel.parameter_offload import ParameterOffload
+from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB
 
 
@@ -71,7 +72,7 @@ def _processes(config: Config) -> int:
 _BITS = {0: "none", 4: "int4", 8: "int8"}
 _FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
 _DYNAMIC = _FP16[1:]
-_TENSOR = ("sequence_parallel", "loss_parallel", "plan")
+_TENSOR = tuple(TensorParallel.model_fields)
 
 _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (

@@ -176,6 +176,10 @@ def resolve(
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
     if layout and batch and precision and data_parallel and states:
         found.attempt(lambda: techniques.refuse_in_backward(data_parallel, layout, batch, precision, states, clipping=clipping))
+    tensor = techniques.tensor_parallel(found)
+    pipeline = techniques.pipeline(found, layout) if layout is not None else None
+    if layout and pipeline:
+        found.attempt(lambda: techniques.refuse_overlap(tensor, pipeline, layout))
     if data_parallel and states:
         found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
     found.sources |= {path: config.origin(path) for path in _AS_GIVEN}
@@ -185,13 +189,13 @@ def resolve(
     if found.problems:
         raise ConfigError(*found.problems)
     assert layout is not None and batch is not None and precision is not None and data_parallel is not None
-    assert recompute is not None and offload is not None and states is not None and shards is not None
+    assert pipeline is not None and recompute is not None and offload is not None and states is not None and shards is not None
     run = config.run or RunSection()
     return Resolved(
         layout=layout,
         batch=batch,
-        tensor_parallel=techniques.tensor_parallel(found),
-        pipeline=techniques.pipeline(found, layout),
+        tensor_parallel=tensor,
+        pipeline=pipeline,
         data_parallel=data_parallel,
         precision=precision,
         compile=compiled,

@@ -223,6 +223,9 @@ class ParallelSection(Policy):
     """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
     sequence_parallel: bool = False
     """With tp: shard norms and the residual stream along the sequence too."""
+    tensor_overlap: Annotated[int, Field(ge=0, le=64), Number] = 0
+    """With tp: pieces in which a row-split product is computed; while one is summed over the processes, the next is computed. The gradients
+    of inputs are then summed while those of weights are computed. For links that a step waits for; 0: sums are waited for."""
     loss_parallel: bool = True
     """With tp: leave logits split over the vocabulary in the loss, so that whole logits are never built in training."""
     plan: dict[str, str] | None = None
@@ -257,9 +260,9 @@ class ParallelSection(Policy):
     """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
     compress_gradients: Compressions = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
-    factors of every matrix. It changes the training a little; for links that are slower than the computation. A list, at stage 0: what is
-    allowed; the first steps are whole, the next try what could save a tenth of a step, and what does is taken, of ways that change the
-    numbers more if they save another tenth. "auto" is ["int8", "int4"]."""
+    factors of every matrix. It changes the training a little; for links that are slower than the computation. A list: what is allowed;
+    the first steps are whole, the next try what could save a twentieth of a step, and what does is taken, of ways that change the numbers
+    more if they save another twentieth. "auto" is ["int8", "int4"]."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
     """Stages 1 to 3: what parameters travel as when they are gathered."""
     error_feedback: FlagOrAuto = "auto"

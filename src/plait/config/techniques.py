@@ -5,7 +5,7 @@ Pure, like `parts`, which does the rest of a configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from plait.cluster.layout import Layout
@@ -15,13 +15,14 @@ from plait.config.optimization import OptimizerSpec
 from plait.config.parts import Findings, described
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
-from plait.parallel.compression import QUANTISED_BUCKET_BYTES, Compression
+from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
+from plait.parallel.schedule import SCHEDULES
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB, dtype_of
 
@@ -37,10 +38,35 @@ _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 def tensor_parallel(found: Findings) -> TensorParallel:
     """How layers are split over the tp axis."""
     section = found.config.parallel
-    for name in ("sequence_parallel", "loss_parallel", "plan"):
+    names = tuple(TensorParallel.model_fields)
+    for name in names:
         origin = found.config.origin(f"parallel.{name}")
         found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
-    return TensorParallel(sequence_parallel=section.sequence_parallel, loss_parallel=section.loss_parallel, plan=section.plan)
+    return TensorParallel(**{name: getattr(section, name) for name in names})
+
+
+def _refuse(path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str) -> None:
+    """Raise ConfigError with every (applies, rule, remedy) that applies; `otherwise` is a value of the setting that is always possible."""
+    problems = [Problem(path, value, rule, f"{remedy}, or {otherwise}") for applies, rule, remedy in rules if applies]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> None:
+    """What sums beside products do not go with. Raises ConfigError with all of it."""
+    if at.tp == 1 or not tensor.tensor_overlap:
+        return
+    schedule = SCHEDULES.get(pipeline.schedule)
+    splits = at.pp > 1 and schedule is not None and schedule.splits_backward
+    rules = (
+        (
+            tensor.sequence_parallel,
+            "parallel.sequence_parallel is true, whose gathers and scatters are not cut into pieces",
+            "set that to false",
+        ),
+        (splits, f"{pipeline.schedule} puts the gradients of weights off by itself", "use the schedule 1f1b or interleaved-1f1b"),
+    )
+    _refuse("parallel.tensor_overlap", tensor.tensor_overlap, rules, otherwise="0")
 
 
 def pipeline(found: Findings, solved: Layout) -> Pipeline:
@@ -69,7 +95,7 @@ def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size
     found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
     return DataParallel(
         stage=found.config.zero_optimization.stage,
-        bucket_bytes=bucket_bytes or (QUANTISED_BUCKET_BYTES if compression.gradient_bits else DEFAULT_BUCKET_BYTES),
+        bucket_bytes=bucket_bytes or compression.bucket_bytes(DEFAULT_BUCKET_BYTES),
         bucket_by_links=bucket_bytes is None,
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
@@ -104,14 +130,11 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
     for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
         found.sources[f"parallel.{name}"] = found.config.origin(f"parallel.{name}")
     gradients, path = parallel.compress_gradients, "parallel.compress_gradients"
-    if gradients == "powersgd" and stage:
+    if stage and "powersgd" in (gradients if isinstance(gradients, list) else [gradients]):
         rule = f"factors a matrix's whole gradient, and ZeRO stage {stage} reduces it in shards"
         raise ConfigError(Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0'))
     decided = gradients == "auto" or isinstance(gradients, list)
-    if decided and stage:
-        rule = f"is decided by the first steps of ZeRO stage 0, and this is stage {stage}"
-        raise ConfigError(Problem(path, gradients, rule, 'use "int8" or "none", or zero_optimization.stage 0'))
-    if decided and parallel.all_reduce != "auto":
+    if decided and not stage and parallel.all_reduce != "auto":
         rule = f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide"
         raise ConfigError(Problem(path, gradients, rule, 'set parallel.all_reduce = "auto", or say "int8" or "none"'))
     if gradients != "none" and stage == 0 and not buckets:
@@ -166,13 +189,9 @@ def refuse_in_backward(
             "use parallel.pp = 1",
         ),
         (states.device != "none", f"offload_optimizer.device is {states.device}, whose step walks over all parameters", 'use "none"'),
-        (data.compression.gradients, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
+        (data.compresses, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
     )
-    problems = [
-        Problem("parallel.optimizer_in_backward", "true", rule, f"{remedy}, or false") for applies, rule, remedy in rules if applies
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    _refuse("parallel.optimizer_in_backward", "true", rules, otherwise="false")
 
 
 def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: OptimizerOffload) -> None:
@@ -183,9 +202,7 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
         (offload.device != "none", f"offload_optimizer.device is {offload.device}, with which it is not proven", 'use device "none"'),
         (data.update_in_backward, "parallel.optimizer_in_backward is true, with which it is not proven", "set that to false"),
     )
-    problems = [Problem("optimizer.states", spec.states, rule, f'{remedy}, or states "own"') for applies, rule, remedy in rules if applies]
-    if problems:
-        raise ConfigError(*problems)
+    _refuse("optimizer.states", spec.states, rules, otherwise='states "own"')
 
 
 def _second_copy(found: Findings, shard: int) -> int:

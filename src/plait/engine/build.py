@@ -19,7 +19,7 @@ from plait._torch import local_tensor, multiply_all, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh, default_device_type
 from plait.cluster.placement import refuse_wider_than_a_node, warning
-from plait.cluster.topology import discover, place
+from plait.cluster.topology import discover, keep_host_memory, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.backward_optimizer import BackwardOptimizer
@@ -99,6 +99,8 @@ def initialize(
     made = _optimizer(optimizer, resolved, model, named)
     if parts.disk_tier is not None:
         parts.disk_tier.drive(made)
+    elif mesh.device.type == "cpu":
+        keep_host_memory()  # who keeps states in files wants the rest for others
     scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
     if scheduler is None and resolved.scheduler is not None:
         scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.mesh import Mesh
+from plait.comm.pending import Pending
 from plait.config.batch import CALLERS, MICRO
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, micro_batches, to_device
@@ -27,7 +29,6 @@ from plait.errors import InputError, PlaitError
 from plait.parallel import compression
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.pipeline import PipelineRank
-from plait.parallel.reducer import GRADIENTS
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
 
@@ -109,16 +110,19 @@ class Engine:
         loss_fn = self._loss()
         count = self.config.batch.accumulation
         pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
-        weight = self._global_weight([loss_fn.weight(piece) for piece in pieces])
-        # A step without a single target has gradient 0, not 0 / 0.
-        factor = self.stepper.loss_scale / torch.clamp(weight, min=torch.finfo(weight.dtype).tiny)
+        weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # travels beside the first forward
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        @cache
+        def factor() -> torch.Tensor:
+            # A step without a single target has gradient 0, not 0 / 0.
+            return self.stepper.loss_scale / torch.clamp(weight.value(), min=torch.finfo(torch.float64).tiny)
 
         def scaled(output: Any, piece: Any) -> torch.Tensor:
             nonlocal totals
             total, seen = loss_fn(output, piece)
             totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
-            return total * factor.to(total.dtype)
+            return total * factor().to(total.dtype)
 
         with self._logits_for(loss_fn):
             if self._pipeline is not None:
@@ -127,11 +131,12 @@ class Engine:
                 for index, piece in enumerate(pieces):
                     before_backward(self.parts, last=index == count - 1)
                     scaled(self._forward(self.model, piece), piece).backward()
-        if self._loss_group is not None:  # only the last stage of a pipeline has a loss
-            dist.all_reduce(totals, group=self._loss_group)
+        everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; travels beside the update
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
-        return StepResult(totals[0] / weight, weight, outcome.grad_norm, outcome.skipped, rate, scale, self.waited_seconds, self._decided)
+        targets = weight.value()
+        loss = everywhere.value()[0] / targets
+        return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self.waited_seconds, self._decided)
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
@@ -209,12 +214,10 @@ class Engine:
             )
         return self.loss_fn
 
-    def _global_weight(self, weights: list[Any]) -> torch.Tensor:
+    def _weight_sum(self, weights: list[Any]) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight in weights:
             total = total + weight
-        if self._dp_group is not None:
-            dist.all_reduce(total, group=self._dp_group)
         return total
 
     def _update(self, *, divisor: float = 1.0) -> Outcome:
@@ -232,7 +235,7 @@ class Engine:
             self.parts.reducer.start_step()
         waited = self.parts.waits.take()
         self.waited_seconds = waited if self.device.type == "cpu" else {}
-        self._decided = self.parts.trial.after_step(waited.get(GRADIENTS, 0.0)) if self.parts.trial is not None else ""
+        self._decided = self.parts.trial.after_step(waited) if self.parts.trial is not None else ""
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1
@@ -276,7 +279,7 @@ class Engine:
         self._micro_step += 1
         self._boundary = None
         if boundary:
-            divisor = float(self._global_weight(self._weights)) if self._weights else 1.0
+            divisor = float(Pending(self._weight_sum(self._weights), self._dp_group).value()) if self._weights else 1.0
             self._weights = []
             self._update(divisor=divisor or 1.0)
 

@@ -63,6 +63,10 @@ class Compression(Policy):
         """Of what gradients travel as, in a checkpoint."""
         return _POWERSGD_CODE if self.powersgd_rank else self.gradient_bits
 
+    def bucket_bytes(self, otherwise: int) -> int:
+        """Of gradients in a bucket where no file and no measurement says it; `otherwise` where they are not quantised."""
+        return QUANTISED_BUCKET_BYTES if self.gradient_bits else otherwise
+
     @property
     def gradients(self) -> bool:
         """Whether gradients are compressed at all."""

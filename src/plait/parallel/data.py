@@ -73,6 +73,11 @@ class DataParallel(Technique):
     update_in_backward: bool = False
     """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed, from the first step or perhaps after the first steps."""
+        return self.compression.gradients or bool(self.may_compress)
+
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
         parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
@@ -85,8 +90,8 @@ class DataParallel(Technique):
             reducer = Reducer(
                 parts.model,
                 group,
-                bucket_bytes=summing.bucket_bytes,
-                make_buckets=summing.make_buckets,
+                bucket_bytes=summing.way.bucket_bytes,
+                make_buckets=summing.way.make_buckets,
                 separate_vectors=self.compression.gradients,
                 reduce_dtype=parts.reduce_dtype,
                 track_unused=self.unused_parameters,
@@ -94,8 +99,8 @@ class DataParallel(Technique):
             )
             return parts.with_(reducer=reducer, trial=summing.trial_of(reducer), communication=summing.said)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
-        compressors, said = wiring.sharded(self, parts, mesh)
-        return parts.with_(compressors=compressors, communication=said)
+        sharing = wiring.sharded(self, parts, mesh)
+        return parts.with_(compressors=sharing.compressors, trial=sharing.trial, communication=sharing.said)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""

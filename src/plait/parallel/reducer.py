@@ -17,6 +17,7 @@ from torch import nn
 
 from plait._torch import after_backward, like_parameter, local_tensor
 from plait.comm.buckets import Buckets, Flat
+from plait.comm.pending import Pending
 from plait.comm.waits import Waits
 from plait.parallel.bucket_account import partition
 
@@ -148,8 +149,7 @@ class Reducer:
                 if parameter.grad is not slot.grad:  # not reached by any backward of this step on this rank
                     slot.view.zero_()
             self._launch(bucket)
-        with self.waits.during(GRADIENTS):
-            used = self._used_anywhere()
+        asked = self._ask_who_used()
         for index, bucket in enumerate(self.buckets):
             with self.waits.during(GRADIENTS):
                 self.reduction.finish(index)
@@ -157,15 +157,21 @@ class Reducer:
                 bucket.flat.copy_(bucket.wire)
             if self.mean:
                 bucket.flat.div_(self.group.size())
-            for parameter in bucket.parameters:
-                slot = self._slots[parameter]
-                parameter.grad = slot.grad if used[slot.index] else None
+        used = self._used_anywhere(asked)
+        for parameter, slot in self._slots.items():
+            parameter.grad = slot.grad if used[slot.index] else None
 
-    def _used_anywhere(self) -> list[bool]:
+    def _ask_who_used(self) -> Pending | None:
         if not self.track_unused:
-            return [True] * len(self._used)
+            return None
         flags = torch.tensor(self._used, dtype=torch.uint8, device=self.buckets[0].flat.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return Pending(flags, self.group, dist.ReduceOp.MAX)
+
+    def _used_anywhere(self, asked: Pending | None) -> list[bool]:
+        if asked is None:
+            return [True] * len(self._used)
+        with self.waits.during(GRADIENTS):
+            flags = asked.value()
         # Only a rank that missed a parameter has to look (a device synchronisation): where it used all, all are used.
         return self._used if all(self._used) else [bool(flag) for flag in flags.tolist()]
 

@@ -221,6 +221,8 @@ class ScheduleSpec:
     """`loop`: stage s is on rank s % pp. `v`: stages s and 2 pp - 1 - s are on rank s, so that rank 0 has both ends."""
     generator: str | None = None
     """The class of torch that makes the table; None where it is made here."""
+    splits_backward: bool = False
+    """Whether gradients of weights are computed apart from those of inputs."""
 
     @property
     def default_stages_per_rank(self) -> int:
@@ -247,12 +249,21 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             "interleaved, with the gradients of the weights put off into the gaps (ZB1P)",
             (2, None),
             generator="ScheduleInterleavedZeroBubble",
+            splits_backward=True,
         ),
         "zbv": ScheduleSpec(
-            "zero bubble over a V of stages: no gap where F, I and W take equally long", (2, 2), "v", generator="ScheduleZBVZeroBubble"
+            "zero bubble over a V of stages: no gap where F, I and W take equally long",
+            (2, 2),
+            "v",
+            generator="ScheduleZBVZeroBubble",
+            splits_backward=True,
         ),
         "dualpipev": ScheduleSpec(
-            "a V of stages with forwards beside backwards, whose communication can overlap", (2, 2), "v", generator="ScheduleDualPipeV"
+            "a V of stages with forwards beside backwards, whose communication can overlap",
+            (2, 2),
+            "v",
+            generator="ScheduleDualPipeV",
+            splits_backward=True,
         ),
     }
 )

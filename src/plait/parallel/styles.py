@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from plait._torch import local_tensor
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.model.layers import is_conv1d
+from plait.parallel.overlap import Weight, enter_beside, product, summed_product
 
 SEQUENCE = 1
 """The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
@@ -37,6 +38,8 @@ class Region:
     sequence_parallel: bool = False
     length: int = 0
     """Global length of the sequence-sharded dimension in the current forward."""
+    overlap: int = 0
+    """Pieces of a row-split product that is summed beside the next; sums of gradients are hidden too then. 0: neither is."""
     gather_logits: bool = True
     """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves them sharded for the loss."""
 
@@ -51,6 +54,10 @@ class Entrance:
     opened: bool = False
     """A container's door (see `open_door`) has prepared the input already."""
     uses: int = 1
+    siblings: list[nn.Module] = field(default_factory=list, repr=False)
+    """Layers that compute with their own columns of their weight."""
+    _deferred: dict[int, Weight] = field(default_factory=dict, repr=False)
+    """Weights of this entering whose layers were not called yet."""
     _seen: torch.Tensor | None = field(default=None, repr=False)
     _entered: torch.Tensor | None = field(default=None, repr=False)
     _left: int = 0
@@ -71,23 +78,43 @@ class Entrance:
         return entered
 
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
+        self._deferred = {}
         if self.sequence:
             return gather_sum(x, self.region.group, dim=SEQUENCE, length=self.region.length)
-        return enter(x, self.region.group)
+        if not (self.region.overlap and self.siblings and x.requires_grad):
+            return enter(x, self.region.group)
+        weights = {id(module): _out_in(module, _weight(module)) for module in self.siblings}
+        trained = {key: weight for key, weight in weights.items() if weight.requires_grad}
+        entered, self._deferred = enter_beside(x, self.region.group, trained)
+        return entered
+
+    def deferred(self, module: nn.Module) -> Weight | None:
+        """The weight of a sibling that has just entered, if its gradient is computed beside the sum of the input's."""
+        return self._deferred.pop(id(module), None)
 
 
 Forward = Callable[..., torch.Tensor]
 
 
 def _matmul(module: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight.t() if is_conv1d(module) else weight, bias)
+    return F.linear(x, _out_in(module, weight), bias)
+
+
+def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """A weight of the module as [out, in]."""
+    return weight.t() if is_conv1d(module) else weight
 
 
 def colwise(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
     """Own columns of the output."""
+    entrance.siblings.append(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return _matmul(module, entrance(x), _weight(module), _bias(module))
+        entered = entrance(x)
+        deferred = entrance.deferred(module)
+        if deferred is not None:
+            return product(entered, deferred, _bias(module))
+        return _matmul(module, entered, _weight(module), _bias(module))
 
     return forward
 
@@ -109,8 +136,11 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
     def forward(x: torch.Tensor) -> torch.Tensor:
         if split_input:
             x = split(x, region.group, dim=-1)
-        y = _matmul(module, x, _weight(module), None)
-        y = leave_scatter(y, region.group, dim=SEQUENCE) if sequence else leave(y, region.group)
+        if region.overlap and not sequence:
+            y = summed_product(x, _out_in(module, _weight(module)), region.group, pieces=region.overlap)
+        else:
+            y = _matmul(module, x, _weight(module), None)
+            y = leave_scatter(y, region.group, dim=SEQUENCE) if sequence else leave(y, region.group)
         bias = getattr(module, "bias", None)
         if bias is None:
             return y

@@ -34,6 +34,9 @@ class TensorParallel(Technique):
     """Shard norms and the residual stream along the sequence: reduce-scatter and all-gather in place of all-reduce."""
     loss_parallel: bool = True
     """Leave the logits split over the vocabulary for a loss that can use them so; full logits are then never built in training."""
+    tensor_overlap: int = 0
+    """Pieces in which a row-split product is computed, each summed over the ranks beside the next; gradients of inputs are then summed
+    beside those of weights. 0: sums are waited for."""
     plan: Mapping[str, str] | None = None
     """Module pattern to style; None takes the model family's own plan."""
 
@@ -44,7 +47,7 @@ class TensorParallel(Technique):
             return parts
         group = mesh.group("tp")
         assert group is not None
-        region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel)
+        region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel, overlap=self.tensor_overlap)
         _split_parameters(parts.model, plan, region.mesh)
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:

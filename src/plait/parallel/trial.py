@@ -10,15 +10,12 @@ sent when another takes its place is dropped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 import torch.distributed as dist
-
-from plait.comm.buckets import Buckets, Flat
-from plait.parallel.reducer import Reducer
 
 SHARE = 0.05
 """Of a step, which has to be saved."""
@@ -42,21 +39,23 @@ class Option:
     name: str
     code: int
     """In the checkpoint; positive."""
-    make_buckets: Callable[[Sequence[Flat]], Buckets]
-    bucket_bytes: int
-    """Of gradients in a compressed bucket."""
+    take: Callable[[], object]
+    """Go by it from the next step on. Between two steps, on every rank of the group."""
 
 
 @dataclass
 class Trial:
     """Call `after_step` once a step, between two of them."""
 
-    reducer: Reducer
+    group: dist.ProcessGroup
+    waits_for: str
+    """The name (`comm.waits`) of what gradients wait for."""
+    whole: Callable[[], object]
+    """Go back to whole gradients."""
     options: tuple[Option, ...]
     """What changes the numbers least first."""
     verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
     """-1 not yet; 0 whole; else an option's code. For a checkpoint."""
-    _whole: tuple[Callable[[Sequence[Flat]], Buckets], int] = field(init=False)
     _trying: list[Option] = field(default_factory=list)
     """What is tried; the first of it now."""
     _taken: dict[str, float] = field(default_factory=dict)
@@ -67,17 +66,14 @@ class Trial:
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _before: float | None = None
 
-    def __post_init__(self) -> None:
-        self._whole = self.reducer.make_buckets, self.reducer.bucket_bytes
-
-    def after_step(self, waited_seconds: float) -> str:
-        """Count a step that waited so long for its gradients. What was decided, for people, after the step that decides; else nothing.
+    def after_step(self, waited_seconds: Mapping[str, float]) -> str:
+        """Count a step that waited so long, by what it waited for. What was decided, for people, after the step that decides; else nothing.
         Collective over the group, at the end of every way's steps."""
         if int(self.verdict) >= 0:
             return ""
         now = time.perf_counter()
         if self._before is not None:
-            self._steps.append((now - self._before, waited_seconds))
+            self._steps.append((now - self._before, waited_seconds.get(self.waits_for, 0.0)))
         self._before = now
         if len(self._steps) < _UNCOUNTED + _COUNTED:
             return ""
@@ -97,7 +93,7 @@ class Trial:
         links only."""
         taken, waited = (median(step[index] for step in self._steps[_UNCOUNTED:]) for index in (0, 1))
         most = torch.tensor([taken, -waited], dtype=torch.float64)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.reducer.group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return float(most[0]), -float(most[1])
 
     def _after_whole(self, taken: float, waited: float) -> None:
@@ -122,5 +118,4 @@ class Trial:
         if option is self._now:
             return
         self._now = option
-        make, bucket_bytes = self._whole if option is None else (option.make_buckets, option.bucket_bytes)
-        self.reducer.rebuild(make, bucket_bytes=bucket_bytes, separate_vectors=option is not None)
+        (self.whole if option is None else option.take)()

@@ -6,8 +6,8 @@ that was asked for, then a file of links, then shared memory, then what a measur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -21,12 +21,12 @@ from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
 from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.links import GroupLinks, load
-from plait.comm.startup import Found, find_links
-from plait.comm.transport import connect
+from plait.comm.startup import Found, find_links, settle
+from plait.comm.transport import Transport, connect
 from plait.comm.waits import TimedAllGather, TimedReduceScatter
 from plait.errors import ConfigError, InputError, Problem
-from plait.parallel.compression import QUANTISED_BUCKET_BYTES, Compression
-from plait.parallel.reducer import Reducer
+from plait.parallel.compression import Compression
+from plait.parallel.reducer import GRADIENTS, Reducer
 from plait.parallel.technique import Parts
 from plait.parallel.trial import Option, Trial
 
@@ -37,28 +37,40 @@ MakeBuckets = Callable[[Sequence[Flat]], Buckets]
 
 
 @dataclass(frozen=True)
-class Summing:
+class BucketWay:
     """How the gradients of replicated parameters are summed."""
 
     make_buckets: MakeBuckets
     bucket_bytes: int
+
+    def take(self, reducer: Reducer, *, compressed: bool) -> None:
+        """From the next step on."""
+        reducer.rebuild(self.make_buckets, bucket_bytes=self.bucket_bytes, separate_vectors=compressed)
+
+
+@dataclass(frozen=True)
+class Summing:
+    """The way, and those that may take its place after the first steps."""
+
+    way: BucketWay
     said: str
     """For people."""
-    options: tuple[Option, ...] = ()
-    """What may take the buckets' place after the first steps."""
+    others: tuple[tuple[Compression, BucketWay], ...] = ()
 
     def trial_of(self, reducer: Reducer) -> Trial | None:
         """The steps that decide."""
-        return Trial(reducer, self.options) if self.options else None
+        if not self.others:
+            return None
+        options = tuple(Option(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
+        return Trial(reducer.group, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
 
 
 def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
     """Collective over the group. `gradient_bytes`: of all gradients that this rank sums."""
     compression = technique.compression
     if compression.gradients:
-        return Summing(
-            partial(compression.buckets, group, mesh.device), technique.bucket_bytes, f"gradients are summed as {compression.name}"
-        )
+        fixed = BucketWay(partial(compression.buckets, group, mesh.device), technique.bucket_bytes)
+        return Summing(fixed, f"gradients are summed as {compression.name}")
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
@@ -86,7 +98,11 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
         if found is not None:
             given = None if technique.bucket_by_links else bucket_bytes
             choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
-            wanted, bucket_bytes, why = choice.algorithm, choice.bucket_bytes, f"{choice.reason} The links were {found.how}"
+            words = ""
+            if technique.links is None:
+                choice, words = settle(choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds)
+            wanted, bucket_bytes = choice.algorithm, choice.bucket_bytes
+            why = "; ".join(filter(None, (f"{choice.reason} The links were {found.how}", words)))
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
@@ -97,22 +113,28 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     else:
         make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
         said = f"gradients are summed by {wanted}: {why}"
-    if not technique.may_compress:
-        return Summing(make, bucket_bytes, said)
+    in_memory = wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory")
+    open_, words = _open_to_compression(technique, mesh, in_memory=in_memory)
+    others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
+    return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others)
+
+
+def _open_to_compression(technique: DataParallel, mesh: Mesh, *, in_memory: bool) -> tuple[tuple[Compression, ...], str]:
+    """(ways that the first steps may take, a sentence about it)."""
+    allowed = technique.may_compress
+    if not allowed:
+        return (), ""
     if mesh.device.type != "cpu":
-        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: what a step waits for is not measured on {mesh.device.type}")
-    if wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory"):
-        return Summing(make, bucket_bytes, f"{said}. Gradients stay whole: shared memory is faster than compressing")
-    names = ", ".join(way.name for way in technique.may_compress)
-    options = tuple(_option(way, technique, group, mesh) for way in technique.may_compress)
-    return Summing(make, bucket_bytes, f"{said}. The first steps decide on compression: {names}", options)
+        return (), f". Gradients stay whole: what a step waits for is not measured on {mesh.device.type}"
+    if in_memory:
+        return (), ". Gradients stay whole: shared memory is faster than compressing"
+    return allowed, f". The first steps decide on compression: {', '.join(to.name for to in allowed)}"
 
 
-def _option(way: Compression, technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> Option:
-    by_default = technique.bucket_by_links and way.gradient_bits
-    bucket_bytes = QUANTISED_BUCKET_BYTES if by_default else technique.bucket_bytes
-    make = partial(way.buckets, group, mesh.device, whole_steps=0)  # those before were whole
-    return Option(way.name, way.code, make, bucket_bytes)
+def _compressed_way(to: Compression, technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> BucketWay:
+    given = technique.bucket_bytes
+    make = partial(to.buckets, group, mesh.device, whole_steps=0)  # those before were whole
+    return BucketWay(make, to.bucket_bytes(given) if technique.bucket_by_links else given)
 
 
 def _from_file(path: str, group: dist.ProcessGroup, machines: int) -> GroupLinks:
@@ -140,23 +162,54 @@ def _read(path: str, ranks: int, machines: int) -> GroupLinks | ConfigError:
     return measured
 
 
-def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> tuple[Mapping[str, QuantisedReduceScatter], str]:
-    """(units' compressed collectives that may keep errors, how shards travel). Collective over `dp_shard`."""
+@dataclass(frozen=True)
+class Sharing:
+    """How the shards of a model travel."""
+
+    said: str = ""
+    """For people."""
+    compressors: dict[str, QuantisedReduceScatter] = field(default_factory=dict)
+    """Units' compressed collectives that may keep errors; others after a trial took another way."""
+    trial: Trial | None = None
+    """The steps that decide whether gradients are compressed."""
+
+
+def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
+    """Collective over `dp_shard`."""
     group = mesh.group("dp_shard")
     if group is None:
         if technique.transport == "shared-memory" and mesh.layout.dp > 1:
             rule = "replicated parameters that are cast for the computation are reduced by torch's collectives"
             raise ConfigError(Problem("parallel.transport", "shared-memory", rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
-        return {}, ""
+        return Sharing()
     way = connect(group, label="dp_shard", device=mesh.device, wanted=technique.transport)
     # Shared memory is laid out for one group, and the second copy is gathered over another.
     all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
     for module in sharded_modules(parts.model):
         if mesh.device.type == "cpu":
             module.set_custom_all_gather(TimedAllGather(all_gather, parts.waits, "dp_shard"))
-        if way.reduce_scatter is not None:
-            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, parts.waits, "dp_shard"))
+    whole = partial(_reduce_whole, parts, way)
+    whole()
     compression = technique.compression
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
     said = f"parameters are gathered {names[compression.weight_bits]}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
-    return compression.install(parts.model, mesh.levels("dp_shard") if compression.gradient_bits else None, parts.waits), said
+    open_, words = _open_to_compression(technique, mesh, in_memory=way.name == "shared-memory")
+    levels = mesh.levels("dp_shard") if compression.gradient_bits or open_ else None
+    compressors = compression.install(parts.model, levels, parts.waits)
+
+    def take(to: Compression | None) -> None:
+        compressors.clear()
+        if to is None:
+            whole()
+        else:
+            compressors.update(to.install(parts.model, levels, parts.waits))
+
+    options = tuple(Option(to.name, to.code, partial(take, to)) for to in open_)
+    trial = Trial(group, "reduce_scatter dp_shard", partial(take, None), options) if options else None
+    return Sharing(f"{said}{words}", compressors, trial)
+
+
+def _reduce_whole(parts: Parts, way: Transport) -> None:
+    if way.reduce_scatter is not None:
+        for module in sharded_modules(parts.model):
+            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, parts.waits, "dp_shard"))

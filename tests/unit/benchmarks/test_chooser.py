@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import Any
+from unittest.mock import Mock
+
 import pytest
 
-from benchmarks.chooser.__main__ import SCENES, SIZES, Scene, _point
+from benchmarks.chooser.__main__ import SCENES, SIZES, Scene, _chosen, _point
 from plait.comm.links import Cost, GroupLinks, Level
 from plait.comm.measure import SIZES as MEASURED
 from plait.units import MIB
@@ -14,11 +18,20 @@ TIMED = {"all-reduce": 1e-3, "ring": 1.5e-3, "shared-memory": 0.1e-3}
 
 
 @pytest.mark.parametrize(
-    ("shared", "chosen", "best", "ratio"), [(False, "ring", "all-reduce", 1.5), (True, "shared-memory", "shared-memory", 1)]
+    ("shared", "compared", "by_links", "chosen", "best", "ratio"),
+    [
+        (False, {"ring": 2e-3, "all-reduce": 1e-3}, "ring", "all-reduce", "all-reduce", 1),
+        (False, {"ring": 1e-3, "all-reduce": 2e-3}, "ring", "ring", "all-reduce", 1.5),
+        (True, None, "shared-memory", "shared-memory", "shared-memory", 1),
+    ],
 )
-def test_a_point(shared: bool, chosen: str, best: str, ratio: float) -> None:
-    found = _point(Scene("x", 2, shared=shared), MIB, FITTED, TIMED)
-    assert (found["chosen"], found["best"]) == (chosen, best)
+def test_a_point(shared: bool, compared: Any, by_links: str, chosen: str, best: str, ratio: float) -> None:
+    """What the links say, what was settled beside it, and what is best; only the ways that the scene has."""
+    team, scene = Mock(), Scene("x", 2, shared=shared)
+    team.ask.return_value = [compared] * 2
+    found = _point(scene, MIB, *_chosen(team, scene, MIB, FITTED, argparse.Namespace(settle_seconds=1.0)), TIMED)
+    assert team.ask.called == (compared is not None)
+    assert (found["chosen_by_links"], found["chosen"], found["best"]) == (by_links, chosen, best)
     assert found["chosen_seconds"] / found["best_seconds"] == pytest.approx(ratio)
     assert ("shared-memory" in found["seconds"]) == shared
 

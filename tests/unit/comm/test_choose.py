@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.comm.choose import choose_all_reduce, choose_buckets, price_quantised, prices
+from plait.comm.choose import choose_all_reduce, choose_buckets, price_quantised, prices, settled
 from plait.comm.links import Cost, GroupLinks, Level, Link, describe, measured_cost
 from plait.units import KIB, MIB
 from tools.choice_table import DOCUMENT, topologies, written
@@ -72,6 +72,31 @@ def test_measured_times_that_hardly_differ_are_the_same() -> None:
         assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, costs))).algorithm == expected
     described = {way: Cost(1e-3 * x, 1e-9) for way, x in (("all-reduce", 1.0), ("ring", 0.999))}
     assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, described))).algorithm == "ring"
+
+
+def measured(**milliseconds: float) -> GroupLinks:
+    """Links on which a MiB takes so long in each way, and half of it half as long."""
+    costs = {way.replace("_", "-"): measured_cost([(MIB // 2, 5e-4 * x), (MIB, 1e-3 * x)]) for way, x in milliseconds.items()}
+    return GroupLinks("dp_replicate", 1, 2, Level(2, costs))
+
+
+def test_buckets_take_the_backends_own_call_unless_another_way_is_much_shorter() -> None:
+    """Only the first part of another way runs beside the backward; alone, what is shorter is taken."""
+    for ring, in_buckets, alone in ((1.0, "all-reduce", "all-reduce"), (0.9, "all-reduce", "ring"), (0.8, "ring", "ring")):
+        links = measured(all_reduce=1.0, ring=ring)
+        assert choose_buckets(MIB, links, bucket_bytes=MIB).algorithm == in_buckets
+        assert choose_all_reduce(MIB, links).algorithm == alone
+
+
+def test_ways_that_come_near_are_settled_by_times_of_their_own() -> None:
+    links = measured(all_reduce=1.0, ring=1.9, recursive_doubling=2.1)
+    choice = choose_buckets(4 * MIB, links, bucket_bytes=MIB)
+    assert choice.near == ("all-reduce", "ring")
+    again = settled(choice, links, {"all-reduce": 3e-3, "ring": 2e-3})
+    assert (again.algorithm, again.bucket_bytes, again.seconds) == ("ring", MIB, pytest.approx(8e-3))
+    assert dict(again.others) == pytest.approx({"all-reduce": 12e-3, "recursive-doubling": 8.4e-3})
+    slow = settled(choice, links, {"all-reduce": 9e-3, "ring": 8e-3})
+    assert slow.algorithm == "all-reduce", "a way that was not timed is not taken, and the backend's own call is near enough"
 
 
 def test_the_size_of_a_bucket() -> None:

@@ -104,6 +104,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.cp": ({}, 1, 2),
     "parallel.tp": ({}, 1, 2),
     "parallel.sequence_parallel": ({"parallel.tp": 2}, False, True),
+    "parallel.tensor_overlap": ({"parallel.tp": 2}, 0, 4),
     "parallel.loss_parallel": ({"parallel.tp": 2}, True, False),
     "parallel.plan": ({"parallel.tp": 2}, {"a": "colwise"}, {"a": "rowwise"}),
     "parallel.blocks": ({}, ["model.layers.*"], ["transformer.h.*"]),

@@ -73,6 +73,7 @@ def test_every_table_is_complete_and_placed(schedule: Schedule) -> None:
         weights = sorted((a.stage, a.microbatch) for a in row if a.kind in (Kind.BACKWARD, Kind.WEIGHT))
         assert forwards == inputs == weights == [(stage, m) for stage in stages for m in range(schedule.microbatches)]
     assert schedule.splits_backward == (schedule.name in ("interleaved-zero-bubble", "zbv", "dualpipev"))
+    assert schedule.splits_backward == SCHEDULES[schedule.name].splits_backward
 
 
 def stuck(schedule: Schedule) -> bool:

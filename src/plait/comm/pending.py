@@ -1,0 +1,22 @@
+"""A small tensor on its way over a group, beside what is computed meanwhile."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class Pending:
+    """An all-reduce that begins now and is waited for when its value is asked for. Ask on every rank, sooner or later."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """`tensor` is reduced in place; without a group it is what it is."""
+        self._tensor = tensor
+        self._work = dist.all_reduce(tensor, op=op, group=group, async_op=True) if group is not None else None
+
+    def value(self) -> torch.Tensor:
+        """The tensor, reduced."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
