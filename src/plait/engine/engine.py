@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,6 @@ class Engine:
         weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # travels beside the first forward
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
-        @cache
         def factor() -> torch.Tensor:
             # A step without a single target has gradient 0, not 0 / 0.
             return self.stepper.loss_scale / torch.clamp(weight.value(), min=torch.finfo(torch.float64).tiny)
