@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import plait
 from plait.comm import startup
@@ -19,14 +21,16 @@ from plait.comm.links import Cost, GroupLinks, Level
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.trial import Trial, best_of
+from plait.parallel.trial import Option, Trial, best_of
 from tests.parity import cases
 from tests.parity.test_data_parallel import settings
 from tests.pool import Pool
 
 WHOLE_STEPS, TRIED_STEPS = 6, 5
 """Of whole gradients, and of each way that is tried: one before the clock, two uncounted, three that count."""
-DECIDES_AT = WHOLE_STEPS + 2 * TRIED_STEPS
+ALL_TRIED_AT = WHOLE_STEPS + 2 * TRIED_STEPS
+DECIDES_AT = ALL_TRIED_AT + TRIED_STEPS
+"""Whole gradients once more, before another way is taken."""
 COMPUTATION = -1
 
 
@@ -98,6 +102,7 @@ def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: 
     decided = first["decided"][DECIDES_AT - 1]
     assert "gradients travel as int8 from here on: a step takes" in decided
     assert "ms of them for gradients; tried: int8 " in decided
+    assert ", whole again " in decided
     assert first["says_now"] == f"{first['said']}. {decided}"
     assert first["losses"] == second["losses"]
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
@@ -119,8 +124,7 @@ def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: 
     ],
 )
 def test_what_changes_more_has_to_save_more(pool: Pool, allowed: Any, takes: dict[int, float], code: int) -> None:
-    tried = len(takes)
-    steps = WHOLE_STEPS + tried * TRIED_STEPS
+    steps = WHOLE_STEPS + (len(takes) + bool(code)) * TRIED_STEPS
     results = pool.run(2, trained, config_of(compress_gradients=allowed), SLOW | takes, steps)
     assert [found["code"] for found in results] == [code, code]
     assert [bool(said) for said in results[0]["decided"]] == [step + 1 == steps for step in range(steps)]
@@ -138,6 +142,32 @@ def test_what_changes_more_has_to_save_more(pool: Pool, allowed: Any, takes: dic
 )
 def test_a_twentieth_of_the_best_before_has_to_be_saved(tried: dict[str, float], taken: str) -> None:
     assert best_of({"whole": 1.0, **tried}) == taken
+
+
+def on_a_clock(rank: int, world: int, seconds: list[float], waited: float) -> tuple[int, list[str], list[str]]:
+    """(verdict, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
+    taken: list[str] = []
+    options = tuple(Option(name, code, partial(taken.append, name)) for name, code in (("int8", 8), ("int4", 4)))
+    trial = Trial(dist.group.WORLD, "gradients", partial(taken.append, "whole"), options)
+    now, said = 0.0, []
+    with patch.object(time, "perf_counter", lambda: now):
+        for step in seconds:
+            now += step
+            said.append(trial.after_step({"gradients": waited}))
+    return int(trial.verdict), taken, [text for text in said if text]
+
+
+def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool: Pool) -> None:
+    """int8 seems to save a fifth, until whole gradients take as long."""
+    slow_at_first = [1.0] * WHOLE_STEPS + [0.8] * 3 * TRIED_STEPS
+    verdict, taken, said = pool.run(2, on_a_clock, slow_at_first, 0.5)[0]
+    assert (verdict, taken) == (0, ["int8", "int4", "whole"])
+    assert said == [
+        "gradients stay whole: a step takes 1e+03 ms and waits 500 ms of them for gradients; tried: int8 800 ms, int4 800 ms, "
+        "whole again 800 ms"
+    ]
+    slow = [1.0] * WHOLE_STEPS + [0.8] * 2 * TRIED_STEPS + [1.0] * TRIED_STEPS
+    assert pool.run(2, on_a_clock, slow, 0.5)[0][:2] == (8, ["int8", "int4", "whole", "int8"])
 
 
 def test_it_is_not_tried_where_it_saves_little(pool: Pool) -> None:
@@ -206,7 +236,8 @@ def test_sharded_stages_decide_too(
     first, second = pool.run(2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path))
     assert first["losses"] == second["losses"]
     assert "The first steps decide on compression: int8, int4" in first["said"]
-    assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 2)]
+    decides_at = DECIDES_AT if bits else ALL_TRIED_AT
+    assert [bool(said) for said in first["decided"]] == [step + 1 == decides_at for step in range(DECIDES_AT + 2)]
     assert first["bits"] == second["bits"] == first["others_bits"] == bits
     assert first["again"][0] == first["again"][1], "a run that goes on is the same, errors and all"
     fixed = sharded_config(stage, **more | {"compress_gradients": "none"})

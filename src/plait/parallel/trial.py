@@ -3,8 +3,9 @@ ones try the ways that could.
 
 Links alone cannot say it: what a step gains is no more than what it waits. So the run's own steps are timed. Where whole steps wait for
 their gradients so much that it could pay, every way has a few steps. A way that changes the numbers more is taken where its steps are
-shorter than the best before by a twentieth. Decided once, alike on every rank of the group, and kept in the checkpoint. What a way has not
-sent when another takes its place is dropped.
+shorter than the best before by a twentieth; before anything but whole gradients is taken, those have a few steps more, lest the first ones
+were slow by chance. Decided once, alike on every rank of the group, and kept in the checkpoint. What a way has not sent when another takes
+its place is dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 SHARE = 0.05
 """Of a step, which has to be saved."""
+_WHOLE = "whole"
 _UNCOUNTED, _COUNTED = 2, 3
 """Steps: caches and buffers come into being first."""
 
@@ -60,6 +62,8 @@ class Trial:
     """What is tried; the first of it now."""
     _taken: dict[str, float] = field(default_factory=dict)
     """Way to seconds of its steps."""
+    _again: float | None = None
+    """Those of whole gradients after the others."""
     _said: str = ""
     _now: Option | None = None
     """The way of the steps; None is whole."""
@@ -81,10 +85,15 @@ class Trial:
         self._steps = []
         if not self._taken:
             self._after_whole(taken, waited)
-        else:
+        elif self._trying:
             self._taken[self._trying.pop(0).name] = taken
+        else:
+            self._again = taken
         if self._trying:
             self._go_by(self._trying[0])
+            return ""
+        if self._again is None and self._best() != _WHOLE:
+            self._go_by(None)
             return ""
         return self._decide()
 
@@ -97,15 +106,22 @@ class Trial:
         return float(most[0]), -float(most[1])
 
     def _after_whole(self, taken: float, waited: float) -> None:
-        self._taken["whole"] = taken
+        self._taken[_WHOLE] = taken
         self._trying = list(self.options) if waited > SHARE * taken else []
         self._said = f"a step takes {taken * 1e3:.3g} ms and waits {waited * 1e3:.3g} ms of them for gradients"
 
+    def _best(self) -> str:
+        whole = self._taken[_WHOLE] if self._again is None else min(self._again, self._taken[_WHOLE])
+        return best_of(self._taken | {_WHOLE: whole})
+
     def _decide(self) -> str:
-        name = best_of(self._taken)
+        name = self._best()
         code = next((option.code for option in self.options if option.name == name), 0)
         self.conclude(code)
-        tried = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in self._taken.items() if way != "whole")
+        times = {way: seconds for way, seconds in self._taken.items() if way != _WHOLE}
+        if self._again is not None:
+            times["whole again"] = self._again
+        tried = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items())
         said = f"{self._said}; tried: {tried}" if tried else f"{self._said}, less than {SHARE:.0%}"
         return f"gradients travel as {name} from here on: {said}" if code else f"gradients stay whole: {said}"
 
