@@ -70,7 +70,8 @@ def _notes_of_one(name: str, entry: Entry, rounds: int) -> list[str]:
 
 
 def all_good(entries: Mapping[str, Entry]) -> bool:
-    """Whether every contestant ran, agreed with the reference and had an undisturbed turn."""
+    """Whether every contestant ran, agreed with the reference where it is to (its agreement is not None), and had an undisturbed turn."""
     return all(
-        entry["failure"] is None and entry["spread_seconds"] is not None and entry["agreement"]["holds"] for entry in entries.values()
+        entry["failure"] is None and entry["spread_seconds"] is not None and (entry["agreement"] is None or entry["agreement"]["holds"])
+        for entry in entries.values()
     )

@@ -41,6 +41,8 @@ class Contestant:
     """A package that the contestant needs and the machine may lack."""
     loss_is_global: bool = False
     """Whether the loss that a step returns is already the mean over ranks."""
+    floor: bool = False
+    """Whether its ranks train each for itself, which no library can be faster than: its losses are its own."""
 
     @property
     def missing(self) -> str | None:
@@ -73,6 +75,17 @@ ALL = (
             {"stage": stage},
             stages=(stage,),
             requires="deepspeed",
+        )
+        for stage in STAGES
+    ),
+    *(
+        Contestant(
+            f"alone-{stage}",
+            "Computation alone, no ranks (a floor)",
+            f"{HERE}.torch_peers:alone",
+            stages=(stage,),
+            rival=f"deepspeed-{stage}",
+            floor=True,
         )
         for stage in STAGES
     ),

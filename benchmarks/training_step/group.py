@@ -65,7 +65,7 @@ def measure(
             pace=pace,
             contestants=by_name,
             records=records,
-            agreements=agreement.check(records, reference=REFERENCE),
+            agreements=agreement.check({k: v for k, v in records.items() if not by_name[k].floor}, reference=REFERENCE),
             phases=_phases(teams, records, pace=pace),
             skipped=skipped,
         )

@@ -47,6 +47,13 @@ def fully_sharded(workload: Workload, *, freed: bool) -> Step:
     return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
 
 
+def alone(workload: Workload) -> Step:
+    """Every rank trains a model of its own: the same computation at the same time, and nothing is sent in a step."""
+    dist.init_process_group("gloo")
+    model = build_model(workload)
+    return _step(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(workload)), workload)
+
+
 def _replicated(workload: Workload) -> nn.Module:
     dist.init_process_group("gloo")
     return DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
