@@ -5,8 +5,8 @@ A new torch release is checked by running that test. Nothing here holds state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,9 +51,12 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _sharded_parameters(module: FSDPModule) -> Iterator[Any]:
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        yield from group.fsdp_params
+def _groups(module: FSDPModule) -> list[Any]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def _sharded_parameters(module: FSDPModule) -> list[Any]:
+    return [p for group in _groups(module) for p in group.fsdp_params]
 
 
 def shard_buffers(module: FSDPModule) -> list[torch.Tensor]:
@@ -72,14 +75,13 @@ def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], tor
 
 
 Moment = tuple[str, bool]
-"""When a unit is gathered: "forward", "evaluation" (a forward without gradients) or "backward"; and whether in the last micro-batch of a
-step."""
+"""When a unit is gathered: "forward", "evaluation" (without gradients) or "backward"; and whether in the last micro-batch of a step."""
 
 
 def on_shard_reads(module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
     """Call `before` when a gather of this unit is about to read its shards, and `after` when it has read them. A gather of a unit that is
     whole already, or from other shards (those of a second copy), reads none."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _groups(module):
         _watch_reads(group, before, after)
 
 
@@ -105,6 +107,42 @@ def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[
             after()
 
     group.unshard, group.wait_for_unshard = watched_unshard, watched_wait
+
+
+def gather_in_place(
+    module: FSDPModule, wholes: Sequence[torch.Tensor], begin: Callable[[], None], finish: Callable[[], None], give_back: Callable[[], None]
+) -> None:
+    """Make gathering a unit mean to read its parameters where they are: `wholes`, one [ranks x padded shard] a parameter, of which this
+    rank's shards are a part already (`replace_shard_buffers`). For units that are computed in the dtype of their shards.
+
+    `begin` is called when a gather starts, `finish` when it is waited for, `give_back` after a reshard outside of training."""
+    group = _groups(module)[0]
+    for p, whole in zip(group.fsdp_params, wholes, strict=True):
+        p.all_gather_outputs = [whole]
+        p.free_unsharded_param = lambda: None  # nothing was allocated for it
+    reshard, began = group.reshard, SimpleNamespace(all_gather_event=None, all_gather_work=None)
+
+    def unshard(async_op: bool = False) -> None:
+        if group._all_gather_result is None and not group.is_unsharded:
+            begin()
+            group._all_gather_result = began
+
+    def wait_for_unshard() -> None:
+        if group._all_gather_result is not None:
+            group._all_gather_result = None
+            finish()
+            for p in group.fsdp_params:
+                p.init_unsharded_param()
+            group._to_unsharded()
+
+    def reshard_and_give_back() -> None:
+        state, gathered = group._training_state, group.is_unsharded
+        trains = state is TrainingState.POST_BACKWARD or (state is TrainingState.FORWARD and torch.is_grad_enabled())
+        reshard()
+        if gathered and group.is_sharded and not trains:
+            give_back()
+
+    group.unshard, group.wait_for_unshard, group.reshard = unshard, wait_for_unshard, reshard_and_give_back
 
 
 def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -145,7 +183,7 @@ def expect_backward(model: nn.Module, output: Any) -> Any:
 def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
     """Run the end of backward for `units` of the sharded root `model`: reduce and free as their flags say. Outside of a backward pass."""
     for unit in units:
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for group in _groups(unit):
             group.post_backward()
     model._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -159,34 +197,25 @@ def input_gradients(
     return stage_backward_input(outputs, gradients, inputs, weights)[1]
 
 
+def _gathered(model: nn.Module) -> list[Any]:
+    return [p for module in sharded_modules(model) for p in _sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
 def unsharded_parameter_bytes(model: nn.Module) -> int:
-    """Bytes of gathered (unsharded) parameters that are allocated now, padding included."""
-    total = 0
-    for module in sharded_modules(model):
-        for parameter in _sharded_parameters(module):
-            total += sum(tensor.untyped_storage().nbytes() for tensor in parameter.all_gather_outputs)
-    return total
+    """Bytes of gathered (unsharded) parameters that are allocated now, padding included; none for those that are read in place."""
+    storages = (tensor.untyped_storage() for p in _gathered(model) for tensor in p.all_gather_outputs)
+    return sum(storage.nbytes() for storage in storages if storage.resizable())
 
 
 def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
     """The buffers that hold gathered (unsharded) parameters now."""
-    gathered = (p for module in sharded_modules(model) for p in _sharded_parameters(module))
-    return [
-        tensor for p in gathered for tensor in (*p.all_gather_outputs, *([p._unsharded_param] if hasattr(p, "_unsharded_param") else []))
-    ]
+    return [tensor for p in _gathered(model) for tensor in (*p.all_gather_outputs, p._unsharded_param)]
 
 
 def unsharded_gradient_bytes(model: nn.Module) -> int:
     """Bytes of gradients that are kept unsharded now, between micro-batches."""
-    total = 0
-    for module in sharded_modules(model):
-        for parameter in _sharded_parameters(module):
-            for grad in (
-                parameter.unsharded_accumulated_grad,
-                parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None,
-            ):
-                total += local_tensor(grad).untyped_storage().nbytes() if grad is not None else 0
-    return total
+    grads = (grad for p in _gathered(model) for grad in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if grad is not None)
+    return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
 
 
 def reduce_unused_parameters(model: nn.Module) -> None:
@@ -282,16 +311,9 @@ def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
     """The group that a collective operator is called with: a process group object, or the name of one as last argument."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            try:
+            with suppress(RuntimeError):  # another kind of object, e.g. the reduction
                 return dist.ProcessGroup.unbox(argument)
-            except RuntimeError:  # another kind of object, e.g. the reduction
-                continue
     return _resolve_process_group(args[-1])
-
-
-def group_of(args: tuple[Any, ...]) -> int:
-    """Ranks of the group that a collective operator is called with."""
-    return int(process_group_of(args).size())
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -338,10 +360,9 @@ def schedule_actions(name: str, *, pp: int, stages_per_rank: int, microbatches: 
 def operator_named(name: str) -> Any | None:
     """`aten.mm` to the operator with all of its overloads; None where this torch has none of that name."""
     namespace, _, operator = name.partition(".")
-    try:
+    with suppress(AttributeError, RuntimeError):
         return getattr(getattr(torch.ops, namespace), operator) if operator else None
-    except (AttributeError, RuntimeError):
-        return None
+    return None
 
 
 def finished_work() -> Any:

@@ -15,11 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from plait.comm.buckets import Flat
+from plait.comm.host_parameters import HostParameters
 from plait.comm.transport import connect
+from plait.comm.waits import Waits
 from plait.errors import CommunicationError
 
 GROUP_SECONDS = 4.0
-WHERE = ("all-gather", "reduce-scatter", "all-reduce")
+WHERE = {"all-gather": "all-gather", "held once": "all-gather", "reduce-scatter": "reduce-scatter", "all-reduce": "all-reduce"}
+"""What is done, to the operation that its error names."""
 
 
 def gather(way: Any) -> None:
@@ -45,7 +48,15 @@ def work(rank: int, store: str, operation: str, victim_does: str, answers: Any) 
         buckets.start(0)
         buckets.finish(0)
 
-    once = {"all-gather": lambda: gather(way), "reduce-scatter": lambda: scatter(way), "all-reduce": reduce}[operation]
+    assert way.host is not None
+    parameters = HostParameters(way.host, [100_000], torch.float32, waits=Waits())
+
+    def meet() -> None:
+        parameters.begin()
+        parameters.finish()
+
+    ways = {"all-gather": lambda: gather(way), "held once": meet, "reduce-scatter": lambda: scatter(way), "all-reduce": reduce}
+    once = ways[operation]
     once()
     once()
     if rank == 1:
@@ -84,7 +95,7 @@ def shared_files() -> set[str]:
 def test_a_killed_rank_is_named_at_once(tmp_path: Path, operation: str) -> None:
     before = shared_files()
     text, seconds = run(tmp_path, operation, "dies")
-    assert text.startswith(f"{operation} over dp_shard: rank 1 (process "), text
+    assert text.startswith(f"{WHERE[operation]} over dp_shard: rank 1 (process "), text
     assert "ended while rank 0 waited for it" in text
     assert seconds < 2, "not only at the deadline"
     assert {name for name in shared_files() - before if "plait" in name} == set()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -355,3 +356,46 @@ def test_reads_of_shards_are_told() -> None:
     told.clear()
     output.sum().backward()
     assert told == [(0, "backward", False), 0, (1, "backward", False), 1]
+
+
+def test_gather_in_place() -> None:
+    """A unit computes with what it is told, in training and in evaluation; torch copies and frees nothing."""
+    model = sharded()
+    told: list[tuple[int, str]] = []
+    wholes = []
+    for index, unit in enumerate(_torch.sharded_modules(model)):
+        whole = [torch.from_numpy(np.arange(2 * buffer.numel(), dtype=np.float32)) for buffer in _torch.shard_buffers(unit)]  # not torch's
+        rows = iter([tensor.view(2, -1)[1] for tensor in whole])
+        _torch.replace_shard_buffers(unit, lambda buffer, rows=rows: next(rows))  # type: ignore[misc]
+        told_by = [lambda word=word, index=index: told.append((index, word)) for word in ("begin", "finish", "give back")]
+        _torch.gather_in_place(unit, whole, *told_by)  # type: ignore[arg-type]
+        wholes.append(whole)
+    gathered = [(0, "begin"), (0, "finish"), (1, "begin"), (1, "finish")]
+    x = torch.ones(1, 4)
+    output = model(x)
+    (root_weight, root_bias), (weight, bias) = wholes
+    block = x @ weight.view(4, 4)[:3].T + bias[:3]
+    assert torch.equal(output, block @ root_weight.view(4, 3).T + root_bias)
+    assert told == gathered
+    assert _torch.unsharded_parameter_bytes(model) == 0
+    output.sum().backward()
+    assert told == gathered, "an update comes after the reduction, which waits for everyone"
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    told.clear()
+    weight += 1
+    with torch.no_grad():
+        changed = model(x)
+    assert torch.equal(changed, (x @ weight.view(4, 4)[:3].T + bias[:3]) @ root_weight.view(4, 3).T + root_bias)
+    for unit in _torch.sharded_modules(model):
+        unit.reshard()
+        unit.reshard()
+    assert told == [*gathered, (0, "give back"), (1, "give back")]
+    told.clear()
+    for unit in _torch.sharded_modules(model):
+        unit.set_reshard_after_forward(True)
+    model(x)
+    assert (1, "give back") not in told, "a backward follows"
+    with torch.no_grad():
+        model(x)
+    assert told.count((1, "give back")) == 1

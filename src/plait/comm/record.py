@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from plait._torch import group_of, tree_leaves
+from plait._torch import process_group_of, tree_leaves
 
 _LIBRARY = torch.library.Library("plait", "FRAGMENT")
 _LIBRARY.define("collective(str kind, int full_bytes, ScalarType dtype, int ranks) -> ()")
@@ -80,7 +80,7 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
     if name not in _OPERATORS:
         raise NotImplementedError(f"{name} is a collective that the traffic counter does not know; add it to its table")
     kind, index = _OPERATORS[name]
-    ranks = group_of(args)
+    ranks = process_group_of(args).size()
     tensors = [leaf for leaf in tree_leaves(args[max(index, 0)]) if isinstance(leaf, torch.Tensor)]
     full = sum(t.numel() * t.element_size() for t in tensors) * (ranks if index == -1 else 1)
     # What a step agrees on: one or two scalars (weights, norms, losses) or flags. Gradients are larger, and never bytes.

@@ -36,6 +36,8 @@ class Transport:
     all_gather: AllGather | None = None
     """What `fully_shard` calls in place of its own; None keeps it."""
     reduce_scatter: ReduceScatter | None = None
+    host: Host | None = None
+    """The ranks that share memory."""
 
 
 def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wanted: TransportName = "prefer-shared-memory") -> Transport:
@@ -71,6 +73,7 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
         buckets=buckets,
         all_gather=SharedAllGather(host),
         reduce_scatter=SharedReduceScatter(host),
+        host=host,
     )
 
 

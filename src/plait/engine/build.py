@@ -38,6 +38,7 @@ from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
+from plait.parallel.held_once import hold_once
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.optimizer_states import refuse_cut_blocks
 from plait.parallel.order import apply_all
@@ -271,6 +272,7 @@ def _parallelize(
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
         materialise.allocate(model, mesh.device, host_units=parts.offloaded_units if parts.masters_on_host else ())
+    parts = hold_once(parts)
     tier = build_disk_tier(resolved, model, parts.offloaded_units)
     if template is not None:
         filled = tier.put_parameter_away if tier is not None else lambda _: None

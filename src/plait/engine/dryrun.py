@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from plait._torch import FakeTensorMode, finished_work, group_of, tree_leaves, tree_map
+from plait._torch import FakeTensorMode, finished_work, process_group_of, tree_leaves, tree_map
 from plait.cluster.mesh import Mesh
 from plait.engine.batch import Forward, default_forward
 from plait.engine.live import LiveStorages
@@ -199,7 +199,7 @@ class DryRun(LiveStorages):
     def _collective(self, func: Any, args: Any) -> Any:
         kind, whole, returns_tensors = _COLLECTIVES[func._opname]
         size = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[whole]) if isinstance(leaf, torch.Tensor))
-        ranks = group_of(args)
+        ranks = process_group_of(args).size()
         self.traffic[kind] += (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
         return (args[0], finished_work()) if returns_tensors else finished_work()
 

@@ -100,7 +100,9 @@ class DataParallel(Technique):
             return parts.with_(reducer=reducer, trial=summing.trial_of(reducer), communication=summing.said)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
         sharing = wiring.sharded(self, parts, mesh)
-        return parts.with_(compressors=sharing.compressors, trial=sharing.trial, communication=sharing.said)
+        return parts.with_(
+            compressors=sharing.compressors, trial=sharing.trial, communication=sharing.said, parameter_host=sharing.parameter_host
+        )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""

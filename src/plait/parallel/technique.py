@@ -22,6 +22,7 @@ from plait.policy import Policy
 
 if TYPE_CHECKING:
     from plait.comm.compress import QuantisedReduceScatter
+    from plait.comm.host import Host
     from plait.parallel.activations import BlockMode
     from plait.parallel.pipeline import PipelineParts
     from plait.parallel.reducer import Reducer
@@ -70,6 +71,8 @@ class Parts:
     """ZeRO stage that was applied."""
     compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
     """Compressed collectives of sharded units that may keep errors, by name."""
+    parameter_host: Host | None = None
+    """Ranks over `dp_shard` that see the same memory and can hold parameters once there."""
     waits: Waits = field(default_factory=Waits)
     """What this rank stood waiting in collectives."""
     trial: Trial | None = None

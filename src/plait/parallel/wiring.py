@@ -20,6 +20,7 @@ from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
 from plait.comm.compress import QuantisedReduceScatter
+from plait.comm.host import Host
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links, settle
 from plait.comm.transport import Transport, connect
@@ -172,6 +173,8 @@ class Sharing:
     """Units' compressed collectives that may keep errors; others after a trial took another way."""
     trial: Trial | None = None
     """The steps that decide whether gradients are compressed."""
+    parameter_host: Host | None = None
+    """Ranks that can hold parameters once, in the memory that they share."""
 
 
 def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
@@ -191,8 +194,12 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
     whole = partial(_reduce_whole, parts, way)
     whole()
     compression = technique.compression
+    # Held once is what they are computed with; on a disk, or in another dtype, they are not.
+    as_they_are = parts.compute_dtype is None and not parts.offloaded_units and not parts.always_shard
+    host = way.host if all_gather is not None and as_they_are and not compression.weight_bits else None
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
-    said = f"parameters are gathered {names[compression.weight_bits]}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
+    gathered = f"gathered {names[compression.weight_bits]}" if host is None else "held once in shared memory"
+    said = f"parameters are {gathered}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
     open_, words = _open_to_compression(technique, mesh, in_memory=way.name == "shared-memory")
     levels = mesh.levels("dp_shard") if compression.gradient_bits or open_ else None
     compressors = compression.install(parts.model, levels, parts.waits)
@@ -206,7 +213,7 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
 
     options = tuple(Option(to.name, to.code, partial(take, to)) for to in open_)
     trial = Trial(group, "reduce_scatter dp_shard", partial(take, None), options) if options else None
-    return Sharing(f"{said}{words}", compressors, trial)
+    return Sharing(f"{said}{words}", compressors, trial, host)
 
 
 def _reduce_whole(parts: Parts, way: Transport) -> None:

@@ -1,0 +1,62 @@
+"""Parameters of one sharded unit that the ranks of a machine hold once: each rank's shards are its rows of memory that all of them read.
+
+So gathering moves nothing. A rank says that its rows are written and waits until the others' are. Nobody changes rows that others still
+read: an update follows the reduction of a step's gradients, to which every rank gives its part after its last read; and what was gathered
+for a pass without gradients is given back together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from plait.comm.host import Host, Memory
+from plait.comm.record import record
+from plait.comm.waits import Waits
+
+_WRITTEN, _READ = 0, 1
+"""Indices of the words that say how many gatherings a rank has written its rows for, and has finished reading."""
+
+
+class HostParameters:
+    """A unit of `fully_shard` in shared memory. Every rank gathers it in the same order as the others, as with any collective."""
+
+    def __init__(self, host: Host, numels: Sequence[int], dtype: torch.dtype, *, waits: Waits) -> None:
+        """Collective over the host's group. `numels`: elements of every parameter's shard, padding included, alike on all ranks. Raises
+        Unavailable where there is no memory for it."""
+        size = dtype.itemsize
+        spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]
+        starts = [sum(spaces[:index]) for index in range(len(spaces))]
+        self._host, self._waits, self._dtype = host, waits, dtype
+        self._memory = Memory(host, words=2, data_bytes=sum(spaces))
+        self.wholes = [self._memory.tensor(start, host.ranks * numel, dtype) for start, numel in zip(starts, numels, strict=True)]
+        """[ranks x numel] of every parameter."""
+        self.rows = [self._memory.tensor(start + host.rank * n * size, n, dtype) for start, n in zip(starts, numels, strict=True)]
+        """[numel] of every parameter: this rank's."""
+        self._bytes = host.ranks * sum(numels) * size
+        self._round = 0
+
+    def begin(self) -> None:
+        """This rank's rows are written."""
+        self._round += 1
+        self._memory.write(_WRITTEN, self._round)
+        record("all_gather", full_bytes=self._bytes, dtype=self._dtype, ranks=self._host.ranks)
+
+    def finish(self) -> None:
+        """Return when everyone's rows are written."""
+        self._wait(_WRITTEN, "all-gather")
+
+    def give_back(self) -> None:
+        """This rank reads no more; return when nobody does."""
+        self._memory.write(_READ, self._round)
+        self._wait(_READ, "end of an evaluation")
+
+    def _wait(self, word: int, operation: str) -> None:
+        with self._waits.during(f"all_gather {self._host.label}"):
+            self._host.wait(partial(self._late, word), operation=operation)
+
+    def _late(self, word: int) -> list[int]:
+        # A rank may be ahead: it has seen this one's word already.
+        return [rank for rank in range(self._host.ranks) if self._memory.read(rank, word) < self._round]

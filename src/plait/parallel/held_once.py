@@ -1,0 +1,54 @@
+"""Parameters that the ranks of one machine hold once, in memory that all of them see (`comm.host_parameters`): a rank's shards are its part
+of them, and gathering them copies nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.distributed.fsdp import FSDPModule
+
+from plait._torch import gather_in_place, replace_shard_buffers, shard_buffers, sharded_modules
+from plait.comm.host import Host, Unavailable
+from plait.comm.host_parameters import HostParameters
+from plait.parallel.technique import Parts
+
+
+def hold_once(parts: Parts) -> Parts:
+    """Put every unit's shards where all ranks of `parts.parameter_host` see them; a unit that finds no memory, or mixes dtypes, is gathered
+    as before. Collective over `dp_shard`; before anyone keeps a rank's part of a parameter."""
+    if parts.parameter_host is None:
+        return parts
+    units = sharded_modules(parts.model)
+    gathered = [why for unit in units if (why := _hold(unit, parts.parameter_host, parts))]
+    if not gathered:
+        return parts
+    words = f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}"
+    return parts.with_(communication=f"{parts.communication}. {words}")
+
+
+def _hold(unit: FSDPModule, host: Host, parts: Parts) -> str:
+    """Why not, if not."""
+    shards = shard_buffers(unit)
+    if not shards:
+        return ""
+    dtypes = {shard.dtype for shard in shards}
+    if len(dtypes) > 1:
+        return "a unit has several dtypes"
+    try:
+        memory = HostParameters(host, [shard.numel() for shard in shards], dtypes.pop(), waits=parts.waits)
+    except Unavailable as unavailable:
+        return str(unavailable)
+    _settle(unit, memory)
+    gather_in_place(unit, memory.wholes, begin=partial(_begin, unit, memory), finish=memory.finish, give_back=memory.give_back)
+    return ""
+
+
+def _begin(unit: FSDPModule, memory: HostParameters) -> None:
+    if any(shard.data_ptr() != row.data_ptr() for shard, row in zip(shard_buffers(unit), memory.rows, strict=True)):
+        _settle(unit, memory)  # the user put other tensors in their place
+    memory.begin()
+
+
+def _settle(unit: FSDPModule, memory: HostParameters) -> None:
+    rows = iter(memory.rows)
+    replace_shard_buffers(unit, lambda shard: next(rows).copy_(shard))

@@ -1,0 +1,216 @@
+"""Parameters that all ranks of a machine hold once: the same bits as gathering them, whoever is late, and nobody reads what another
+changes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plait
+from plait._torch import unsharded_parameter_bytes
+from plait.comm import host as host_module
+from plait.comm.host import Host
+from plait.comm.host_parameters import HostParameters
+from plait.comm.waits import Waits
+from tests.parity import cases
+from tests.parity.test_data_parallel import settings
+from tests.parity.test_disk_optimizer import digest_of
+from tests.pool import Pool
+
+HELD = "parameters are held once in shared memory"
+IN_BACKWARD = {"optimizer_in_backward": True, "unused_parameters": False}
+
+
+def written(rank: int, ranks: int) -> None:
+    """Rows of several sizes, in turns of writing and reading. Runs in a worker."""
+    host = Host(dist.group.WORLD, label="the test")
+    memory = HostParameters(host, [5, 0, 1000], torch.float64, waits=Waits())
+    for step in range(50):
+        for index, row in enumerate(memory.rows):
+            row.fill_(100 * step + 10 * index + rank)
+        if rank == step % ranks:
+            time.sleep(0.001)
+        memory.begin()
+        memory.finish()
+        for index, whole in enumerate(memory.wholes):
+            expected = torch.tensor([100.0 * step + 10 * index + r for r in range(ranks)], dtype=torch.float64)
+            assert torch.equal(whole.view(ranks, -1), expected.view(-1, 1).expand(ranks, memory.rows[index].numel())), (step, index)
+        memory.give_back()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_one_writes_all_read(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, written)
+
+
+# ---- trainings ----------------------------------------------------------------------------------------------------------------------
+
+
+def late_in_backward(model: nn.Module, seconds: float) -> None:
+    """Stand still before every block's backward."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: time.sleep(seconds))
+
+    for block in model.get_submodule("model.layers").children():
+        block.register_forward_hook(hook)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory that other processes see, by the kernel's own list."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, _, end = line.split()[0].partition("-")
+        if "memfd:plait" in line and int(start, 16) <= tensor.data_ptr() < int(end, 16):
+            return True
+    return False
+
+
+def trained(
+    rank: int, world: int, config: dict[str, Any], late: int | None, moved: bool = False, free: int | None = None
+) -> dict[str, Any]:
+    """Three steps with an evaluation in between. Rank `late` is slow; `moved`: the user puts copies in the parameters' places; `free`: so
+    many bytes of memory are said to be left. Runs in a worker."""
+    with ExitStack() as stack:
+        if free is not None:
+            stack.enter_context(patch.object(host_module, "_free_bytes", lambda: free))
+        model = cases.build("llama", tied=True)
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        if rank == late:
+            late_in_backward(model, 0.005)
+        losses = []
+        accumulation = config["gradient_accumulation_steps"]
+        for step in cases.steps_for("llama", world * accumulation, steps=3):
+            mine = step[rank::world] if accumulation > 1 else [step[rank]]
+            losses.append(float(engine.train_batch(mine if accumulation > 1 else mine[0]).loss))
+            losses.append(engine.eval_batch(mine[0])[0])
+            if moved:
+                model._apply(lambda tensor: tensor.clone())
+    return {
+        "losses": losses,
+        "bits": digest_of(engine),
+        "said": engine.communication,
+        "shared": [is_shared(p.to_local()) for p in model.parameters()],  # type: ignore[operator]
+        "gathered": unsharded_parameter_bytes(model),
+    }
+
+
+def transported(config: dict[str, Any], transport: str) -> dict[str, Any]:
+    return {**config, "parallel": {**config["parallel"], "transport": transport}}
+
+
+@pytest.mark.parametrize("late", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "more"),
+    [
+        (1, 1, {}),
+        (1, 3, {}),
+        (2, 3, {}),
+        (3, 1, {}),
+        (3, 3, {"recompute": {"mode": "full"}}),
+        (2, 1, IN_BACKWARD),
+        (3, 1, IN_BACKWARD),
+    ],
+    ids=str,
+)
+def test_same_bits_as_gathered(pool: Pool, stage: int, accumulation: int, more: dict[str, Any], late: int | None) -> None:
+    """Of two ranks: a sum of two numbers has no order."""
+    config = settings(2, stage, 1, accumulation)
+    config["parallel"] |= more
+    if more is IN_BACKWARD:
+        config["gradient_clipping"] = 0
+    gathered = pool.run(2, trained, transported(config, "torch"), None)
+    held = pool.run(2, trained, transported(config, "shared-memory"), late)
+    for one, other in zip(gathered, held, strict=True):
+        assert (one["losses"], one["bits"]) == (other["losses"], other["bits"])
+        assert HELD in other["said"] and HELD not in one["said"]
+        assert all(other["shared"]) and not any(one["shared"])
+        assert other["gathered"] == 0
+
+
+def test_parameters_that_the_user_replaced_come_back(pool: Pool) -> None:
+    config = transported(settings(2, 2, 1, 1), "shared-memory")
+    kept, moved = (pool.run(2, trained, config, None, moved)[0] for moved in (False, True))
+    assert (kept["losses"], kept["bits"]) == (moved["losses"], moved["bits"])
+    assert not any(moved["shared"]), "the last thing that happened was a replacement"
+
+
+def test_short_of_memory_a_unit_is_gathered(pool: Pool) -> None:
+    config = settings(2, 3, 1, 1)
+    whole = pool.run(2, trained, transported(config, "torch"), None)[0]
+    short = pool.run(2, trained, transported(config, "auto"), None, False, 100_000)[0]
+    assert (whole["losses"], whole["bits"]) == (short["losses"], short["bits"])
+    assert "units are gathered all the same: rank 0: " in short["said"]
+    assert "to share, and" in short["said"]
+    assert any(short["shared"]) and not all(short["shared"])
+
+
+def said(rank: int, world: int, config: dict[str, Any]) -> tuple[str, bool]:
+    """Runs in a worker."""
+    model = cases.build("llama", tied=False, dtype=torch.float32)
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    engine.train_batch(cases.steps_for("llama", world, steps=1)[0][rank])
+    return engine.communication, any(is_shared(p.to_local()) for p in model.parameters())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (2, {"bf16": {"enabled": True}}),
+        (2, {"parallel": {"compress_weights": "int8"}}),
+        (3, {"parallel": {"second_copy": 2}}),
+        (2, {"parallel": {"transport": "torch"}}),
+        (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"}}}),
+    ],
+    ids=["cast", "compressed", "second copy", "torch", "on disk"],
+)
+def test_what_is_computed_with_must_be_the_shards_themselves(pool: Pool, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    world = 4 if "second_copy" in more.get("parallel", {}) else 2
+    config = settings(world, stage, 1, 1)
+    parallel = config["parallel"] | more.get("parallel", {})
+    config |= {**more, "parallel": parallel}
+    if "nvme_path" in str(more):
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path)
+    words, shared = pool.run(world, said, config)[0]
+    assert HELD not in words and not shared
+
+
+# ---- an evaluation, after which a rank changes what it holds --------------------------------------------------------------------------
+
+
+def changed_after_evaluation(rank: int, world: int, config: dict[str, Any], waits: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits, those of an evaluation after which rank 0 set its shards to zero while rank 1 was still computing). Runs in a worker."""
+    with ExitStack() as stack:
+        if not waits:
+            stack.enter_context(patch.object(HostParameters, "give_back", lambda self: None))
+        model = cases.build("llama", tied=False)
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        batch = cases.steps_for("llama", 1, steps=1)[0][0]
+        first = engine.predict(batch).logits.clone()
+        if rank == 1:
+            for block in model.get_submodule("model.layers").children():
+                block.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+        second = engine.predict(batch).logits.clone()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().zero_()  # type: ignore[operator]
+        dist.barrier()
+    return first, second
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "a planted defect"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nobody_changes_what_another_still_reads(pool: Pool, stage: int, waits: bool) -> None:
+    config = transported(settings(2, stage, 1, 1), "shared-memory")
+    results = pool.run(2, changed_after_evaluation, config, waits)
+    assert torch.equal(*results[0])
+    assert torch.equal(*results[1]) == waits
