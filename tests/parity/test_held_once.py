@@ -108,7 +108,7 @@ def transported(config: dict[str, Any], transport: str) -> dict[str, Any]:
     return {**config, "parallel": {**config["parallel"], "transport": transport}}
 
 
-@pytest.mark.parametrize("late", [None, 0, 1])
+@pytest.mark.parametrize("late", [pytest.param(None, marks=pytest.mark.proof), 0, 1])
 @pytest.mark.parametrize(
     ("stage", "accumulation", "more"),
     [
