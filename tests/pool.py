@@ -96,7 +96,9 @@ class _Crew:
                 try:
                     ok, value = connection.recv()  # type: ignore[union-attr]
                 except EOFError as error:
-                    raise WorkerFailed(f"rank {rank} of {self.world_size} died") from error
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    raise WorkerFailed(f"rank {rank} of {self.world_size} died (exit code {code}; a signal is negative)") from error
                 if not ok:
                     raise WorkerFailed(f"rank {rank} of {self.world_size}:\n{value}")
                 results[rank] = value
