@@ -198,7 +198,7 @@ def changed_after_evaluation(rank: int, world: int, config: dict[str, Any], wait
         first = engine.predict(batch).logits.clone()
         if rank == 1:
             for block in model.get_submodule("model.layers").children():
-                block.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+                block.register_forward_pre_hook(lambda *_: time.sleep(0.3))
         second = engine.predict(batch).logits.clone()
         with torch.no_grad():
             for parameter in model.parameters():
