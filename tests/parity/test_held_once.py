@@ -88,10 +88,9 @@ def trained(
         if rank == late:
             late_in_backward(model, 0.005)
         losses = []
-        accumulation = config["gradient_accumulation_steps"]
-        for step in cases.steps_for("llama", world * accumulation, steps=3):
-            mine = step[rank::world] if accumulation > 1 else [step[rank]]
-            losses.append(float(engine.train_batch(mine if accumulation > 1 else mine[0]).loss))
+        for step in cases.steps_for("llama", world * config["gradient_accumulation_steps"], steps=3):
+            mine = step[rank::world]
+            losses.append(float(engine.train_batch(mine).loss))
             losses.append(engine.eval_batch(mine[0])[0])
             if moved:
                 model._apply(lambda tensor: tensor.clone())

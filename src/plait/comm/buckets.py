@@ -161,5 +161,4 @@ class SharedBuckets:
 
     def _late(self, index: int, word: int) -> list[int]:
         """Ranks that have not started (word 0) or not summed (word 1) this call of a buffer."""
-        memory, call = self._memory, self._calls[index]
-        return [rank for rank in range(self._host.ranks) if memory.read(rank, 2 * index + word) < call]
+        return self._memory.behind(2 * index + word, self._calls[index])

@@ -123,6 +123,7 @@ class Memory:
 
     def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:
         """Collective over the host's group, with equal arguments. Raises Unavailable."""
+        self._ranks = host.ranks
         self._row = math.ceil(words / 16) * 16  # whole pairs of cache lines, so that ranks do not disturb each other
         start = _pages(_NONCE_BYTES)
         self._data_start = start + _pages(host.ranks * self._row * 8)
@@ -148,6 +149,10 @@ class Memory:
     def write(self, index: int, value: int) -> None:
         """Set this rank's word."""
         self.words[self._mine + index] = value
+
+    def behind(self, index: int, count: int) -> list[int]:
+        """Ranks whose word, which only grows, has not reached `count`."""
+        return [rank for rank in range(self._ranks) if self.read(rank, index) < count]
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype, on_release: Callable[[], None] | None = None) -> torch.Tensor:
         """[numel] elements from byte `offset`. `on_release` is called when no tensor refers to them any more."""

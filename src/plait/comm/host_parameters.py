@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -28,9 +29,9 @@ class HostParameters:
         Unavailable where there is no memory for it."""
         size = dtype.itemsize
         spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]
-        starts = [sum(spaces[:index]) for index in range(len(spaces))]
+        *starts, total = accumulate(spaces, initial=0)
         self._host, self._waits, self._dtype = host, waits, dtype
-        self._memory = Memory(host, words=2, data_bytes=sum(spaces))
+        self._memory = Memory(host, words=2, data_bytes=total)
         self.wholes = [self._memory.tensor(start, host.ranks * numel, dtype) for start, numel in zip(starts, numels, strict=True)]
         """[ranks x numel] of every parameter."""
         self.rows = [self._memory.tensor(start + host.rank * n * size, n, dtype) for start, n in zip(starts, numels, strict=True)]
@@ -55,8 +56,4 @@ class HostParameters:
 
     def _wait(self, word: int, operation: str) -> None:
         with self._waits.during(f"all_gather {self._host.label}"):
-            self._host.wait(partial(self._late, word), operation=operation)
-
-    def _late(self, word: int) -> list[int]:
-        # A rank may be ahead: it has seen this one's word already.
-        return [rank for rank in range(self._host.ranks) if self._memory.read(rank, word) < self._round]
+            self._host.wait(partial(self._memory.behind, word, self._round), operation=operation)

@@ -123,13 +123,10 @@ class SharedReduceScatter(HostSlots, ReduceScatter):
         if not free:
             return None
         slot = min(free, key=lambda slot: self._used[slot])
-        self._host.wait(partial(self._reading, self._used[slot]), operation="reduce-scatter")
-        return slot
-
-    def _reading(self, call: int) -> list[int]:
         memory = self._memory
         assert memory is not None
-        return [rank for rank in range(self._host.ranks) if memory.read(rank, _READ) < call]
+        self._host.wait(partial(memory.behind, _READ, self._used[slot]), operation="reduce-scatter")
+        return slot
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         self._leased[slot] = True

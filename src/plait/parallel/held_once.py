@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch import gather_in_place, replace_shard_buffers, shard_buffers, sharded_modules
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_parameters import HostParameters
+from plait.comm.waits import Waits
 from plait.parallel.technique import Parts
 
 
@@ -19,14 +20,14 @@ def hold_once(parts: Parts) -> Parts:
     if parts.parameter_host is None:
         return parts
     units = sharded_modules(parts.model)
-    gathered = [why for unit in units if (why := _hold(unit, parts.parameter_host, parts))]
+    gathered = [why for unit in units if (why := _hold(unit, parts.parameter_host, parts.waits))]
     if not gathered:
         return parts
     words = f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}"
     return parts.with_(communication=f"{parts.communication}. {words}")
 
 
-def _hold(unit: FSDPModule, host: Host, parts: Parts) -> str:
+def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:
     """Why not, if not."""
     shards = shard_buffers(unit)
     if not shards:
@@ -35,7 +36,7 @@ def _hold(unit: FSDPModule, host: Host, parts: Parts) -> str:
     if len(dtypes) > 1:
         return "a unit has several dtypes"
     try:
-        memory = HostParameters(host, [shard.numel() for shard in shards], dtypes.pop(), waits=parts.waits)
+        memory = HostParameters(host, [shard.numel() for shard in shards], dtypes.pop(), waits=waits)
     except Unavailable as unavailable:
         return str(unavailable)
     _settle(unit, memory)

@@ -89,10 +89,11 @@ class Trial:
             self._taken[self._trying.pop(0).name] = taken
         else:
             self._again = taken
+            self._taken[_WHOLE] = min(taken, self._taken[_WHOLE])
         if self._trying:
             self._go_by(self._trying[0])
             return ""
-        if self._again is None and self._best() != _WHOLE:
+        if self._again is None and best_of(self._taken) != _WHOLE:
             self._go_by(None)
             return ""
         return self._decide()
@@ -110,12 +111,8 @@ class Trial:
         self._trying = list(self.options) if waited > SHARE * taken else []
         self._said = f"a step takes {taken * 1e3:.3g} ms and waits {waited * 1e3:.3g} ms of them for gradients"
 
-    def _best(self) -> str:
-        whole = self._taken[_WHOLE] if self._again is None else min(self._again, self._taken[_WHOLE])
-        return best_of(self._taken | {_WHOLE: whole})
-
     def _decide(self) -> str:
-        name = self._best()
+        name = best_of(self._taken)
         code = next((option.code for option in self.options if option.name == name), 0)
         self.conclude(code)
         times = {way: seconds for way, seconds in self._taken.items() if way != _WHOLE}
