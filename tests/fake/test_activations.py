@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,10 +21,10 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.memory import measure_activations
 from plait.verify.traffic import count_traffic
+from tests.fake.worlds import FakeWorld
 from tests.parity import cases
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.tensor_parallel import settings
 
-FakeWorld = Callable[..., None]
 SAMPLES, LENGTH = 2, 8
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import plait
-from plait.config.resolve import Resolved, load, resolve
-from plait.engine.engine import Engine
-from plait.model.blocks import find_blocks
-from plait.model.facts import ModelFacts, model_facts
+from plait.model.facts import model_facts
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.precision import Precision
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
+from tests.fake.worlds import FakeWorld, batch, build, predicted
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
+from tests.parity.data_parallel import settings
 
-FakeWorld = Callable[..., None]
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16 on the wire": {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
     "fp32, bf16 on the wire": {"communication_data_type": "bf16"},
 }
-
-
-def build(kind: str, config: dict[str, Any], world: int) -> tuple[Engine, Resolved, ModelFacts]:
-    """An engine of one rank of the fake world, in float32."""
-    model = cases.build(kind, tied=kind == "llama", dtype=torch.float32)
-    facts = model_facts(model, find_blocks(model))
-    resolved = resolve(load(config), world_size=world)
-    return plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss), resolved, facts
-
-
-def batch(accumulation: int, *, samples: int = 2, length: int = 8) -> dict[str, torch.Tensor]:
-    """One rank's step."""
-    ids = torch.arange(samples * accumulation * length).view(-1, length) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids}
-
-
-def predicted(resolved: Resolved, facts: ModelFacts, rank: int) -> Ledger:
-    """What the techniques' `account` says."""
-    layout = resolved.layout
-    start = Ledger.start(
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        accumulation=resolved.batch.accumulation,
-        shard_rank=rank % layout.dp_shard,
-    )
-    return account_all((resolved.compile, resolved.precision, resolved.data_parallel), start, facts)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -10,8 +10,8 @@ import torch
 from plait.comm.compress import POWERSGD_START
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
-from tests.fake.test_bytes import FakeWorld, batch, build, predicted
-from tests.parity.test_data_parallel import settings
+from tests.fake.worlds import FakeWorld, batch, build, predicted
+from tests.parity.data_parallel import settings
 
 SHARDED: dict[str, dict[str, Any]] = {
     "int8 gradients": {"compress_gradients": "int8"},

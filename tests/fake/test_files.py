@@ -16,10 +16,10 @@ from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
-from tests.fake import test_pipeline_bytes as pipeline
+from tests.fake import pipelines as pipeline
 from tests.parity import cases
-from tests.parity.test_pipeline import settings as pipeline_settings
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.pipelines import settings as pipeline_settings
+from tests.parity.tensor_parallel import settings
 
 
 def bytes_in_files(engine: plait.Engine, batch: dict[str, torch.Tensor], *, kinds: set[str], whole: bool = True) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +9,15 @@ import pytest
 import torch
 
 from plait._torch import delivered_at_once
-from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.batch import default_forward
-from plait.engine.dryrun import token_batch
-from plait.engine.loss import causal_lm_loss
-from plait.engine.stage_dryrun import rank_activations
 from plait.errors import ConfigError
-from plait.model.blocks import find_blocks
-from plait.parallel.in_flight import RankActivations
 from plait.units import GIB
 from plait.verify.memory import measure_in_flight
-from tests.fake import test_pipeline_bytes
+from tests.fake import pipelines
+from tests.fake.activations import LAYERS, LENGTH, foretold
+from tests.fake.worlds import FakeWorld
 from tests.parity import cases
-from tests.parity.test_pipeline import SCHEDULES, settings
-
-FakeWorld = Callable[..., None]
-LENGTH, LAYERS = 16, 4
-
-
-def foretold(config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32) -> tuple[RankActivations, ...]:
-    """Of every rank of the pipeline."""
-    resolved = resolve(load(config), world_size=world)
-    model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
-    pipeline = resolved.pipeline_of(model, find_blocks(model))
-    assert pipeline is not None
-    return rank_activations(
-        model,
-        pipeline=pipeline,
-        mesh=build_mesh(resolved.layout),
-        batch=token_batch(2, LENGTH),
-        tensor_parallel=resolved.tensor_parallel,
-        recompute=resolved.recompute,
-        offloads=resolved.activation_offload.blocks,
-        compute_dtype=None,
-        loss_fn=causal_lm_loss,
-        forward=default_forward,
-    )
+from tests.parity.pipelines import SCHEDULES, settings
 
 
 def data() -> dict[str, torch.Tensor]:
@@ -61,16 +32,14 @@ def with_budget(config: dict[str, Any], budget: int) -> dict[str, Any]:
     return {**config, "parallel": {**config["parallel"], "recompute": section}}
 
 
-def check(start: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: int, config: dict[str, Any], share: float) -> None:
+def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share: float) -> None:
     """With a budget of `share` between the least and what is held without recompute, on this rank."""
-    monkeypatch.setattr(test_pipeline_bytes, "LENGTH", LENGTH)
-    monkeypatch.setattr(test_pipeline_bytes, "LAYERS", LAYERS)
     start(world, rank)
     ranks = foretold(config, world)
     at = ranks[resolve(load(config), world_size=world).layout.coordinates(rank)["pp"]]
     least, plain = at.least()[0], at.most(("none",) * at.blocks)
     budget = round(least + share * (plain - least))
-    engine, *_ = test_pipeline_bytes.build(with_budget(config, max(budget, *(one.least()[0] for one in ranks))), world)
+    engine, *_ = pipelines.build(with_budget(config, max(budget, *(one.least()[0] for one in ranks))), world, layers=LAYERS, length=LENGTH)
     chosen = engine.parts.block_modes
     assert at.most(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
@@ -89,9 +58,9 @@ def check(start: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: i
         for rank in (0, 1)
     ],
 )
-def test_every_schedule(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, schedule: str, rank: int) -> None:
+def test_every_schedule(fake_world: FakeWorld, schedule: str, rank: int) -> None:
     """Several stages on a rank, in a row and in a V; backwards in halves."""
-    check(fake_world, monkeypatch, 2, rank, settings(0, 4, schedule, pp=2), 0.6 if rank else 0.3)
+    check(fake_world, 2, rank, settings(0, 4, schedule, pp=2), 0.6 if rank else 0.3)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +72,8 @@ def test_every_schedule(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, 
     ],
     ids=["tp", "sp", "pp 4"],
 )
-def test_with_other_axes(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: int, config: dict[str, Any]) -> None:
-    check(fake_world, monkeypatch, world, rank, config, 0.4)
+def test_with_other_axes(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
+    check(fake_world, world, rank, config, 0.4)
 
 
 def test_a_rank_with_more_in_flight_recomputes_more(fake_world: FakeWorld) -> None:
@@ -118,21 +87,20 @@ def test_a_rank_with_more_in_flight_recomputes_more(fake_world: FakeWorld) -> No
     assert ranks[0].most(ranks[0].solve(budget) or ()) <= budget < ranks[0].most(("none",))
 
 
-def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_is_refused_on_every_rank(fake_world: FakeWorld) -> None:
     """With the numbers of the ranks that cannot, also where this one could."""
-    monkeypatch.setattr(test_pipeline_bytes, "LAYERS", LAYERS)
     fake_world(2, 0)
     config = settings(0, 4, "1f1b", pp=2)
     first, last = (rank.least()[0] for rank in foretold(config, 2))
     assert first < last, "the head and its loss"
     with pytest.raises(ConfigError, match="rank 1 of the pipeline .* at least .2 full.*1 micro-batches are in flight there with 1f1b"):
-        test_pipeline_bytes.build(with_budget(config, first), 2)
+        pipelines.build(with_budget(config, first), 2, layers=LAYERS)
     with pytest.raises(ConfigError, match=f"rank 0 of the pipeline .*use {last / GIB:.4g} or more"):
-        test_pipeline_bytes.build(with_budget(config, first - 1), 2)
+        pipelines.build(with_budget(config, first - 1), 2, layers=LAYERS)
 
 
 @pytest.mark.parametrize(("schedule", "rank"), [pytest.param("interleaved-1f1b", 1, marks=pytest.mark.proof), ("zbv", 1)])
-def test_with_a_store(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schedule: str, rank: int) -> None:
+def test_with_a_store(fake_world: FakeWorld, tmp_path: Path, schedule: str, rank: int) -> None:
     """Half of the blocks put what they save into files; the budget is solved for the others and for what stays of those."""
     offload = {"fraction": 0.5, "device": "disk", "path": str(tmp_path)}
-    check(fake_world, monkeypatch, 2, rank, settings(0, 4, schedule, pp=2, activation_offload=offload), 0.4)
+    check(fake_world, 2, rank, settings(0, 4, schedule, pp=2, activation_offload=offload), 0.4)

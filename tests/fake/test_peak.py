@@ -2,72 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-import plait
 from plait._torch import delivered_at_once
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.forecast import Forecast, foretell, foretell_on, why_not_foretold
+from plait.engine.forecast import foretell, foretell_on, why_not_foretold
 from plait.engine.rehearsal import rehearse
 from plait.errors import InputError
-from plait.parallel.moments import PEAK_KINDS
-from plait.verify.memory import MeasuredPeak, measure_peak
-from tests.fake import test_pipeline_bytes
+from plait.verify.memory import measure_peak
+from tests.fake import pipelines
+from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, data, foretold_and_measured, settings
+from tests.fake.worlds import FakeWorld
 from tests.parity import cases
-from tests.parity.test_pipeline import LAYERS, named
-from tests.parity.test_pipeline import settings as pipeline_settings
-
-FakeWorld = Callable[..., None]
-SAMPLES, LENGTH = 2, 32
-TOLERANCE = 0.02
-
-
-def settings(*, stage: int, tp: int = 1, accumulation: int = 1, bf16: bool = False, recompute: str = "none", **more: Any) -> dict[str, Any]:
-    """Two data-parallel ranks."""
-    parallel = {"tp": tp, "dp_replicate": 1 if stage else 2, "dp_shard": 2 if stage else 1, "recompute": {"mode": recompute}}
-    return {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
-        "optimizer": cases.OPTIMIZER,
-        "bf16": {"enabled": bf16},
-        **more,
-        "parallel": {**parallel, **more.get("parallel", {})},
-    }
-
-
-def data(accumulation: int) -> dict[str, torch.Tensor]:
-    """One rank's step."""
-    ids = torch.arange(SAMPLES * accumulation * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def foretold_and_measured(start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False) -> tuple[Forecast, MeasuredPeak]:
-    """On rank 0."""
-    degrees = config["parallel"]
-    world = degrees["tp"] * degrees["dp_replicate"] * degrees["dp_shard"]
-    start(world)
-    resolved = resolve(load(config), world_size=world)
-    model = cases.build(kind, tied=tied, dtype=torch.float32)
-    forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
-    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    return forecast, measure_peak(engine, data(config["gradient_accumulation_steps"]))
-
-
-def check(forecast: Forecast, measured: MeasuredPeak) -> None:
-    """Within the tolerance of both measures, and the sum of its kinds."""
-    peak = forecast.peak
-    assert peak.peak_bytes == pytest.approx(measured.torch_bytes, rel=TOLERANCE), peak
-    assert measured.own_bytes == pytest.approx(measured.torch_bytes, rel=0.005)
-    assert sum(peak.kinds.values()) == peak.peak_bytes == max(peak.phases.values())
-    assert set(peak.kinds) == set(PEAK_KINDS)
-
+from tests.parity.pipelines import LAYERS, named
+from tests.parity.pipelines import settings as pipeline_settings
 
 COVER = [
     # kind, ZeRO stage, tp, accumulation, bf16, recompute
@@ -159,14 +111,13 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("world", "rank", "config"), PIPELINES, ids=[f"rank{rank}-{named(config)}" for _, rank, config in PIPELINES])
-def test_pipelines(fake_world: FakeWorld, monkeypatch: pytest.MonkeyPatch, world: int, rank: int, config: dict[str, Any]) -> None:
+def test_pipelines(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
     """Micro-batches in flight, several stages on a rank, backwards in halves."""
-    monkeypatch.setattr(test_pipeline_bytes, "LENGTH", LENGTH)
     fake_world(world, rank)
     resolved = resolve(load(config), world_size=world)
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
     forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
-    engine, *_ = test_pipeline_bytes.build(config, world)
+    engine, *_ = pipelines.build(config, world, length=LENGTH)
     with delivered_at_once():
         check(forecast, measure_peak(engine, data(config["gradient_accumulation_steps"])))
 

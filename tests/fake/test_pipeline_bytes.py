@@ -2,68 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-import plait
 from plait._torch import unsharded_gradient_bytes, unsharded_parameter_bytes
-from plait.config.resolve import Resolved, load, resolve
-from plait.engine.engine import Engine
-from plait.engine.rehearsal import foretell_messages
-from plait.model.blocks import find_blocks
-from plait.model.facts import ModelFacts, model_facts
-from plait.model.plans import make_plan
-from plait.parallel.ledger import Ledger
-from plait.parallel.order import account_all
-from plait.parallel.pipeline import PipelineParts
-from plait.parallel.pipeline_account import Held, facts_of_rank, held_after, stage_counts
+from plait.parallel.pipeline_account import Held, held_after
 from plait.parallel.schedule import Action
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
-from tests.parity import cases
-from tests.parity.test_pipeline import LAYERS, SCHEDULES, named, settings
+from tests.fake.pipelines import batch, build, predicted
+from tests.fake.worlds import FakeWorld
+from tests.parity.pipelines import SCHEDULES, named, settings
 
-FakeWorld = Callable[..., None]
-HIDDEN = 32
-LENGTH = 8
 BF16 = {"enabled": True, "check_grad_overflow": False}
 """What a fake group receives is whatever the memory held, so nothing may depend on the values."""
-
-
-def build(config: dict[str, Any], world: int) -> tuple[Engine, Resolved, ModelFacts, PipelineParts]:
-    """An engine of one rank of the fake world, in float32; embeddings are tied."""
-    model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
-    resolved = resolve(load(config), world_size=world)
-    blocks, tp = find_blocks(model), resolved.layout.tp
-    facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
-    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    assert engine.parts.pipeline is not None and engine._pipeline is not None
-    foretell_messages(engine.model, engine.parts, engine._pipeline, batch(1))
-    return engine, resolved, facts, engine.parts.pipeline
-
-
-def batch(accumulation: int) -> dict[str, torch.Tensor]:
-    """One rank's step."""
-    ids = torch.arange(2 * accumulation * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
-    return {"input_ids": ids, "labels": ids}
-
-
-def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelineParts, rank: int) -> Ledger:
-    """What the techniques' `account` says of a rank."""
-    layout = resolved.layout
-    at = layout.coordinates(rank)
-    ledger = Ledger.of_rank(layout, at, accumulation=resolved.batch.accumulation, tokens=2 * LENGTH)
-    itemsize = 2 if resolved.precision.compute else 4
-    part = layout.tp if resolved.tensor_parallel.sequence_parallel else 1
-    counts = stage_counts(
-        pipeline.schedule, at["pp"], cut=pipeline.cut, facts=facts, boundary_bytes=2 * LENGTH * HIDDEN * itemsize // part, ledger=ledger
-    )
-    own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
-    techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.compile, resolved.precision, resolved.data_parallel)
-    return account_all(techniques, ledger.with_(stage=counts), own)
 
 
 CASES = [

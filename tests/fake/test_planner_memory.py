@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +19,9 @@ from plait.planner.job import Layouts
 from plait.planner.models import Model, from_config
 from plait.planner.own import kept_bytes
 from plait.planner.search import Request, job_of
+from tests.fake.worlds import FakeWorld
 
 transformers = pytest.importorskip("transformers")
-FakeWorld = Callable[..., None]
 SAMPLES, LENGTH = 2, 320  # no size of the model, so that bytes of one are not taken for the other's
 SHAPES = {kind: {name: value for name, value in MODELS[kind].items() if name != "model_type"} for kind in ("llama", "qwen3", "gpt2")}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,12 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline_account import facts_of_rank
 from plait.verify.memory import measure_step
-from tests.fake import test_peak as peak
+from tests.fake import peaks as peak
+from tests.fake.worlds import FakeWorld
 from tests.parity import cases
-from tests.parity.test_small_states import optimizer
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.optimizers import optimizer
+from tests.parity.tensor_parallel import settings
 
-FakeWorld = Callable[..., None]
 FORMS = ["bf16", "int8", "float8"]
 
 

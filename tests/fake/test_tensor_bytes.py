@@ -3,7 +3,6 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
+from tests.fake.worlds import FakeWorld
 from tests.parity import cases
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.tensor_parallel import settings
 
-FakeWorld = Callable[..., None]
 SAMPLES, LENGTH = 2, 8
 
 

@@ -14,7 +14,7 @@ from plait.parallel import materialise, styles, tensor
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report
 from plait.verify.run import judge, run_layout
-from tests.integration.test_verify import FILE, LLAMA
+from tests.integration.verified import FILE, LLAMA
 from tests.pool import Pool
 
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 64, "tie_word_embeddings": True}

@@ -12,10 +12,10 @@ from plait.engine.dryrun import activation_facts, token_batch
 from plait.verify.memory import measure_activations
 from plait.verify.parity import engine_trace
 from tests.parity import cases
-from tests.parity.test_pipeline import SCHEDULES, named
-from tests.parity.test_pipeline import settings as pipeline_settings
-from tests.parity.test_recompute import build, digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.digests import build, digest
+from tests.parity.pipelines import SCHEDULES, named
+from tests.parity.pipelines import settings as pipeline_settings
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 

@@ -15,7 +15,7 @@ from plait.cluster.mesh import Levels, split_by_node
 from plait.comm.algorithms import Name, advance, launch, run, sum_over, wire_bytes
 from plait.verify.parity import Trace, compare, worst
 from plait.verify.traffic import count_traffic
-from tests.parity.test_data_parallel import reference, settings, train
+from tests.parity.data_parallel import reference, settings, train
 from tests.pool import Pool, WorkerFailed
 
 NAMES: tuple[Name, ...] = get_args(Name)

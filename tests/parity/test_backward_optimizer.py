@@ -14,9 +14,8 @@ from plait.config.resolve import load, resolve
 from plait.errors import ConfigError, InputError, ModelError
 from plait.verify.parity import engine_trace, whole
 from tests.parity import cases
-from tests.parity.test_disk_optimizer import digest_of
-from tests.parity.test_recompute import digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.digests import digest, digest_of
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 

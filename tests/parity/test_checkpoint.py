@@ -11,7 +11,7 @@ import torch
 import plait
 from plait.verify.parity import whole
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
+from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
 GLOBAL = 12

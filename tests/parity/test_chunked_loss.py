@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.test_tensor_parallel import check, settings
+from tests.parity.tensor_parallel import check, settings
 from tests.pool import Pool
 
 

@@ -10,7 +10,7 @@ import pytest
 import plait
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
-from tests.parity.test_data_parallel import reference, settings
+from tests.parity.data_parallel import reference, settings
 from tests.pool import Pool
 
 

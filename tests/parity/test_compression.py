@@ -21,8 +21,8 @@ from plait.comm.quantise import Bits, Packing, Segment
 from plait.verify.parity import Trace, engine_trace, whole
 from plait.verify.traffic import count_traffic
 from tests.parity import cases
-from tests.parity import test_pipeline as pipeline
-from tests.parity.test_data_parallel import settings
+from tests.parity import pipelines as pipeline
+from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
 CPU = torch.device("cpu")

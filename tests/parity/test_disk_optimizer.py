@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,14 @@ import pytest
 import torch
 
 import plait
+from plait._torch import local_tensor
 from plait.verify.parity import engine_trace
 from tests.parity import cases
-from tests.parity import test_pipeline as pipeline
-from tests.parity.test_recompute import build, digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity import pipelines as pipeline
+from tests.parity.digests import build, digest, digest_of
+from tests.parity.optimizers import OPTIMIZERS, two_parts
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
-    "SGD": {"lr": 1e-2, "momentum": 0.9},
-    "Adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1},
-    "Muon": {"lr": 1e-2},
-}
 
 
 def digests(rank: int, world: int, kind: str, config: dict[str, Any], folder: str, dtype: torch.dtype) -> list[str]:
@@ -44,27 +38,9 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], folder: st
         found.append(inspected + digest_of(engine))
         if tier is not None:
             states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
-            assert states and all(tier.arena.holds(_local(value)) for value in states)
+            assert states and all(tier.arena.holds(local_tensor(value)) for value in states)
             assert not list(Path(folder).iterdir())
     return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    from plait._torch import local_tensor
-
-    return local_tensor(tensor.detach())
-
-
-def digest_of(engine: plait.Engine) -> str:
-    """Parameters and states of this rank."""
-    import hashlib
-
-    seen = hashlib.blake2b()
-    for parameter in engine.model.parameters():
-        for value in (parameter, *(engine.optimizer.state.get(parameter, {}).values())):
-            if isinstance(value, torch.Tensor):
-                seen.update(_local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -101,8 +77,8 @@ def shares(rank: int, world: int, config: dict[str, Any], folder: str, dtype: to
         filed = [
             name
             for name, parameter in engine.model.named_parameters()
-            for values in [[v for v in engine.optimizer.state[parameter].values() if v.ndim and _local(v).numel()]]
-            if tier is not None and values and all(tier.arena.holds(_local(value)) for value in values)
+            for values in [[v for v in engine.optimizer.state[parameter].values() if v.ndim and local_tensor(v).numel()]]
+            if tier is not None and values and all(tier.arena.holds(local_tensor(value)) for value in values)
         ]
         found.append((seen + digest_of(engine), filed))
     return found
@@ -128,21 +104,6 @@ def test_a_share_in_files(pool: Pool, tmp_path: Path, world: int, tp: int, stage
     assert all([names for _, names in found] == [names for _, names in ranks[0]] for found in ranks)
 
 
-def two_parts(world: int, config: dict[str, Any], zeros: Sequence[dict[str, Any]], checkpoints: str) -> Iterator[plait.Engine]:
-    """Three steps and a checkpoint, then a new engine and three more; each of the two with its `zero_optimization`: the engine after each.
-    Runs in a worker."""
-    for part, zero in enumerate(zeros):
-        model = cases.build("llama", tied=True, dtype=torch.float32)
-        engine = plait.initialize(model, {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
-        if part:
-            assert engine.load_checkpoint(checkpoints) is not None
-        for step in cases.ragged_steps(world, steps=3):
-            engine.train_batch([step[engine.dp_rank]])
-        if not part:
-            engine.save_checkpoint(checkpoints)
-        yield engine
-
-
 def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: list[bool]) -> str:
     """Each of the two parts of `two_parts` in files or not. Runs in a worker."""
     section = {"device": "nvme", "nvme_path": f"{folder}/files", "buffer_size": 5000}
@@ -150,7 +111,7 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: li
     for in_files, engine in zip(disk, two_parts(world, config, zeros, f"{folder}/checkpoints-{disk}"), strict=True):
         if in_files:
             states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
-            assert states and all(engine.parts.disk_tier.arena.holds(_local(value)) for value in states)
+            assert states and all(engine.parts.disk_tier.arena.holds(local_tensor(value)) for value in states)
     return digest_of(engine)
 
 

@@ -21,8 +21,8 @@ from plait.comm.host import Host
 from plait.comm.host_parameters import HostParameters
 from plait.comm.waits import Waits
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
-from tests.parity.test_disk_optimizer import digest_of
+from tests.parity.data_parallel import settings
+from tests.parity.digests import digest_of
 from tests.pool import Pool
 
 HELD = "parameters are held once in shared memory"

@@ -15,9 +15,9 @@ from plait.errors import ConfigError
 from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
-from tests.parity import test_pipeline as pipeline
-from tests.parity.test_recompute import build, digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity import pipelines as pipeline
+from tests.parity.digests import build, digest
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 

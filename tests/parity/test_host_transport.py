@@ -24,7 +24,7 @@ from plait.errors import CommunicationError, ConfigError
 from plait.verify.parity import compare, worst
 from plait.verify.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.test_data_parallel import reference, settings, train
+from tests.parity.data_parallel import reference, settings, train
 from tests.pool import Pool
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from plait.config.resolve import resolve
 from plait.parallel import wiring
 from plait.units import MIB
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
+from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
 WAYS = ("all-reduce", "reduce-scatter+all-gather", "recursive-doubling", "ring")

@@ -19,7 +19,7 @@ from plait.comm.links import Cost, GroupLinks, Level, Link, describe, load, save
 from plait.comm.measure import measure_group
 from plait.units import MIB
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
+from tests.parity.data_parallel import settings
 from tests.pool import Pool, WorkerFailed
 
 

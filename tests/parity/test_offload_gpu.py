@@ -11,8 +11,8 @@ import torch
 import plait
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
-from tests.parity.test_recompute import digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.digests import digest
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 pytestmark = pytest.mark.gpu

@@ -13,10 +13,10 @@ from plait._torch import shard_buffers, sharded_modules
 from plait.errors import ConfigError, ModelError
 from plait.verify.parity import engine_trace
 from tests.parity import cases
-from tests.parity import test_pipeline as pipeline
-from tests.parity.test_disk_optimizer import OPTIMIZERS, digest_of, two_parts
-from tests.parity.test_recompute import build, digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity import pipelines as pipeline
+from tests.parity.digests import build, digest, digest_of
+from tests.parity.optimizers import OPTIMIZERS, two_parts
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 PARAMETERS, STATES = {"offload_param"}, {"offload_optimizer"}

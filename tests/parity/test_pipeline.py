@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +14,9 @@ from plait.engine.batch import to_device
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.parity import cases
-from tests.parity.test_data_parallel import CLIPPING, SEED
+from tests.parity.data_parallel import CLIPPING, SEED
+from tests.parity.pipelines import LAYERS, SCHEDULES, check, dp_of, named, settings
 from tests.pool import Pool
-
-SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"]
-LAYERS = 8
-IN_PARALLEL = ("pp", "tp", "dp_replicate", "dp_shard", "sequence_parallel", "recompute", "activation_offload", "loss_chunk_tokens")
-
-
-def settings(stage: int, accumulation: int, schedule: str = "1f1b", /, **more: Any) -> dict[str, Any]:
-    """A configuration file; `more` are settings of `parallel`, and whole sections."""
-    degrees = {name: more.pop(name) for name in IN_PARALLEL if name in more}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": stage},
-        "optimizer": cases.OPTIMIZER,
-        "parallel": {**degrees, "pipeline": {"schedule": schedule}},
-        "run": {"seed": SEED},
-        **more,
-    }
-
-
-def dp_of(config: dict[str, Any]) -> int:
-    """Number of slices of the batch."""
-    return int(config["parallel"].get("dp_replicate", 1) * config["parallel"].get("dp_shard", 1))
-
-
-def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
-    """Runs in a worker."""
-    model = cases.build(kind, tied=tied, layers=LAYERS)
-    with lifted(model):
-        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        trace = engine_trace(engine, cases.steps_for(kind, dp_of(config) * config["gradient_accumulation_steps"]))
-    return trace if rank == 0 else None
-
-
-@cache
-def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
-    """One plain process on the whole batch."""
-    model = cases.build(kind, tied=tied, layers=LAYERS)
-    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}})  # only for its initial weights
-    engine.close()
-    with lifted(model):
-        return reference_trace(
-            model, cases.steps_for(kind, micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
-        )
-
-
-def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any]) -> None:
-    """Train and compare; the bar is 1e-10."""
-    found = pool.run(world, train, kind, tied, config)[0]
-    difference = worst(compare(reference(kind, tied, dp_of(config) * config["gradient_accumulation_steps"]), found))
-    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -125,13 +73,6 @@ COMBINED = [
     (4, settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2, recompute={"mode": "full", "every": 2})),
     *((2, settings(0, 4, schedule, pp=2, loss_chunk_tokens=8)) for schedule in ("1f1b", "dualpipev")),
 ]
-
-
-def named(config: dict[str, Any]) -> str:
-    """Of a combined layout."""
-    degrees = [f"{name}{value if isinstance(value, int) else ''}" for name, value in config["parallel"].items() if name != "pipeline"]
-    degrees += [str(value) for value in config["parallel"].get("recompute", {}).values()][:1]
-    return "-".join([config["parallel"]["pipeline"]["schedule"], *degrees, f"zero{config['zero_optimization']['stage']}"])
 
 
 def cover(config: dict[str, Any]) -> Any:

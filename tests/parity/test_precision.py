@@ -12,7 +12,7 @@ import plait
 from plait.verify.parity import whole
 from plait.verify.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.test_data_parallel import materialised, settings
+from tests.parity.data_parallel import materialised, settings
 from tests.pool import Pool
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
@@ -19,11 +18,12 @@ from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, worst
-from tests.fake.test_in_flight import LAYERS, LENGTH, foretold
+from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.parity import cases
-from tests.parity.test_pipeline import SCHEDULES, named
-from tests.parity.test_pipeline import settings as pipeline_settings
-from tests.parity.test_tensor_parallel import check, plan, settings
+from tests.parity.digests import build, digest
+from tests.parity.pipelines import SCHEDULES, named
+from tests.parity.pipelines import settings as pipeline_settings
+from tests.parity.tensor_parallel import check, plan, settings
 from tests.pool import Pool
 
 MODES: dict[str, dict[str, Any]] = {
@@ -33,34 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
     "attention": {"mode": "selective", "keep": ["attention"]},
     "matmul": {"mode": "selective", "keep": ["matmul", "attention", "aten.gelu"]},
 }
-DROPOUT: dict[str, dict[str, float]] = {
-    "llama": {"attention_dropout": 0.2},
-    "qwen3": {"attention_dropout": 0.2},
-    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.2},
-}
-
-
-def build(kind: str, dtype: torch.dtype, *, dropout: bool, layers: int | None = None) -> torch.nn.Module:
-    """On meta."""
-    from transformers import AutoModelForCausalLM
-
-    config = cases.transformers_config(kind, tied=True, layers=layers)
-    for name, value in (DROPOUT[kind] if dropout else {}).items():
-        setattr(config, name, value)
-    config.use_cache = (
-        False  # recomputed blocks drop the cache, through which keys and values get other strides and their products other bits
-    )
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).to(dtype)
-
-
-def digest(trace: Trace) -> str:
-    """All bits of a run."""
-    seen = hashlib.blake2b(repr((trace.losses, trace.grad_norms, trace.scales)).encode())
-    for tensors in (*trace.gradients, trace.parameters):
-        for name, tensor in sorted(tensors.items()):
-            seen.update(name.encode() + (b"" if tensor is None else tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()))
-    return seen.hexdigest()
 
 
 def digests(rank: int, world: int, kind: str, config: dict[str, Any], modes: list[dict[str, Any]], dtype: torch.dtype) -> list[str]:

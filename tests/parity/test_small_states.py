@@ -15,20 +15,16 @@ from plait.config.optimization import OptimizerSpec
 from plait.engine.optimizer import build_optimizer
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
-from tests.parity import cases
-from tests.parity import test_pipeline as pipeline
-from tests.parity import test_tensor_parallel as tensor_parallel
+from tests.parity import cases, tensor_parallel
+from tests.parity import pipelines as pipeline
+from tests.parity.data_parallel import CLIPPING, materialised
+from tests.parity.digests import digest
 from tests.parity.language import ADAMW, losses
-from tests.parity.test_data_parallel import CLIPPING, materialised
-from tests.parity.test_recompute import digest
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.optimizers import optimizer
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 STEPS, WIDTH = 200, 128
-
-
-def optimizer(states: str) -> dict[str, Any]:
-    return {**cases.OPTIMIZER, "states": states}
 
 
 @cache

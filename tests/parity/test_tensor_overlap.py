@@ -19,7 +19,7 @@ from plait.errors import ConfigError
 from plait.parallel.overlap import Deferred
 from plait.verify.lift import lifted
 from tests.parity import cases
-from tests.parity.test_tensor_parallel import FAMILIES, check, plan, settings
+from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
 from tests.pool import Pool
 
 PIECES = 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import plait
 from plait.verify.parity import whole
 from tests.parity import cases
-from tests.parity.test_data_parallel import CLIPPING, materialised, settings
+from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.pool import Pool
 
 Weights = dict[str, torch.Tensor]

@@ -23,7 +23,7 @@ from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.trial import Option, Trial, best_of
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
+from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
 WHOLE_STEPS, TRIED_STEPS = 6, 5

@@ -10,7 +10,7 @@ import pytest
 import plait
 from plait.comm.waits import Waits
 from tests.parity import cases
-from tests.parity.test_data_parallel import settings
+from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
 LATE_SECONDS = 0.2

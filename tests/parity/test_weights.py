@@ -12,7 +12,7 @@ import torch
 import plait
 from plait.verify.parity import whole
 from tests.parity import cases
-from tests.parity.test_data_parallel import LAYOUTS, materialised, settings
+from tests.parity.data_parallel import LAYOUTS, materialised, settings
 from tests.pool import Pool
 
 Weights = dict[str, torch.Tensor]

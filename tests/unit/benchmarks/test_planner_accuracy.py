@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.planner_accuracy.sweep import paragraph, slow_runs
 from plait.planner.evaluate import evaluate
-from tests.unit.planner.test_runs import ROW
+from tests.unit.planner.rows import ROW
 
 
 def test_slow_rows_are_counted_by_size_and_by_micro_batch() -> None:

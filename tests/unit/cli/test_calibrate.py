@@ -14,9 +14,8 @@ from plait.engine import calibration as live
 from plait.engine.trial_steps import TimedSteps
 from plait.planner.calibration_file import load
 from plait.planner.history import append
-from tests.unit.cli.test_plan import ASKED, runs_file
-from tests.unit.planner.test_history import measured
-from tests.unit.planner.test_runs import ROW
+from tests.unit.cli.planning import ASKED, runs_file
+from tests.unit.planner.rows import ROW, measured
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 16, "tie_word_embeddings": False}  # fmt: skip

@@ -11,9 +11,7 @@ from plait.cli.main import main
 from plait.config.resolve import load, resolve
 from plait.parallel.schedule import make_schedule
 from plait.planner.offers import SCHEDULE_NAMES
-from tests.unit.planner.test_runs import ROW
-
-ASKED = ("--model", "llama-3-8b", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--seq", "2048")
+from tests.unit.cli.planning import ASKED, runs_file
 
 
 def run(*arguments: object) -> int:
@@ -22,16 +20,6 @@ def run(*arguments: object) -> int:
         return int(main(["plan", *map(str, arguments)]) or 0)
     except SystemExit as end:
         return int(end.code or 0)
-
-
-def runs_file(folder: Path, count: int = 6) -> Path:
-    """A CSV of measured runs."""
-    file = folder / "runs.csv"
-    rows = [{**ROW, "id": f"X-{index}", "micro_batch": str(1 + index % 2), "step_time_s": str(2 + index / 10)} for index in range(count)]
-    rows.append({**ROW, "id": "X-99", "gpu": "TPU"})
-    lines = [",".join(ROW), *(",".join(row[name] for name in ROW) for row in rows)]
-    file.write_text("\n".join(lines) + "\n")
-    return file
 
 
 def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from plait.cli.planning.calibrations import default_history
 from plait.cli.train import _residuals
 from plait.observe.residual import STEPS, WARM, Residual
 from plait.planner.history import read
-from tests.unit.observe.test_residual import checked, planned, step
+from tests.unit.observe.planned import checked, planned, step
 
 
 def test_a_planned_file_has_a_listener_that_keeps_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

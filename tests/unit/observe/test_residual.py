@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from plait.config.resolve import load, resolve
-from plait.events import RunEnded, StepDone
+from plait.events import RunEnded
 from plait.observe.residual import WARM, residual_of
-from plait.planner import output
-from plait.planner.hardware import cluster
 from plait.planner.history import read
-from plait.planner.models import Model, from_config
-from plait.planner.search import Plan, Request, plan
-
-FIELDS = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-          "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": False}  # fmt: skip
-
-
-def planned(folder: Path, fixed: dict[str, int]) -> tuple[Path, Plan]:
-    """A plan for two processes on CPU cores, written."""
-    request = Request(Model(from_config(FIELDS, source="test"), {"config": FIELDS}), cluster("cpu", 2), 8, 64, "fp32")
-    found = plan(request, fixed=fixed)
-    return output.write(found, folder / "run.json", {"optimizer": {"type": "AdamW"}})[0], found
-
-
-def checked(file: Path, found: Plan, *overrides: str, parameters: int | None = None, length: int = 64) -> Any:
-    """What `plait train` has checked."""
-    resolved = resolve(load(file, list(overrides)), world_size=2)
-    own = int(found.request.model.architecture.parameters)
-    return SimpleNamespace(
-        resolved=resolved,
-        parameters=own if parameters is None else parameters,
-        data=SimpleNamespace(train=SimpleNamespace(length=length)),
-    )
-
-
-def step(number: int, seconds: float, *, skipped: bool = False) -> StepDone:
-    """One step."""
-    return StepDone(number, 3.0, 0.5, 1e-3, 1.0, skipped, 10.0, 512, seconds, 300 * 1024**2)
+from tests.unit.observe.planned import checked, planned, step
 
 
 @pytest.mark.parametrize("fixed", [{"tp": 2}, {"pp": 2, "recompute": 2}, {"stage": 3, "micro_batch": 2}, {"stage": 0}])

@@ -6,7 +6,7 @@ from plait.planner.calibrate import calibrate, deviation, fit, merged, relevant,
 from plait.planner.constants import CONSTANTS, Rates, knowledge
 from plait.planner.evaluate import evaluate, summary
 from plait.planner.runs import read_runs
-from tests.unit.planner.test_runs import ROW
+from tests.unit.planner.rows import ROW
 
 
 def rows(count=24):

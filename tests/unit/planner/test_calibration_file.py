@@ -20,7 +20,7 @@ from plait.planner.models import find_model
 from plait.planner.search import Request, job_of, price
 from plait.planner.traffic import collective_seconds, group
 from plait.planner.trials import DeviceRates, believed, trial_layouts
-from tests.unit.planner.test_history import measured
+from tests.unit.planner.rows import measured
 
 
 def test_a_file_gives_back_the_same_predictions(tmp_path: Path) -> None:

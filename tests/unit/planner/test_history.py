@@ -13,30 +13,10 @@ from plait.errors import InputError
 from plait.planner.calibrate import calibrate, costs, memory_of, uncalibrated
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
-from plait.planner.history import Measured, append, facts_of, layout_facts, read, runs_of, same_machine
+from plait.planner.history import append, read, runs_of, same_machine
 from plait.planner.models import find_model
 from plait.planner.search import Request, plan, price
-
-
-def measured(name: str = "llama-3-8b", *, factor: float = 1.0, index: int = 0) -> Measured:
-    """The `index`-th layout of a plan, `factor` times as slow as predicted."""
-    request = Request(find_model(name), cluster("h100", 16), 64, 2048)
-    choice = plan(request, best=6).best[index]
-    return Measured(
-        gpu="h100",
-        machine="",
-        devices=16,
-        devices_per_node=8,
-        precision="bf16",
-        compiled=False,
-        sequence=2048,
-        architecture=facts_of(request.model.architecture),
-        layout=layout_facts(choice.layout),
-        seconds=factor * price(request, [choice.layout])[0].seconds,
-        bytes=choice.allocated,
-        predicted_seconds=choice.seconds,
-        predicted_bytes=choice.allocated,
-    )
+from tests.unit.planner.rows import measured
 
 
 def test_a_run_is_priced_from_its_line_as_the_plan_priced_it(tmp_path: Path) -> None:

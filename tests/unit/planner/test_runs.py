@@ -5,38 +5,7 @@ from plait.errors import InputError
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.row import count_of, network_bandwidth
 from plait.planner.runs import measured_bytes, measured_seconds, read_rows, read_runs
-
-ROW = {
-    "id": "X-1",
-    "model_name": "thing",
-    "n_layers": "32",
-    "hidden": "4096",
-    "n_heads": "32",
-    "n_kv_heads": "8",
-    "ffn_hidden": "14336",
-    "vocab": "128256",
-    "gated_mlp": "y",
-    "tied_emb": "n",
-    "gpu": "H100-80GB-SXM",
-    "gpus_total": "16",
-    "gpus_per_node": "8",
-    "precision": "bf16",
-    "seq_len": "4096",
-    "global_batch": "64",
-    "micro_batch": "1",
-    "tp": "2",
-    "sp": "y",
-    "pp": "2",
-    "vpp": "1",
-    "cp": "1",
-    "ep": "1",
-    "dp": "4",
-    "zero_or_fsdp": "ZeRO-1",
-    "recompute": "none",
-    "framework": "Megatron-LM",
-    "status": "ok",
-    "step_time_s": "2.0",
-}
+from tests.unit.planner.rows import ROW
 
 
 def layout(**changes):

@@ -1,0 +1,39 @@
+"""What is foretold of the activations of a pipeline's ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.cluster.mesh import build_mesh
+from plait.config.resolve import load, resolve
+from plait.engine.batch import default_forward
+from plait.engine.dryrun import token_batch
+from plait.engine.loss import causal_lm_loss
+from plait.engine.stage_dryrun import rank_activations
+from plait.model.blocks import find_blocks
+from plait.parallel.in_flight import RankActivations
+from tests.parity import cases
+
+LENGTH, LAYERS = 16, 4
+
+
+def foretold(config: dict[str, Any], world: int, dtype: torch.dtype = torch.float32) -> tuple[RankActivations, ...]:
+    """Of every rank of the pipeline."""
+    resolved = resolve(load(config), world_size=world)
+    model = cases.build("llama", tied=True, dtype=dtype, layers=LAYERS)
+    pipeline = resolved.pipeline_of(model, find_blocks(model))
+    assert pipeline is not None
+    return rank_activations(
+        model,
+        pipeline=pipeline,
+        mesh=build_mesh(resolved.layout),
+        batch=token_batch(2, LENGTH),
+        tensor_parallel=resolved.tensor_parallel,
+        recompute=resolved.recompute,
+        offloads=resolved.activation_offload.blocks,
+        compute_dtype=None,
+        loss_fn=causal_lm_loss,
+        forward=default_forward,
+    )

@@ -1,0 +1,63 @@
+"""The most that a rank of a fake world holds in a step: foretold, and measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.cluster.mesh import build_mesh
+from plait.config.resolve import load, resolve
+from plait.engine.forecast import Forecast, foretell_on
+from plait.parallel.moments import PEAK_KINDS
+from plait.verify.memory import MeasuredPeak, measure_peak
+from tests.fake.worlds import FakeWorld
+from tests.parity import cases
+
+SAMPLES, LENGTH = 2, 32
+
+TOLERANCE = 0.02
+
+
+def settings(*, stage: int, tp: int = 1, accumulation: int = 1, bf16: bool = False, recompute: str = "none", **more: Any) -> dict[str, Any]:
+    """Two data-parallel ranks."""
+    parallel = {"tp": tp, "dp_replicate": 1 if stage else 2, "dp_shard": 2 if stage else 1, "recompute": {"mode": recompute}}
+    return {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "bf16": {"enabled": bf16},
+        **more,
+        "parallel": {**parallel, **more.get("parallel", {})},
+    }
+
+
+def data(accumulation: int) -> dict[str, torch.Tensor]:
+    """One rank's step."""
+    ids = torch.arange(SAMPLES * accumulation * LENGTH).view(-1, LENGTH) % cases.VOCABULARY
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def foretold_and_measured(start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False) -> tuple[Forecast, MeasuredPeak]:
+    """On rank 0."""
+    degrees = config["parallel"]
+    world = degrees["tp"] * degrees["dp_replicate"] * degrees["dp_shard"]
+    start(world)
+    resolved = resolve(load(config), world_size=world)
+    model = cases.build(kind, tied=tied, dtype=torch.float32)
+    forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    return forecast, measure_peak(engine, data(config["gradient_accumulation_steps"]))
+
+
+def check(forecast: Forecast, measured: MeasuredPeak) -> None:
+    """Within the tolerance of both measures, and the sum of its kinds."""
+    peak = forecast.peak
+    assert peak.peak_bytes == pytest.approx(measured.torch_bytes, rel=TOLERANCE), peak
+    assert measured.own_bytes == pytest.approx(measured.torch_bytes, rel=0.005)
+    assert sum(peak.kinds.values()) == peak.peak_bytes == max(peak.phases.values())
+    assert set(peak.kinds) == set(PEAK_KINDS)

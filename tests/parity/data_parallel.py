@@ -1,0 +1,82 @@
+"""Training runs with data parallelism, and the same in one process, for the tests that compare the two."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+import plait
+from plait.model.blocks import find_blocks
+from plait.parallel import materialise
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, engine_trace, reference_trace
+from tests.parity import cases
+
+CLIPPING = 0.5
+
+SEED = 3
+
+LAYOUTS = [
+    (1, 0, 1),
+    (1, 3, 1),
+    (2, 0, 1),
+    (2, 1, 1),
+    (2, 2, 1),
+    (2, 3, 1),
+    (3, 0, 1),
+    (3, 1, 1),
+    (3, 2, 1),
+    (3, 3, 1),
+    (4, 0, 1),
+    (4, 1, 1),
+    (4, 2, 1),
+]
+
+LAYOUTS += [(4, 3, 1), (4, 1, 2), (4, 2, 2), (4, 3, 2)]
+"""(ranks, ZeRO stage, dp_replicate)."""
+
+
+def settings(world: int, stage: int, replicas: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    """A configuration file as a user would write it."""
+    shard = world // replicas if stage else 1
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {"dp_replicate": replicas if stage else world, "dp_shard": shard},
+        "run": {"seed": SEED},
+        **more,
+    }
+
+
+def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    model = cases.build(kind, tied=tied)
+    # Norms that compute in float32 would turn a difference of 1e-16, which the order of a sum makes, into one of 1e-7.
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+def materialised(kind: str, *, tied: bool) -> torch.nn.Module:
+    """The same weights in one process, by the library's own initialisation (its independence of the layout is tested in
+    test_weights.py)."""
+    model = cases.build(kind, tied=tied)
+    template = materialise.template_of(model)
+    materialise.allocate(model, torch.device("cpu"))
+    materialise.initialise(model, template, find_blocks(model), seed=SEED)
+    return model
+
+
+@cache
+def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+    """One plain process on the whole batch."""
+    steps = cases.steps_for(kind, micro_batches)
+    model = materialised(kind, tied=tied)
+    with lifted(model):
+        return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)

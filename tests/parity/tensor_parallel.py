@@ -1,0 +1,75 @@
+"""Training runs with tensor parallelism, and the same in one process, for the tests that compare the two."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import plait
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.data_parallel import CLIPPING, SEED
+from tests.parity.data_parallel import materialised as one_process_model
+from tests.pool import Pool
+
+FAMILIES = ["llama", "qwen3", "gemma", "gemma2", "mistral", "phi3", "gpt2", "gpt_neox", "opt", "gptj", "bloom", "falcon", "stablelm"]
+
+
+def settings(world: int, tp: int, stage: int, replicas: int, accumulation: int, sequence: bool = False, **more: Any) -> dict[str, Any]:
+    """A configuration file."""
+    dp = world // tp
+    parallel = {
+        "tp": tp,
+        "dp_replicate": replicas if stage else dp,
+        "dp_shard": dp // replicas if stage else 1,
+        "sequence_parallel": sequence,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {**parallel, **more},
+        "run": {"seed": SEED},
+    }
+
+
+def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
+    """Runs in a worker."""
+    dp = world // config["parallel"]["tp"]
+    model = cases.build(kind, tied=tied)
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"]))
+    return trace if rank == 0 else None
+
+
+@cache
+def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
+    """One plain process on the whole batch."""
+    model = one_process_model(kind, tied=tied)
+    with lifted(model):
+        return reference_trace(
+            model,
+            cases.steps_for(kind, micro_batches),
+            loss_fn=plait.causal_lm_loss,
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+        )
+
+
+def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10) -> None:
+    """Train and compare."""
+    found = pool.run(world, train, kind, tied, config)[0]
+    dp = world // config["parallel"]["tp"]
+    difference = worst(compare(reference(kind, tied, dp * config["gradient_accumulation_steps"]), found))
+    assert difference.ok(bar), f"{difference.name}: {difference.error}"
+
+
+def plan(kind: str) -> dict[str, Any]:
+    """The plain model is told its plan."""
+    if kind != "plain":
+        return {}
+    return {"plan": {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab_head"}}

@@ -1,0 +1,61 @@
+"""A run as tables of published runs write it, and one that Plait measured."""
+
+from __future__ import annotations
+
+from plait.planner.hardware import cluster
+from plait.planner.history import Measured, facts_of, layout_facts
+from plait.planner.models import find_model
+from plait.planner.search import Request, plan, price
+
+ROW = {
+    "id": "X-1",
+    "model_name": "thing",
+    "n_layers": "32",
+    "hidden": "4096",
+    "n_heads": "32",
+    "n_kv_heads": "8",
+    "ffn_hidden": "14336",
+    "vocab": "128256",
+    "gated_mlp": "y",
+    "tied_emb": "n",
+    "gpu": "H100-80GB-SXM",
+    "gpus_total": "16",
+    "gpus_per_node": "8",
+    "precision": "bf16",
+    "seq_len": "4096",
+    "global_batch": "64",
+    "micro_batch": "1",
+    "tp": "2",
+    "sp": "y",
+    "pp": "2",
+    "vpp": "1",
+    "cp": "1",
+    "ep": "1",
+    "dp": "4",
+    "zero_or_fsdp": "ZeRO-1",
+    "recompute": "none",
+    "framework": "Megatron-LM",
+    "status": "ok",
+    "step_time_s": "2.0",
+}
+
+
+def measured(name: str = "llama-3-8b", *, factor: float = 1.0, index: int = 0) -> Measured:
+    """The `index`-th layout of a plan, `factor` times as slow as predicted."""
+    request = Request(find_model(name), cluster("h100", 16), 64, 2048)
+    choice = plan(request, best=6).best[index]
+    return Measured(
+        gpu="h100",
+        machine="",
+        devices=16,
+        devices_per_node=8,
+        precision="bf16",
+        compiled=False,
+        sequence=2048,
+        architecture=facts_of(request.model.architecture),
+        layout=layout_facts(choice.layout),
+        seconds=factor * price(request, [choice.layout])[0].seconds,
+        bytes=choice.allocated,
+        predicted_seconds=choice.seconds,
+        predicted_bytes=choice.allocated,
+    )
