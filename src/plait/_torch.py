@@ -39,6 +39,9 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # Renamed in torch 2.13.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -246,13 +249,6 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
         starts[dim] += offset
         sizes[dim] = min(chunk, sizes[dim] - offset)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply plain tensors by one factor, in place, in as few kernels as possible. A tensor factor must not be of a wider dtype."""
-    for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
-        same = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.device == device]
-        torch._foreach_mul_(same, factor.to(dtype=dtype, device=device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

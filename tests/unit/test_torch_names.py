@@ -70,13 +70,15 @@ def test_windows_and_locals() -> None:
     assert _torch.local_tensor(plain) is plain
 
 
-def test_multiply_all() -> None:
-    """In place, mixed dtypes, number or tensor."""
-    tensors = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
-    _torch.multiply_all(tensors, 2.0)
-    _torch.multiply_all(tensors, torch.tensor(3.0, dtype=torch.float64))
-    assert [t.tolist() for t in tensors] == [[6, 6], [6, 6, 6]]
-    assert tensors[0].dtype == torch.float32
+def test_kernels_for_many_tensors() -> None:
+    """Norms, products in place, and a product with more digits than its tensors have (also on GPUs, where a 0-dimensional factor would be
+    rounded to them)."""
+    tensors = [torch.ones(2), torch.ones(3)]
+    _torch.foreach_mul_(tensors, 3.0)
+    assert [float(norm) for norm in _torch.foreach_norm(tensors, 2.0)] == pytest.approx([18**0.5, 27**0.5])
+    halves = [torch.full((2,), 48.0, dtype=torch.float16)]
+    _torch.foreach_unscale_(halves, torch.zeros(()), torch.tensor(2.0**-26))
+    assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
 
 
 def test_custom_reduce_scatter() -> None:

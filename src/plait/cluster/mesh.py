@@ -7,8 +7,8 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -21,6 +21,9 @@ from plait.cluster.topology import Place, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+COMBINED = (("dp_replicate", "dp_shard"), ("pp", "dp_replicate", "dp_shard"), ("dp_shard", "tp"))
+"""Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the norm of gradients
+that are split twice."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Mesh:
     owns_default_group: bool
     downwards: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
+    combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
+    """Groups over several axes. Made with the mesh, because that is collective over all ranks, and not all may want a group later."""
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -65,12 +70,20 @@ class Mesh:
         return self.device_mesh[axes if len(axes) > 1 else axes[0]]
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group over `axes` taken together; None when their degrees are all 1 (nothing to communicate)."""
-        used = tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
-        if not used:
-            return None
-        mesh = self.sub(*used)
-        return mesh.get_group() if len(used) == 1 else mesh._flatten().get_group()
+        """The process group over `axes` taken together; None when their degrees are all 1 (nothing to communicate). Makes none: raises
+        KeyError for several axes that are not in COMBINED."""
+        used = self._used(axes)
+        if len(used) < 2:
+            return self.sub(*used).get_group() if used else None
+        return self.combined[used]
+
+    def _used(self, axes: Collection[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
+
+    def with_combined(self) -> Mesh:
+        """With the groups over several axes. Collective over all ranks."""
+        wanted = dict.fromkeys(used for used in map(self._used, COMBINED) if len(used) > 1)
+        return replace(self, combined={used: self.sub(*used)._flatten().get_group() for used in wanted})
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
         """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
@@ -159,7 +172,7 @@ def build_mesh(
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
-    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, owns)
+    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, owns).with_combined()
     return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from plait._torch import local_tensor
 from plait.engine.disk_optimizer import is_elementwise
+from plait.engine.gradient_math import norms_of
 from plait.errors import ModelError
 
 
@@ -50,7 +51,7 @@ class BackwardOptimizer:
             )
         for look in self.looks:
             look(parameter)
-        self._norms[parameter] = torch.linalg.vector_norm(local_tensor(parameter.grad), 2.0)
+        self._norms[parameter] = norms_of([local_tensor(parameter.grad)])[0]
         groups = self.optimizer.param_groups
         members = [group["params"] for group in groups]
         try:

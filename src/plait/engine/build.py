@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel as TorchDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from plait._torch import local_tensor, multiply_all, reduce_unused_parameters
+from plait._torch import local_tensor, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh, default_device_type
 from plait.cluster.placement import refuse_wider_than_a_node, warning
@@ -27,6 +27,7 @@ from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.disk_files import build_disk_tier
 from plait.engine.engine import Engine
+from plait.engine.gradient_math import multiply_all
 from plait.engine.loss import CausalLMLoss, Loss, Weighted
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
@@ -107,7 +108,7 @@ def initialize(
         scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
     precision = resolved.precision
     stepper = Stepper(
-        parameters=[p for p in model.parameters() if p.requires_grad],
+        parameters=list(model.parameters()),
         mesh=mesh,
         optimizer=made,
         scheduler=scheduler,

@@ -24,6 +24,7 @@ from plait.engine.batch import Forward, micro_batches, to_device
 from plait.engine.loss import CausalLMLoss, Loss
 from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
+from plait.engine.weight_check import WeightCheck
 from plait.errors import InputError, PlaitError
 from plait.parallel import compression
 from plait.parallel.data import before_backward, free_gathered
@@ -90,6 +91,7 @@ class Engine:
         self._is_evaluating = False
         self._boundary: bool | None = None
         self._weights: list[Any] = []
+        self._weight_check = WeightCheck()
         self._outcome: Outcome | None = None
         self.waited_seconds: dict[str, float] = {}
         """What this rank stood waiting in during the last step (see `StepResult`)."""
@@ -119,6 +121,7 @@ class Engine:
         def scaled(output: Any, piece: Any) -> torch.Tensor:
             nonlocal totals
             total, seen = loss_fn(output, piece)
+            self._weight_check.note(seen)
             totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
             return total * factor().to(total.dtype)
 
@@ -133,7 +136,9 @@ class Engine:
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
         targets = weight.value()
-        loss = everywhere.value()[0] / targets
+        total, returned = everywhere.value()
+        self._weight_check(loss_fn, divided_by=targets, returned=returned, step=self.global_steps)
+        loss = total / targets
         return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self.waited_seconds, self._decided)
 
     @torch.no_grad()

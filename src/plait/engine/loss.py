@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from plait.engine.batch import samples
 from plait.parallel.cross_entropy import vocab_parallel_cross_entropy
 
 IGNORED = -100
@@ -78,7 +79,7 @@ class PerSample:
 
     def weight(self, batch: Any) -> int:
         """Number of samples."""
-        return int(first_tensor(batch).shape[0])
+        return samples(batch)
 
 
 def per_sample(total: Callable[[Any, Any], torch.Tensor]) -> PerSample:
@@ -100,14 +101,3 @@ class Weighted:
     def weight(self, batch: Any) -> Any:
         """The weight, from the batch alone."""
         return self.weigh(batch)
-
-
-def first_tensor(batch: Any) -> torch.Tensor:
-    """The first tensor with a batch dimension in a tensor, tuple, list or mapping. Raises TypeError where there is none."""
-    if isinstance(batch, torch.Tensor) and batch.ndim:
-        return batch
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value
-    raise TypeError(f"a batch is a tensor, a tuple or a mapping of tensors, not {type(batch).__name__}")

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import local_tensor, multiply_all
+from plait._torch import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.disk_optimizer import DiskTier
+from plait.engine.gradient_math import multiply_all, norms_of
 from plait.errors import InputError
 from plait.parallel.loss_scale import LossScaler
 
@@ -46,6 +47,7 @@ class Stepper:
     """Turns reduced gradients into an update."""
 
     parameters: list[nn.Parameter]
+    """All of the model. Those that the optimizer does not hold count in no norm, and keep no gradient from step to step."""
     mesh: Mesh
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler | None
@@ -72,8 +74,9 @@ class Stepper:
         if self.in_backward is not None:
             return self._after_backward(self.in_backward, divisor)
         inverse = 1.0 / (self.loss_scale * divisor)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        counted = [p.grad for p in self.parameters if p.grad is not None and p not in self.counted_elsewhere]
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in held]
+        counted = [p.grad for p in held if p not in self.counted_elsewhere]
         norm = global_norm(counted, self.mesh, tier=self.tier) * inverse
         skipped = (self.check_overflow or self.scaler is not None) and not math.isfinite(norm.item())
         if not skipped:
@@ -81,12 +84,18 @@ class Stepper:
             for hook in self.before_update:
                 hook()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         if self.scaler is not None:
             self.scaler.update(skipped)
         return Outcome(norm, skipped)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those of parameters that the optimizer does not hold."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _after_backward(self, updated: BackwardOptimizer, divisor: float) -> Outcome:
         if divisor != 1.0:
@@ -95,7 +104,9 @@ class Stepper:
                 "by then; divide the loss before, use train_batch, or false"
             )
         norms = updated.take_norms()
-        norm = norm_of_norms([(sharded_axes(p), norms[p]) for p in self.parameters if p in norms], self.mesh)
+        held = [p for group in self.optimizer.param_groups for p in group["params"] if p in norms]
+        norm = norm_of_norms([(sharded_axes(p), norms[p]) for p in held], self.mesh)
+        self.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
         return Outcome(norm, skipped=False)
@@ -124,23 +135,31 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | N
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for grad in grads:
         by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
-    walked = (lambda members: _walked_norm(members, tier)) if tier is not None else torch.nn.utils.get_total_norm
-    return _over_ranks({axes: walked(members) for axes, members in by_axes.items()}, mesh)
+    return _over_ranks({axes: _joined(_norms(members, tier)) for axes, members in by_axes.items()}, mesh)
 
 
 def norm_of_norms(norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh) -> torch.Tensor:
-    """`global_norm`, the same bits, from (sharded axes, norm of this rank's part) of every gradient."""
+    """`global_norm`, the same bits, from (sharded axes, `norms.norms_of` this rank's part) of every gradient."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for axes, norm in norms:
         by_axes.setdefault(axes, []).append(norm)
-    return _over_ranks({axes: torch.linalg.vector_norm(torch.stack(found), 2.0) for axes, found in by_axes.items()}, mesh)
+    return _over_ranks({axes: _joined(found) for axes, found in by_axes.items()}, mesh)
+
+
+def _norms(tensors: list[torch.Tensor], tier: DiskTier | None) -> list[torch.Tensor]:
+    """Of tensors that need not all be in memory at once."""
+    return norms_of(tensors) if tier is None else [norm for some in tier.walk(tensors) for norm in norms_of(some)]
+
+
+def _joined(norms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]), 2.0)
 
 
 def _over_ranks(by_axes: dict[tuple[str, ...], torch.Tensor], mesh: Mesh) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     # Sorted, so that ranks which hold different sets of parameters issue their collectives in one order.
     for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
-        square = (norm.double() ** 2).to(mesh.device)  # gradients may be on the host
+        square = (norm**2).to(mesh.device)  # gradients may be on the host
         group = mesh.group(*axes)
         if group is not None:
             dist.all_reduce(square, group=group)
@@ -149,12 +168,6 @@ def _over_ranks(by_axes: dict[tuple[str, ...], torch.Tensor], mesh: Mesh) -> tor
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()
-
-
-def _walked_norm(tensors: list[torch.Tensor], tier: DiskTier) -> torch.Tensor:
-    """`get_total_norm`, the same bits, without having all tensors in memory at once."""
-    norms = [torch.linalg.vector_norm(tensor, 2.0) for some in tier.walk(tensors) for tensor in some]
-    return torch.linalg.vector_norm(torch.stack(norms), 2.0)
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:

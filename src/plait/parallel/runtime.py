@@ -16,6 +16,7 @@ import torch
 from plait._torch import expect_backward, tree_leaves, tree_map
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
+from plait.parallel.containers import tensors_in
 from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
 from plait.parallel.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.stage import Stage, StagedModel
@@ -265,7 +266,7 @@ class _Pass:
 
 def _signature(piece: Any) -> Signature:
     """What the shapes between stages follow from."""
-    tensors = [leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor)]
+    tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
     return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 
