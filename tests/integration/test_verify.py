@@ -255,7 +255,9 @@ def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
     """Both comparisons, in whatever precision and with whatever a model rounds by itself."""
     report = verdict(pool, planned(processes=processes, passes=("float64", "configured"), **changes))
     assert report.equal, failure(report)
-    assert [section.name for section in report.sections] == ["float64", "configured"]
+    assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
+    unjudged = ("not judged: what follows, because it has AdamW only" in note for note in report.sections[1].notes)
+    assert any(unjudged) == ("optimizer" in changes)
     assert "within 1e-10" in report.sections[0].title
 
 
@@ -265,6 +267,8 @@ def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     """Models that Transformers does not know, with weights of their own that differ on every rank until the engine makes them equal."""
     report = verdict(pool, planned(given=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
+    assert bool(report.sections[1].rows) == (function is not regression)
+    assert any("brings its own loss" in note for note in report.sections[1].notes) == (function is regression)
 
 
 def test_a_model_that_counts_its_blocks_stays_whole() -> None:
@@ -294,7 +298,7 @@ def test_command_equal(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["equal"] is True and found["first_different"] is None
     assert found["processes"] == 2 and found["layout"]["dp_shard"] == 2 and found["zero_stage"] == 2
-    assert [part["name"] for part in found["passes"]] == ["float64", "configured"]
+    assert [part["name"] for part in found["passes"]] == ["float64", "independent", "configured"]
     assert {row["kind"] for row in found["passes"][0]["rows"]} == {"initial weight", "loss", "gradient norm", "gradient", "parameter"}
     assert any("hidden_size 512 -> " in note for note in found["notes"])
 

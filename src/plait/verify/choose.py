@@ -25,7 +25,7 @@ from plait.units import DTYPES, format_count
 from plait.verify import shrink
 from plait.verify.batches import ragged_steps
 from plait.verify.lift import lifted, roundings
-from plait.verify.subject import Subject, build, call_function, give_weights, transformers_model
+from plait.verify.subject import Built, Subject, build, call_function, give_weights, transformers_model
 
 _MOST_DEPTH = 8
 """So deep may a shrunk model be to have every kind of module of the large one."""
@@ -116,7 +116,7 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
         except (ConfigError, InputError):
             raise
         except Exception as error:  # whatever a model raises that was made too small for itself
-            failure = failure or error
+            failure = error if failure is None or isinstance(failure, _TooLarge) else failure
             continue
         missing = sorted(kinds - {type(module).__name__ for module in model.modules()})
         if best is None or len(missing) < len(best[2]):
@@ -125,11 +125,10 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
             break
     if best is None:
         assert failure is not None
+        if isinstance(failure, _TooLarge):
+            raise failure
         raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({_first_line(failure)})") from failure
     subject, model, missing = best
-    if _size(model) > _MOST_PARAMETERS:
-        rule = f"its smallest version that runs has {format_count(_size(model))} parameters, more than {format_count(_MOST_PARAMETERS)}"
-        raise ModelError(f"{title}: {rule}: how to make its layers narrow is not known; give a small configuration as --model config.json")
     listed = [str(change) for change in shrink.changes(fields, subject.fields or {})]
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
     if missing:
@@ -201,6 +200,14 @@ def _language_model(model: nn.Module, path: str) -> dict[str, Any]:
     return {"vocabulary": embeddings[0], "first": names[0], "mask": _MASK if _MASK in names else None}
 
 
+class _TooLarge(ModelError):
+    """A version that is no small one."""
+
+    def __init__(self, title: str, size: int) -> None:
+        rule = f"its smallest version that builds has {format_count(size)} parameters, more than {format_count(_MOST_PARAMETERS)}"
+        super().__init__(f"{title}: {rule}: how to make its layers narrow is not known; give a small configuration as --model config.json")
+
+
 # ---- trying -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -208,13 +215,18 @@ def _tried(subject: Subject) -> tuple[Subject, nn.Module]:
     """The subject with what a forward and backward told, and its model in float64. Raises whatever the model raises."""
     if subject.fields is not None:
         model = transformers_model(subject.fields, dtype=torch.float64)
+        if _size(model) > _MOST_PARAMETERS:
+            raise _TooLarge(subject.title, _size(model))
         names = inspect.signature(model.forward).parameters
         mask = _MASK if _MASK in names else None
-        subject = subject.model_copy(update={"vocabulary": getattr(model.config, "vocab_size", None), "mask": mask})
+        subject = subject.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
     built = build(subject, dtype=torch.float64)
     model = give_weights(built.model, blocks=subject.blocks, seed=0)
-    piece = ragged_steps(steps=1, micro_batches=1, size=2, seed=0, micro_batch=built.micro_batch)[0][0]
     with lifted(model):
+        if subject.mask is not None and not _takes_left_padding(built, model):
+            subject = subject.model_copy(update={"left_padding": False})
+            built = build(subject, dtype=torch.float64)
+        piece = _three_rows(built)
         output = built.forward(model, piece)
         bare = isinstance(output, torch.Tensor) and subject.vocabulary is not None
         if bare:
@@ -225,6 +237,27 @@ def _tried(subject: Subject) -> tuple[Subject, nn.Module]:
         _refuse_random(subject, run(), run())
         built.loss(built.forward(model, piece), piece)[0].backward()
     return subject.model_copy(update={"exact": not narrow}), model
+
+
+def _three_rows(built: Built) -> Any:
+    """A micro-batch with every kind of padding."""
+    return ragged_steps(steps=1, micro_batches=1, size=3, seed=0, micro_batch=built.micro_batch)[0][0]
+
+
+def _takes_left_padding(built: Built, model: nn.Module) -> bool:
+    piece = _three_rows(built)
+    try:
+        output = built.forward(model, piece)
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        return bool(torch.isfinite(logits).all())
+    except Exception:  # what is wrong without it shows next
+        return False
+
+
+def vocabulary_of(config: Any) -> int | None:
+    """Number of tokens, of the text part where the model has several."""
+    size = getattr(config, "vocab_size", None)
+    return size if size is not None else getattr(config.get_text_config(), "vocab_size", None)
 
 
 def _refuse_random(subject: Subject, first: float, second: float) -> None:
@@ -247,6 +280,8 @@ def _choice(subject: Subject, model: nn.Module, lines: list[str], *, whole: int,
         *lines,
         f"{format_count(whole)} -> {format_count(small)} parameters" if small != whole else f"{format_count(small)} parameters",
     ]
+    if not subject.left_padding:
+        lines.append("its forward takes no rows that are padded on the left, so none are compared")
     if not subject.exact:
         lines.append("its forward rounds float64 to a narrower dtype where it cannot be lifted, so float64 is compared within 1e-7")
     return Choice(subject, tuple(lines), find_blocks(model, subject.blocks or None), small / max(whole, 1), dtype)

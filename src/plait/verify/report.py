@@ -1,16 +1,17 @@
 """The verdict: every compared number with its error and what is allowed, as lines for people and as one object for machines.
 
-float64: each loss, norm, gradient and parameter is within the bar of one process. The configured precision: no further from the float64
-truth than 1.2 x one process in the same precision is, in root mean square over all tensors of a kind; a single tensor, which is a small
-sample, may add the error of its worst neighbour to its own, and parameters may be as much worse as gradients may. Nothing is run here.
+float64: each loss, norm, gradient and parameter is within the bar of one process, and of the independent reference. The configured
+precision: no further from the float64 truth than 1.2 x one process in the same precision is, in root mean square over all tensors of a
+kind; a single tensor, which is a small sample, may add the error of its worst neighbour to its own, and parameters may be as much worse
+as gradients may. Nothing is run here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -19,10 +20,13 @@ from plait.units import dtype_of
 from plait.verify.parity import Kind, Trace, compare
 from plait.verify.plan import Pass, Plan
 
+INDEPENDENT = "float64, against a reference without Plait's code: its own cross entropy, clipping and AdamW"
 EXACT_BAR, ROUNDED_BAR = 1e-10, 1e-7
 FACTOR = 1.2
 ROUNDINGS = 8
 """So many roundings more than in one process may befall a float32 gradient: scaling by ranks and back, the clip factor."""
+SCALAR_SHARE = 0.1
+"""A loss or a norm is one number, which may be right by chance in one process; it may err by this share of that step's gradients."""
 FLOOR = 1e-3
 """A tensor is measured against its own size plus this share of the usual size of its kind: what should be 0 holds rounding noise."""
 
@@ -60,7 +64,7 @@ class Row:
 class Section:
     """The verdict of one pass."""
 
-    name: Pass
+    name: Pass | Literal["independent"]
     title: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -122,6 +126,26 @@ def judge_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | 
     return Section("float64", title, tuple(rows), _skips(found))
 
 
+def judge_independent(plan: Plan, second: Trace | None, found: Trace, *, unjudged: str = "", tolerance: float | None = None) -> Section:
+    """`found` against the reference that shares no code, under the bar of the other. `unjudged` says what it leaves out; where `second` has
+    fewer steps or no parameters, only what it has is compared."""
+    notes = (unjudged,) if unjudged else ()
+    if second is None:
+        return Section("independent", INDEPENDENT, (), notes)
+    bar = tolerance if tolerance is not None else EXACT_BAR if plan.subject.exact else ROUNDED_BAR
+    count = len(second.losses)
+    same = replace(
+        found,
+        losses=found.losses[:count],
+        grad_norms=found.grad_norms[:count],
+        gradients=found.gradients[:count],
+        parameters=found.parameters if second.parameters else {},
+        spread=(),  # the other comparison tells of copies
+    )
+    rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(second, same)]
+    return Section("independent", INDEPENDENT, tuple(rows), notes)
+
+
 def _what(kind: Kind, name: str, error: float) -> str:
     if kind == "other":
         return name
@@ -177,7 +201,8 @@ def _allowances(theirs: Mapping[Key, float], unit: float, single_number: float) 
     slack = FACTOR
     for (kind, step, name), error in theirs.items():
         if kind in ("loss", "gradient norm"):
-            allowed[kind, step, name] = FACTOR * error + single_number
+            together = theirs.get(("gradient", step, ""), 0.0)
+            allowed[kind, step, name] = FACTOR * error + max(single_number, SCALAR_SHARE * together)
         elif not name and kind == "gradient":
             allowed[kind, step, name] = FACTOR * error + unit
             slack = max(slack, FACTOR + min(unit / error if error else FACTOR, FACTOR))  # at most doubled
@@ -278,8 +303,10 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
     for section in report.sections:
         shown += ["", section.title]
         shown += [f"  {note}" for note in section.notes]
+        if not section.rows:
+            continue
         table = [_cells(group) for group in sorted(_groups(section.rows, report.blocks, everything), key=lambda g: -_badness(g[1]))]
-        shown += _aligned([("", "worst", "error", "one process", "allowed", ""), *table], drop=3 if section.name == "float64" else None)
+        shown += _aligned([("", "worst", "error", "one process", "allowed", ""), *table], drop=None if section.name == "configured" else 3)
     return shown
 
 

@@ -30,7 +30,8 @@ from plait.units import dtype_of
 from plait.verify import peers
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, Plan
-from plait.verify.report import Report, judge_configured, judge_float64
+from plait.verify.report import INDEPENDENT, Report, Section, judge_configured, judge_float64, judge_independent
+from plait.verify.second import second_trace
 from plait.verify.subject import Built, give_weights
 
 PLAN, TRACES = "plan.pickle", "traces.pickle"
@@ -167,8 +168,13 @@ def judge(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Repo
         truth = references(plan, name, found)
         if truth.single is None:
             sections.append(judge_float64(plan, truth.exact, found, tolerance=tolerance))
+            second, unjudged = second_trace(plan, found)
+            sections.append(judge_independent(plan, second, found, unjudged=unjudged, tolerance=tolerance))
         else:
             sections.append(judge_configured(plan, truth.exact, truth.single, found))
+    if "float64" not in traces:
+        why = "not judged: it computes in float64, and that comparison was not asked for"
+        sections.append(Section("independent", INDEPENDENT, (), (why,)))
     facts = {
         "engine": plan.engine,
         "processes": plan.world_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -29,19 +29,36 @@ SPREAD = 0.1
 """Standard deviation of initial weights. The usual 0.02 is made for wide layers; in narrow ones it leaves attention uniform, and gradients
 of queries and keys too small to see an error in."""
 
-_DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
-_HEADS = ("num_attention_heads", "n_head")
+_DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers")
+_OTHER_DEPTHS = ("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "num_heads")
+_OTHER_HEADS = ("encoder_attention_heads", "num_encoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim")
+_SAME_AS_HIDDEN = ("word_embed_proj_dim", "attention_hidden_size", "embedding_size", "lru_width")
+_INNER = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "intermediate_size_mlp",
+    "decoder_ffn_dim",
+    "encoder_ffn_dim",
+    "dff",
+    "dim_ff",
+    "d_inner",
+    "feed_forward_size",
+)
 _EXPERT_INNER = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size")
-_HEAD_SIZE = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim")
+_HEAD_SIZE = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim", "dim_head", "d_head")
 _RANKS = ("q_lora_rank", "kv_lora_rank")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
 _GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "attention_window_size")
 _FIRST_LAYERS = ("first_k_dense_replace",)
+_HEADS_WITHOUT_A_FIELD = 4
+"""As many as a narrow model without attention heads is wide in head sizes."""
 _SPREADS = ("initializer_range", "init_std")
 
 
@@ -62,16 +79,44 @@ def _short(value: Any) -> str:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs, in the order of the configuration."""
-    return tuple(Change(name, before.get(name), value) for name, value in after.items() if before.get(name) != value)
+    """What differs, in the order of the configuration; a field of a part is named `text_config.hidden_size`."""
+    found: list[Change] = []
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            found += [Change(f"{name}.{change.name}", change.before, change.after) for change in changes(old, value)]
+        elif old != value:
+            found.append(Change(name, old, value))
+    return tuple(found)
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _parts(fields: Mapping[str, Any]) -> list[str]:
+    """Fields that hold the configuration of a part: `text_config`, `vision_config`, `decoder`."""
+    return [name for name, value in fields.items() if isinstance(value, dict) and "model_type" in value]
+
+
+def _in_parts(fields: Mapping[str, Any], change: Callable[[Fields], Fields]) -> Fields:
+    """A copy whose parts are changed, where they can be."""
+    result = copy.deepcopy(dict(fields))
+    for name in _parts(fields):
+        try:
+            result[name] = change(result[name])
+        except ValueError:  # it has no layers of its own
+            continue
+    return result
 
 
 # ---- depth --------------------------------------------------------------------------------------------------------------------------
 
 
 def depth_of(fields: Mapping[str, Any]) -> int | None:
-    """Number of layers; None where the configuration has no field for it."""
+    """Number of layers, of its text model where it has parts; None where the configuration has no field for it."""
     name = _present(fields, _DEPTH)
+    if name is None and isinstance(fields.get("text_config"), dict):
+        return depth_of(fields["text_config"])
     return fields[name] if name else None
 
 
@@ -89,7 +134,7 @@ def _hashable(value: Any) -> Any:
 def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     """The configuration with at most `depth` layers, more where there are more kinds of layers. Of every kind the first is kept."""
     name, before = _present(fields, _DEPTH), depth_of(fields)
-    result = copy.deepcopy(dict(fields))
+    result = _in_parts(fields, lambda part: with_depth(part, depth))
     if name is None or before is None:
         return result
     kinds = kinds_of_layers(fields)
@@ -100,6 +145,8 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     for field, value in fields.items():
         if isinstance(value, list | tuple) and len(value) == before > 1:
             result[field] = [value[index] for index in kept]
+        elif field in _OTHER_DEPTHS and isinstance(value, int) and field != name:
+            result[field] = min(value, result[name])
         elif field in _FIRST_LAYERS and isinstance(value, int):
             result[field] = min(value, 1)
         elif field == "mlp_only_layers" and value:
@@ -111,13 +158,20 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
 
 
 def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> Fields:
-    """The configuration with narrow layers whose attention heads have `head_size` elements. Raises ValueError for one that does not say its
-    heads or hidden size."""
-    result = copy.deepcopy(dict(fields))
+    """The configuration with narrow layers whose attention heads have `head_size` elements; parts alike. Raises ValueError for one that
+    does not say its hidden size."""
+    result = _in_parts(fields, lambda part: with_width(part, layout, head_size=head_size))
     hidden, heads = _present(fields, _HIDDEN), _present(fields, _HEADS)
-    if hidden is None or heads is None:
-        raise ValueError("the configuration has no hidden_size or no num_attention_heads")
+    if hidden is None:
+        if result == fields:
+            raise ValueError("the configuration has no hidden_size")
+        return result
+    if heads is None:
+        return _without_heads(fields, result, hidden, layout, head_size * _HEADS_WITHOUT_A_FIELD)
     cuts, all_cuts = _degrees(layout.tp, layout.cp), _degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp)
+    for name in _OTHER_HEADS:
+        if fields.get(name) == fields[heads]:
+            result[name] = shrink_heads(fields[heads], fields[heads], cuts)[0]
     kv = _present(fields, _KV_HEADS)
     result[heads], kv_heads = shrink_heads(fields[heads], fields[kv] if kv else fields[heads], cuts)
     if kv:
@@ -133,10 +187,24 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
         for name in names:
             if isinstance(fields.get(name), int):
                 result[name] = min(fields[name], like(fields[name], target, all_cuts))
-    if fields.get("word_embed_proj_dim") == fields[hidden]:
-        result["word_embed_proj_dim"] = result[hidden]
+    _follow_hidden(fields, result, hidden)
     _shrink_experts(fields, result, cuts)
     return result
+
+
+def _without_heads(fields: Mapping[str, Any], result: Fields, hidden: str, layout: Layout, width: int) -> Fields:
+    """Of a model without attention, such as a state space model."""
+    degrees = (*_degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp), 8)
+    result[hidden] = min(fields[hidden], like(fields[hidden], width, degrees))
+    for name in _INNER:
+        if isinstance(fields.get(name), int):
+            result[name] = min(fields[name], fields[name] * result[hidden] // fields[hidden])
+    _follow_hidden(fields, result, hidden)
+    return result
+
+
+def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> None:
+    result.update({name: result[hidden] for name in _SAME_AS_HIDDEN if fields.get(name) == fields[hidden]})
 
 
 def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[int]) -> None:
@@ -148,7 +216,7 @@ def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[in
 
 def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
     """Vocabulary, windows and dropout: a short vocabulary, attention windows that the short data reaches, no randomness."""
-    result = copy.deepcopy(dict(fields))
+    result = _in_parts(fields, lambda part: with_small_rest(part, layout))
     if isinstance(fields.get("vocab_size"), int):
         size = min(fields["vocab_size"], like(fields["vocab_size"], VOCABULARY, _degrees(layout.tp, layout.dp_shard, layout.dp)))
         result["vocab_size"] = size

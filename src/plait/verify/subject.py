@@ -46,6 +46,8 @@ class Subject(Policy):
     """The argument of `forward` that takes the tokens."""
     mask: str | None = None
     """The argument that takes the attention mask, if there is one."""
+    left_padding: bool = True
+    """It takes rows that are padded on the left."""
     bare_logits: bool = False
     """The model returns its logits [batch, seq, vocab] themselves."""
     exact: bool = True
@@ -78,7 +80,7 @@ def build(subject: Subject, *, dtype: torch.dtype) -> Built:
         if subject.vocabulary is None:
             raise ModelError(f"{subject.title}: a model without an embedding is no language model; {_WHAT_A_FUNCTION_RETURNS}")
         loss = causal_lm_loss
-        micro_batch = token_batches(vocabulary=subject.vocabulary, first=subject.first, mask=subject.mask)
+        micro_batch = token_batches(vocabulary=subject.vocabulary, first=subject.first, mask=subject.mask, left=subject.left_padding)
     return Built(model.train(), loss, _bare_logits if subject.bare_logits else default_forward, micro_batch)
 
 
@@ -105,8 +107,8 @@ def give_weights(model: nn.Module, *, blocks: tuple[str, ...], seed: int) -> nn.
 # ---- Transformers -------------------------------------------------------------------------------------------------------------------
 
 
-def transformers_model(fields: Fields, *, dtype: torch.dtype) -> nn.Module:
-    """The causal language model of a configuration, on meta."""
+def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "meta") -> nn.Module:
+    """The causal language model of a configuration; on another device than meta with weights and buffers of its own."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     fields = dict(fields)
@@ -115,7 +117,7 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype) -> nn.Module:
     config.use_cache = False
     if dtype == torch.float64 and attention not in (None, "eager", "sdpa"):
         attention = "sdpa"  # flash attention takes no float64
-    with torch.device("meta"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **({"attn_implementation": attention} if attention else {}))
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64

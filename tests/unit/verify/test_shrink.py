@@ -107,8 +107,8 @@ def test_depth(layers: int, depth: int) -> None:
 
 
 def test_without_heads() -> None:
-    with pytest.raises(ValueError, match="num_attention_heads"):
-        shrink.with_width({"hidden_size": 4}, Layout(), head_size=8)
+    with pytest.raises(ValueError, match="hidden_size"):
+        shrink.with_width({"vocab_size": 4}, Layout(), head_size=8)
 
 
 class Model(nn.Module):

@@ -1,0 +1,142 @@
+"""A second reference, which shares no line with what it judges: torch's autograd and numpy, and nothing of Plait.
+
+`parity.reference_trace` runs Plait's loss and Plait's choice of optimizer; a mistake in one of them would be in both sides of that
+comparison. Here cross entropy, the mean over a step's targets, clipping and AdamW are written from their definitions in float64, and the
+weights come in as arrays. The model is whatever the caller built: its own forward is what both sides mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Batch = Mapping[str, torch.Tensor]
+
+IGNORED = -100
+"""Label of a position that is not a target."""
+CLIP_EPSILON = 1e-6
+"""torch and DeepSpeed divide by norm + 1e-6."""
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Settings of Loshchilov and Hutter's Adam with decoupled weight decay (2019, algorithm 2), constant from step to step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training computed; every array is float64. A gradient is clipped, and None where no micro-batch of the step used the
+    parameter."""
+
+    losses: list[float] = field(default_factory=list)
+    """Mean over all targets of a step; NaN for a step without any."""
+    norms: list[float] = field(default_factory=list)
+    """Before clipping."""
+    gradients: list[dict[str, Array | None]] = field(default_factory=list)
+    parameters: dict[str, Array] = field(default_factory=dict)
+
+
+def train(
+    model: torch.nn.Module,
+    weights: Mapping[str, Array],
+    steps: Sequence[Sequence[Batch]],
+    *,
+    optimizer: AdamW,
+    clipping: float,
+    skipped: Collection[int] = (),
+) -> Result:
+    """Train `model` (float64, on any device) from `weights` (parameter name to array; a tied parameter under its first name).
+
+    `steps`: optimizer steps x micro-batches, each a mapping of the model's arguments and `labels` [batch, seq] int64, where position t of
+    the logits predicts label t + 1. `clipping`: largest global norm, 0 for none. Steps in `skipped` change nothing. Raises ValueError for
+    weights that are not those of the model.
+    """
+    parameters = dict(model.named_parameters())
+    _load(parameters, weights)
+    values = {name: _array(parameter) for name, parameter in parameters.items()}
+    states = {name: _Moments(np.zeros_like(value), np.zeros_like(value)) for name, value in values.items()}
+    result = Result(parameters=values)
+    for index, micro_batches in enumerate(steps):
+        targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in micro_batches)
+        total = 0.0
+        for batch in micro_batches:
+            loss = _cross_entropy(model, batch)
+            total += loss.item()
+            loss.backward()
+        gradients = _take_gradients(parameters, 1 / targets if targets else 1.0)
+        norm = math.sqrt(sum(float(np.square(g).sum()) for g in gradients.values() if g is not None))
+        if clipping > 0 and norm + CLIP_EPSILON > clipping:
+            gradients = {name: None if g is None else g * (clipping / (norm + CLIP_EPSILON)) for name, g in gradients.items()}
+        result.losses.append(total / targets if targets else math.nan)
+        result.norms.append(norm)
+        result.gradients.append({} if index in skipped else gradients)
+        for name, gradient in result.gradients[-1].items():
+            if gradient is not None:
+                values[name] = states[name].update(values[name], gradient, optimizer)
+        _load(parameters, values)
+    return result
+
+
+@dataclass
+class _Moments:
+    """Running means of a parameter's gradient and of its square, and how often they were updated."""
+
+    mean: Array
+    square: Array
+    updates: int = 0
+
+    def update(self, value: Array, gradient: Array, adamw: AdamW) -> Array:
+        self.updates += 1
+        self.mean = adamw.beta1 * self.mean + (1 - adamw.beta1) * gradient
+        self.square = adamw.beta2 * self.square + (1 - adamw.beta2) * gradient * gradient
+        mean = self.mean / (1 - adamw.beta1**self.updates)
+        square = self.square / (1 - adamw.beta2**self.updates)
+        return value - adamw.lr * (mean / (np.sqrt(square) + adamw.eps) + adamw.weight_decay * value)
+
+
+def _load(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Array]) -> None:
+    if set(parameters) != set(weights):
+        odd = sorted(set(parameters) ^ set(weights))
+        raise ValueError(f"{len(odd)} names are in the model or in the weights alone: {', '.join(odd[:3])}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if tuple(parameter.shape) != weights[name].shape:
+                raise ValueError(f"{name} has shape {tuple(parameter.shape)} in the model and {weights[name].shape} in the weights")
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name], dtype=np.float64)))
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    copied: Array = tensor.detach().cpu().to(torch.float64).numpy().copy()
+    return copied
+
+
+def _cross_entropy(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
+    """The sum over a micro-batch's targets of -log softmax(logits)[target]; a zero with gradients where there is none."""
+    output = model(**{name: value for name, value in batch.items() if name != "labels"})
+    logits = (output if isinstance(output, torch.Tensor) else output.logits).to(torch.float64)
+    labels = batch["labels"][:, 1:]
+    row, position = torch.nonzero(labels != IGNORED, as_tuple=True)
+    scores = logits[row, position]
+    picked = scores[torch.arange(len(row)), labels[row, position]]
+    highest = scores.detach().amax(dim=-1, keepdim=True) if len(row) else scores.detach()[:, :1]
+    return (highest[:, 0] + (scores - highest).exp().sum(dim=-1).log() - picked).sum()
+
+
+def _take_gradients(parameters: Mapping[str, torch.nn.Parameter], factor: float) -> dict[str, Array | None]:
+    taken: dict[str, Array | None] = {}
+    for name, parameter in parameters.items():
+        taken[name] = None if parameter.grad is None else _array(parameter.grad) * factor
+        parameter.grad = None
+    return taken

@@ -1,0 +1,83 @@
+"""Hands a plan and what the layout computed to the independent reference, and says where that one cannot judge.
+
+It takes the weights that the layout started from, as arrays, and a model that Transformers itself (or the user's function) built; drawing
+weights is judged by the other reference. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from plait.config.optimization import OptimizerSpec
+from plait.engine.batch import to_device
+from plait.engine.loss import causal_lm_loss
+from plait.verify import independent
+from plait.verify.parity import Trace
+from plait.verify.plan import Plan
+from plait.verify.shrink import without_dropout
+from plait.verify.subject import transformers_model
+
+_SETTINGS = {"lr", "betas", "eps", "weight_decay"}
+_KERNELS = {"fused", "foreach", "capturable"}
+"""How torch computes the same update."""
+
+
+def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
+    """The settings of an optimizer that is AdamW, else why it is not judged beyond the first gradients. Defaults are DeepSpeed's: weight
+    decay 0, or torch's 0.01 with `torch_adam`."""
+    spec = spec.resolved()
+    params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
+    decoupled = spec.type == "AdamW" or (spec.type == "Adam" and params.get("adam_w_mode", True))
+    if not decoupled:
+        return f"it has AdamW only, and the optimizer is {spec.type}"
+    if spec.states != "own":
+        return f"it keeps exact moments, and optimizer.states is {spec.states}"
+    other = [name for name, value in params.items() if name in ("amsgrad", "maximize") and value]
+    if other:
+        return f"it has no {other[0]}"
+    beta1, beta2 = params.get("betas", (0.9, 0.999))
+    return independent.AdamW(
+        lr=params.get("lr", 1e-3),
+        beta1=beta1,
+        beta2=beta2,
+        eps=params.get("eps", 1e-8),
+        weight_decay=params.get("weight_decay", 0.01 if params.get("torch_adam", False) else 0.0),
+    )
+
+
+def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
+    """(what the independent reference computes in float64, what of `found` it does not judge; empty for nothing). None where it judges
+    nothing. With another optimizer than AdamW it judges the first step up to its gradients."""
+    built = plan.build(torch.float64)
+    if built.loss is not causal_lm_loss:
+        return None, "not judged: it has cross entropy over tokens only, and the model brings its own loss"
+    adamw = adamw_of(plan.resolved.optimizer)
+    known = isinstance(adamw, independent.AdamW)
+    data = plan.data(built) if known else plan.data(built)[:1]
+    model = _model(plan)
+    with plan.lifting("float64", model):
+        result = independent.train(
+            model,
+            {name: tensor.double().numpy() for name, tensor in found.initial.items()},
+            [[to_device(piece, torch.device(plan.device)) for piece in step] for step in data],
+            optimizer=adamw if isinstance(adamw, independent.AdamW) else independent.AdamW(0.0, 0.0, 0.0, 1.0, 0.0),
+            clipping=plan.resolved.gradient_clipping,
+            skipped=found.skipped,
+        )
+    trace = Trace(
+        tuple(result.losses),
+        tuple(result.norms),
+        tuple({name: None if g is None else torch.from_numpy(g) for name, g in step.items()} for step in result.gradients),
+        {name: torch.from_numpy(np.asarray(value)) for name, value in result.parameters.items()} if known else {},
+    )
+    return trace, "" if known else f"judged: the first step's loss, norm and gradients; not judged: what follows, because {adamw}"
+
+
+def _model(plan: Plan) -> torch.nn.Module:
+    """In float64, with the buffers that its own code makes."""
+    if plan.subject.fields is not None:
+        model = transformers_model(plan.subject.fields, dtype=torch.float64, device="cpu")
+        without_dropout(model)
+        return model.train().to(plan.device)
+    return plan.build(torch.float64).model.to(plan.device)

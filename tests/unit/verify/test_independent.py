@@ -1,0 +1,193 @@
+"""The reference that shares no code: right by itself, and it sees mistakes that both sides of the other comparison make."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plait.engine.loss
+from plait.config.optimization import OptimizerSpec
+from plait.config.resolve import load
+from plait.verify import independent, run
+from plait.verify.batches import token_batches
+from plait.verify.independent import AdamW, train
+from plait.verify.parity import Trace
+from plait.verify.plan import Plan, prepare
+from plait.verify.report import Section, judge_float64, judge_independent
+from plait.verify.second import adamw_of, second_trace
+from plait.verify.subject import give_weights
+
+ADAMW = AdamW(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+
+
+class Model(nn.Module):
+    """Tied, with a branch that a batch may leave unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.side = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, side: bool = False) -> Any:
+        hidden = self.embed(input_ids).cumsum(1) * attention_mask[..., None]
+        return SimpleNamespace(logits=self.head(hidden + self.side(hidden) if side else hidden))
+
+
+def steps() -> list[list[dict[str, Any]]]:
+    micro_batch = token_batches(vocabulary=17, first="input_ids", mask="attention_mask")
+    generator = torch.Generator().manual_seed(3)
+    made: list[list[dict[str, Any]]] = [[micro_batch(3, generator) for _ in range(2)] for _ in range(4)]
+    made[0][1]["labels"].fill_(-100)
+    for batch in made[1]:
+        batch["labels"].fill_(-100)
+    made[2][0]["side"] = True
+    return made
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.3])
+def test_it_is_what_torch_computes(clipping: float) -> None:
+    """Against torch's own cross entropy, clipping and AdamW; a step without targets has no loss, and an unused layer no gradient."""
+    model = Model().double()
+    weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    result = train(Model().double(), weights, steps(), optimizer=ADAMW, clipping=clipping)
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    for index, step in enumerate(steps()):
+        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in step:
+            logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
+            total = total + F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        (total / max(targets, 1)).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clipping or math.inf)
+        assert result.norms[index] == pytest.approx(float(norm), rel=1e-12, abs=1e-300)
+        assert math.isnan(result.losses[index]) if not targets else result.losses[index] == pytest.approx(float(total) / targets, rel=1e-12)
+        for name, parameter in model.named_parameters():
+            found = result.gradients[index][name]
+            assert (found is None) == (parameter.grad is None) == (name.startswith("side") and index != 2)
+            if found is not None and parameter.grad is not None:
+                np.testing.assert_allclose(found, parameter.grad.numpy(), rtol=1e-10, atol=1e-14)
+        update.step()
+        update.zero_grad()
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(result.parameters[name], parameter.detach().numpy(), rtol=1e-10, atol=1e-13)
+
+
+def test_other_weights_are_refused() -> None:
+    weights = {name: p.detach().numpy() for name, p in Model().named_parameters()}
+    with pytest.raises(ValueError, match=r"1 names .* head.bias"):
+        train(Model(), {**weights, "head.bias": np.zeros(17)}, [], optimizer=ADAMW, clipping=0)
+    with pytest.raises(ValueError, match=r"side.bias has shape \(6,\)"):
+        train(Model(), {**weights, "side.bias": np.zeros(5)}, [], optimizer=ADAMW, clipping=0)
+
+
+def test_batches_are_padded_on_both_sides() -> None:
+    """Rows of full length, padded on the left and on the right; lengths and numbers of targets differ."""
+    masks = [batch["attention_mask"] for step in steps() for batch in step]
+    kinds = {(bool(row[0]), bool(row[-1])) for mask in masks for row in mask}
+    assert kinds == {(True, True), (True, False), (False, True)}
+    assert len({mask.shape[1] for mask in masks}) > 2
+    assert len({int(mask.sum()) for mask in masks}) > 4
+    assert all(int(row.sum()) >= 3 for mask in masks for row in mask)
+
+
+# ---- what the other reference cannot see --------------------------------------------------------------------------------------------
+
+FIELDS = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FILE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "model": {"config": FIELDS},
+}
+
+
+def planned(**changes: Any) -> Plan:
+    config = load({**FILE, **changes})
+    return prepare(config, model=None, processes=1, most_processes=1, steps=2, passes=("float64",))
+
+
+def one_process(plan: Plan) -> Trace:
+    """What Plait's own functions compute in this process."""
+    built = plan.build(torch.float64)
+    model = give_weights(built.model, blocks=(), seed=plan.resolved.seed)
+    nothing = Trace((), (), (), {})
+    with plan.lifting("float64", model):
+        return run._trace(plan, built, model, plan.data(built), nothing)
+
+
+def verdicts(plan: Plan) -> tuple[Section, Section]:
+    """Of the two references on the same computation."""
+    found = one_process(plan)
+    second, unjudged = second_trace(plan, found)
+    return judge_float64(plan, one_process(plan), found), judge_independent(plan, second, found, unjudged=unjudged)
+
+
+def _shifted_twice(batch: Any) -> torch.Tensor:
+    return F.pad(batch["labels"], (0, 2), value=-100)[..., 2:]
+
+
+def _without_decay(spec: Any, named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-3)
+
+
+def test_mistakes_in_shared_code_are_seen() -> None:
+    """A loss that predicts the wrong token and an optimizer that is built wrongly: equal for a reference that shares them."""
+    plan = planned()
+    shared, independently = verdicts(plan)
+    assert not shared.different and not independently.different
+    assert {row.kind for row in independently.rows} == {"loss", "gradient norm", "gradient", "parameter"}
+    with patch.object(plait.engine.loss.CausalLMLoss, "_targets", staticmethod(_shifted_twice)):
+        shared, independently = verdicts(plan)
+        assert not shared.different and independently.different[0].kind == "loss"
+    with patch.object(run, "build_optimizer", _without_decay):
+        shared, independently = verdicts(plan)
+        assert not shared.different and independently.different
+        # the first step's gradients are those before any update
+        assert all(row.kind == "parameter" or row.step == 1 for row in independently.different)
+
+
+def test_what_is_not_judged_is_said() -> None:
+    """Another optimizer is judged up to its first gradients; settings of AdamW by their meaning, defaults included."""
+    plan = planned(optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    _, section = verdicts(plan)
+    assert not section.different
+    assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"} and {row.step for row in section.rows} == {0}
+    assert section.notes == (
+        "judged: the first step's loss, norm and gradients; not judged: what follows, because it has AdamW only, and the optimizer is SGD",
+    )
+    assert adamw_of(OptimizerSpec()) == independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)
+    assert adamw_of(OptimizerSpec(type="Adam", params={"torch_adam": True, "lr": "auto"})) == independent.AdamW(
+        5e-5, 0.9, 0.999, 1e-8, 0.01
+    )
+    assert adamw_of(OptimizerSpec(type="Adam", params={"adam_w_mode": False})) == "it has AdamW only, and the optimizer is Adam"
+    assert adamw_of(OptimizerSpec(type="AdamW", params={"amsgrad": True})) == "it has no amsgrad"
+    assert "int8" in str(adamw_of(OptimizerSpec(states="int8")))
+
+
+def test_the_file_imports_nothing_of_plait() -> None:
+    """What it judges cannot be what it is made of."""
+    import ast
+
+    tree = ast.parse(Path(independent.__file__).read_text())
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module.partition(".")[0] for module in modules} <= {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "math",
+        "numpy",
+        "torch",
+        "typing",
+    }
