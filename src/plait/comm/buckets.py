@@ -29,6 +29,9 @@ class Flat:
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
+    tp_local: bool = False
+    """Whether they are parts that tensor parallelism split. Others must have the same bits on every rank of the tp axis, so a buffer never
+    holds both: where an element sits decides in which order it is summed and with which others it is quantized."""
 
     @property
     def numel(self) -> int:

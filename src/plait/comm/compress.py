@@ -161,12 +161,15 @@ class PowerSGDBuckets(_TwoHops):
         self._factored: dict[int, list[_Factored]] = {}
         self._whole: dict[int, list[tuple[int, int]]] = {}
         """Bucket to (offset, length) of what is sent as it is."""
+        drawn = {True: 0, False: 0}
         for index, flat in enumerate(flats):
-            self._divide(index, flat, rank)
+            # Counted by kind: a rank of the tp axis that has fewer buckets of its own parts draws the same factors for what all hold.
+            self._divide(index, flat, rank, seed=2 * drawn[flat.tp_local] + flat.tp_local)
+            drawn[flat.tp_local] += 1
         self._errors = {index: torch.zeros_like(self.buffers[index], dtype=_wide(flats[index].dtype)) for index in self._factored}
 
-    def _divide(self, index: int, flat: Flat, rank: int) -> None:
-        generator = torch.Generator().manual_seed(index)  # the same on every rank
+    def _divide(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)  # the same on every rank
         buffer, at = self.buffers[index], 0
         for shape in flat.shapes:
             numel, columns = prod(shape), factor_rank(shape, rank)

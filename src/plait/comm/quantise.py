@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 import torch
 
+from plait.comm.summing import add_in_order
+from plait.errors import ModelError
+
 Bits = Literal[4, 8]
 BLOCK = 256
 """Numbers that share a scale: 8.125 or 4.125 bits a number on the wire."""
@@ -92,10 +95,14 @@ class Packing:
     @classmethod
     def of(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
         """For rows of `numel` numbers. `fully_shard` gathers larger shards of the same parameters where it keeps a second copy inside a
-        machine; a run that is not a multiple of the segments (parameters are missing) is one matrix."""
+        machine. Raises ModelError for a run that is no multiple of the segments: some parameters are missing, and which is not known, so
+        blocks would mix what must not share a scale."""
         total = sum(segment.numel for segment in segments)
         if total == 0 or numel % total:
-            return cls((Segment(numel, matrix=True),), bits)
+            raise ModelError(
+                f"compressed gradients: {numel} elements of a unit came to be reduced, and its trainable parameters have {total} on this "
+                "rank: a step left some of them unused; set parallel.unused_parameters = true, or compress nothing"
+            )
         return cls(tuple(Segment(s.numel * (numel // total), s.matrix) for s in segments), bits)
 
     @cached_property
@@ -148,7 +155,7 @@ class Packing:
         """[n]: the sum of the rows, in the order of the rows, in float32 (float64 for what was float64)."""
         matrices, exact = self._parts(packed, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return self._assemble(matrices.sum(0, keepdim=True), exact.to(wide).sum(0, keepdim=True), dtype)[0]
+        return self._assemble(_sum_in_order(matrices), _sum_in_order(exact.to(wide)), dtype)[0]
 
     def _parts(self, packed: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         code_bytes = self.padded * self.bits // 8
@@ -166,6 +173,16 @@ class Packing:
                 parts.append(exact[:, exact_at : exact_at + segment.numel].to(dtype))
                 exact_at += segment.numel
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+    """[1, n]: the sum of the rows [rows, n], which may be written to. Every column alike: torch's sum adds the last columns of a tensor in
+    another order than the rest, and where a parameter sits depends on what tensor parallelism has split before it."""
+    if rows.device.type != "cpu":
+        return rows.sum(0, keepdim=True)
+    if len(rows) > 1:
+        add_in_order(list(rows), [rows[0]])
+    return rows[:1]
 
 
 def _read(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait._torch import ReduceScatter, reduce_scatter_single
+from plait._torch import FakeTensor, ReduceScatter, reduce_scatter_single
+from plait.comm.summing import add_in_order
+
+_IN_ORDER = 4
+"""Rows that torch's sum adds in their order in every column. With more, the last columns of a tensor are added in another order than the
+rest, and a parameter that all ranks of the tp axis hold sits in other columns where the axis splits its neighbours unevenly."""
 
 
 def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -21,7 +26,11 @@ def reduce_scatter(output: torch.Tensor, stacked: torch.Tensor, group: dist.Proc
         return
     parts = torch.empty_like(stacked)
     dist.all_to_all_single(parts, stacked, group=group)
-    torch.sum(parts.view(group.size(), *output.shape), 0, out=output)
+    ranks = group.size()
+    if ranks <= _IN_ORDER or isinstance(parts, FakeTensor):
+        torch.sum(parts.view(ranks, *output.shape), 0, out=output)
+    else:
+        add_in_order(list(parts.view(ranks, -1)), [output.view(-1)])
 
 
 class AllToAllReduceScatter(ReduceScatter):

@@ -47,8 +47,9 @@ def account_buckets(
     for candidate in np.flatnonzero(at):
         ranks = int(ledger.dp_replicate[candidate])
         held = [int(np.broadcast_to(column, at.shape)[candidate]) for column in columns]
+        split = ledger.tensor_dims if int(ledger.tp[candidate]) > 1 else {}
         sizes = [
-            (numel * p.itemsize, (p.itemsize, len(p.shape) > 1 or not compression.gradients))
+            (numel * p.itemsize, (p.itemsize, len(p.shape) > 1 or not compression.gradients, split.get(p.name) is not None))
             for numel, p in zip(held, parameters, strict=True)
         ]
         sums["memory"][candidate] += 8 * bool(compression.powersgd_rank)  # its count of steps

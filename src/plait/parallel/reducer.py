@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from plait._torch import after_backward, like_parameter, local_tensor
 from plait.comm.buckets import Buckets, Flat
@@ -90,17 +91,25 @@ class Reducer:
         partition = self._partition()
         shapes = [tuple(tuple(local_tensor(p.detach()).shape) for p in members) for members in partition]
         self.reduction = self.make_buckets(
-            [Flat(self.reduce_dtype or members[0].dtype, held) for members, held in zip(partition, shapes, strict=True)]
+            [
+                Flat(self.reduce_dtype or members[0].dtype, held, tp_local=isinstance(members[0], DTensor))
+                for members, held in zip(partition, shapes, strict=True)
+            ]
         )
         for members, wire in zip(partition, self.reduction.buffers, strict=True):
             self._add_bucket(members, wire)
         self.start_step()
 
     def _partition(self) -> list[list[nn.Parameter]]:
-        """Trainable parameters by bucket, one dtype a bucket."""
+        """Trainable parameters by bucket, one dtype a bucket; those that tensor parallelism split apart from those that it left whole,
+        which must stay the same bits on every rank of its axis."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         sizes = [
-            (local_tensor(p.detach()).numel() * p.element_size(), (p.dtype, p.ndim > 1 or not self.separate_vectors)) for p in trainable
+            (
+                local_tensor(p.detach()).numel() * p.element_size(),
+                (p.dtype, p.ndim > 1 or not self.separate_vectors, isinstance(p, DTensor)),
+            )
+            for p in trainable
         ]
         return [[trainable[i] for i in members] for members in partition(sizes, self.bucket_bytes)]
 

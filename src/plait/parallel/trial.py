@@ -50,6 +50,7 @@ class Trial:
     """Call `after_step` once a step, between two of them."""
 
     group: dist.ProcessGroup
+    """All ranks that must decide alike (see `wiring.deciding_group`)."""
     waits_for: str
     """The name (`comm.waits`) of what gradients wait for."""
     whole: Callable[[], object]

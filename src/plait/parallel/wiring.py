@@ -1,16 +1,16 @@
 """Which collectives the data-parallel technique uses on the groups that exist, and a sentence that says so and why.
 
-Decided once, when the model is sharded, and alike on every rank of a group. Compression that was asked for comes first, then an algorithm
-that was asked for, then a file of links, then shared memory, then what a measurement at the start says, then torch.
+Decided once, when the model is sharded, and alike on every rank of a group and of the tp axis. Compression that was asked for comes first,
+then an algorithm that was asked for, then a file of links, then shared memory, then what a measurement at the start says, then torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -34,6 +34,7 @@ from plait.parallel.trial import Option, Trial
 if TYPE_CHECKING:
     from plait.parallel.data import DataParallel
 
+T = TypeVar("T")
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
 
 
@@ -58,21 +59,59 @@ class Summing:
     """For people."""
     others: tuple[tuple[Compression, BucketWay], ...] = ()
 
-    def trial_of(self, reducer: Reducer) -> Trial | None:
-        """The steps that decide."""
+    def trial_of(self, reducer: Reducer, group: dist.ProcessGroup) -> Trial | None:
+        """The steps that decide, for all ranks of `group` alike."""
         if not self.others:
             return None
         options = tuple(Option(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
-        return Trial(reducer.group, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
+        return Trial(group, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
+
+
+def deciding_group(technique: DataParallel, mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks that must decide alike whether gradients are compressed: all that sum the same gradients, over the tp axis too, whose ranks
+    hold the same replicated parameters and sum them in groups of their own. None where nothing is to be decided. Collective."""
+    return mesh.group("dp_replicate", "dp_shard", "tp") if technique.may_compress else None
+
+
+def _agreed(mesh: Mesh, mine: T) -> T:
+    """What the first rank of the tp axis found. Its ranks measure links in groups of their own, and replicated parameters keep the same
+    bits on all of them only if all sum in one way. Collective over tp."""
+    group = mesh.group("tp")
+    if group is None or dist.get_backend(group) == "fake":
+        return mine
+    box = [mine]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def _on_all_of_tp(mesh: Mesh, here: bool) -> bool:
+    """Whether it holds on every rank of the tp axis. Collective over tp."""
+    group = mesh.group("tp")
+    if group is None or dist.get_backend(group) == "fake":
+        return here
+    answers = [here] * group.size()
+    dist.all_gather_object(answers, here, group=group)
+    return all(answers)
+
+
+def _connected(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, label: str) -> Transport:
+    """`connect`, the same on every rank of the tp axis."""
+    way = connect(group, label=label, device=mesh.device, wanted=technique.transport)
+    if technique.transport != "prefer-shared-memory" or _on_all_of_tp(mesh, way.name == "shared-memory") or way.name == "torch":
+        return way
+    found = connect(group, label=label, device=mesh.device, wanted="torch")
+    return replace(found, reason="another rank of the tp axis has no memory in common with its group")
 
 
 def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
-    """Collective over the group. `gradient_bytes`: of all gradients that this rank sums."""
+    """Collective over the group and over tp. `gradient_bytes`: of all gradients that this rank sums."""
     compression = technique.compression
     if compression.gradients:
         fixed = BucketWay(partial(compression.buckets, group, mesh.device), technique.bucket_bytes)
         return Summing(fixed, f"gradients are summed as {compression.name}")
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
+    if not _on_all_of_tp(mesh, levels is not None):
+        levels = None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
     bucket_bytes, shared = technique.bucket_bytes, None
@@ -84,7 +123,7 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
         if technique.links is not None:
             found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
         else:
-            shared = connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
+            shared = _connected(technique, group, mesh, label="dp_replicate")
             if shared.name == "torch" and technique.measure_seconds:
                 found = find_links(
                     "dp_replicate",
@@ -102,12 +141,12 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
             words = ""
             if technique.links is None:
                 choice, words = settle(choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds)
-            wanted, bucket_bytes = choice.algorithm, choice.bucket_bytes
             why = "; ".join(filter(None, (f"{choice.reason} The links were {found.how}", words)))
+            wanted, bucket_bytes, why = _agreed(mesh, (choice.algorithm, choice.bucket_bytes, why))
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
         wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
-        way = shared or connect(group, label="dp_replicate", device=mesh.device, wanted=technique.transport)
+        way = shared or _connected(technique, group, mesh, label="dp_replicate")
         note = "; the links were not measured, because nothing here is faster" if way.name == "shared-memory" else ""
         why = way.reason + note if wanted == "by-machines" else why
         make, said = way.buckets, f"gradients are summed by {way.name}: {why}"
@@ -178,14 +217,14 @@ class Sharing:
 
 
 def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
-    """Collective over `dp_shard`."""
-    group = mesh.group("dp_shard")
+    """Collective over `dp_shard` and tp."""
+    group, deciding = mesh.group("dp_shard"), deciding_group(technique, mesh)
     if group is None:
         if technique.transport == "shared-memory" and mesh.layout.dp > 1:
             rule = "replicated parameters that are cast for the computation are reduced by torch's collectives"
             raise ConfigError(Problem("parallel.transport", "shared-memory", rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
         return Sharing()
-    way = connect(group, label="dp_shard", device=mesh.device, wanted=technique.transport)
+    way = _connected(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the second copy is gathered over another.
     all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
     for module in sharded_modules(parts.model):
@@ -212,7 +251,7 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
             compressors.update(to.install(parts.model, levels, parts.waits))
 
     options = tuple(Option(to.name, to.code, partial(take, to)) for to in open_)
-    trial = Trial(group, "reduce_scatter dp_shard", partial(take, None), options) if options else None
+    trial = Trial(deciding, "reduce_scatter dp_shard", partial(take, None), options) if options and deciding is not None else None
     return Sharing(f"{said}{words}", compressors, trial, host)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, dequantise, packed_bytes, quantise
+from plait.errors import ModelError
 
 segments_of = st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5)
 
@@ -112,4 +113,5 @@ def test_a_run_of_other_length() -> None:
     """Larger shards of the same parameters, and a run that the segments do not describe."""
     segments = [Segment(6, True), Segment(2, False)]
     assert Packing.of(segments, 8, numel=24).segments == (Segment(18, True), Segment(6, False))
-    assert Packing.of(segments, 8, numel=13).segments == (Segment(13, True),)
+    with pytest.raises(ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"):
+        Packing.of(segments, 8, numel=13)

@@ -1,0 +1,159 @@
+"""Compression with tensor parallelism (defect A18): what every rank of the tp axis holds keeps the same bits on all of them, and gradients
+stay near those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import plait
+from plait._torch import local_tensor
+from plait.cluster.mesh import Mesh
+from plait.comm.buckets import Flat
+from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
+from plait.comm.transport import Transport, connect
+from plait.engine.step import sharded_axes
+from plait.model.blocks import find_blocks
+from plait.parallel import materialise, trial, wiring
+from plait.verify.parity import Trace, engine_trace, reference_trace
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING, SEED
+from tests.parity.test_tensor_parallel import plan, settings
+from tests.pool import Pool
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0 int8": (0, {"compress_gradients": "int8", "error_feedback": True}),
+    "stage 0 int4": (0, {"compress_gradients": "int4"}),
+    "stage 0 powersgd": (0, {"compress_gradients": "powersgd", "powersgd_rank": 1}),
+    "stage 2 int8": (2, {"compress_gradients": "int8", "compress_weights": "int8"}),
+    "stage 3 int4": (3, {"compress_gradients": "int4", "error_feedback": True}),
+}
+BOUNDS = {"int8": 0.02, "int4": 0.3}
+"""Of the largest element of all gradients: half a scale a rank and hop."""
+
+
+def data(micro_batches: int, steps: int) -> list[list[dict[str, Any]]]:
+    """Every parameter is used, those that no rule splits too (`blocks.*.side`)."""
+    return [[{**piece, "side": True} for piece in step] for step in cases.steps_for("plain", micro_batches, steps=steps)]
+
+
+def differing(engine: plait.Engine) -> list[str]:
+    """Parameters that the tp axis does not split, and whose bits are not the same on all of its ranks."""
+    found = []
+    group = engine.mesh.group("tp")
+    for name, parameter in engine.model.named_parameters():
+        if "tp" in sharded_axes(parameter):
+            continue
+        mine = local_tensor(parameter.detach()).contiguous()
+        everyone = [torch.empty_like(mine) for _ in range(engine.mesh.layout.tp)]
+        dist.all_gather(everyone, mine, group=group)
+        if not all(torch.equal(other, everyone[0]) for other in everyone):
+            found.append(name)
+    return found
+
+
+def configured(world: int, way: str) -> dict[str, Any]:
+    stage, parallel = WAYS[way]
+    return settings(world, 2, stage, 1, 1, **plan("plain"), **parallel)
+
+
+def trained(rank: int, world: int, way: str, steps: int) -> tuple[Trace, list[str]]:
+    """Runs in a worker."""
+    engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), configured(world, way), loss_fn=plait.causal_lm_loss)
+    return engine_trace(engine, data(world // 2, steps)), differing(engine)
+
+
+@cache
+def reference(micro_batches: int) -> Trace:
+    """The first step of one plain process."""
+    model = cases.build("plain", tied=False, dtype=torch.float32)
+    template = materialise.template_of(model)
+    materialise.allocate(model, torch.device("cpu"))
+    materialise.initialise(model, template, find_blocks(model), seed=SEED)
+    steps = data(micro_batches, 1)
+    return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicated_parameters_keep_their_bits_over_tp(pool: Pool, way: str) -> None:
+    """A18: 51 and 50 rows of the vocabulary and 13 and 12 columns are before and between what is whole on both ranks."""
+    steps = POWERSGD_START + 3 if "powersgd" in way else 4
+    for trace, different in pool.run(4, trained, way, steps):
+        assert different == []
+        exact = {name: gradient for name, gradient in reference(2).gradients[0].items() if gradient is not None}
+        largest = max(float(gradient.abs().max()) for gradient in exact.values())
+        for name, wanted in exact.items():
+            found = trace.gradients[0][name]
+            assert found is not None
+            bound = next((b for bits, b in BOUNDS.items() if bits in way), 1e-5)
+            assert float((found - wanted).abs().max()) < bound * largest, name
+
+
+def test_factors_of_replicated_matrices_do_not_depend_on_other_buckets() -> None:
+    """A18: a rank of the tp axis whose parts fill more buckets starts with the same factors for what all ranks hold."""
+
+    def first_factors(parts: int) -> torch.Tensor:
+        flats = [*[Flat(torch.float32, ((40, 30),), tp_local=True)] * parts, Flat(torch.float32, ((64, 20),))]
+        with patch("torch.distributed.distributed_c10d.get_world_size", lambda *_: 2):
+            made = PowerSGDBuckets(dist.group.WORLD, flats, torch.device("cpu"), rank=2)  # type: ignore[arg-type]
+        return made.state[f"{parts}.0.right"]
+
+    assert torch.equal(first_factors(1), first_factors(3))
+    assert not torch.equal(first_factors(1), first_factors(0)[:, :1].expand(-1, 20))
+
+
+def decided(rank: int, world: int, stage: int) -> tuple[str, int, list[str]]:
+    """One tp coordinate's links seem slow, and only there compression would pay. Runs in a worker."""
+    config = settings(world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch")
+    engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    assert engine.parts.trial is not None
+    slow = engine.mesh.coordinates["tp"] == 1
+    clock = iter(range(10_000))
+    taken = {"": 1.0 if slow else 1e-3}
+
+    def now() -> float:
+        return next(clock) * taken[""]
+
+    waits = engine.parts.trial.waits_for
+    with patch.object(trial.time, "perf_counter", now):
+        for _ in range(40):
+            if int(engine.parts.trial.verdict) >= 0:
+                break
+            engine.parts.trial.after_step({waits: 0.5 * taken[""]} if slow else {})
+    return engine.parts.trial.group.size(), int(engine.parts.trial.verdict), differing(engine)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_first_steps_decide_for_all_of_tp(pool: Pool, stage: int) -> None:
+    """A18: a decision by time is one for all ranks that hold the same parameters."""
+    found = pool.run(4, decided, stage)
+    assert {size for size, _, _ in found} == {4}
+    assert len({verdict for _, verdict, _ in found}) == 1
+
+
+def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
+    """What is chosen where one tp coordinate has no shared memory, and where its links were measured otherwise. Runs in a worker."""
+
+    def half(group: dist.ProcessGroup, **how: Any) -> Transport:
+        return connect(group, **{**how, "wanted": "torch"} if rank % 2 else how)
+
+    config = settings(world, 2, 0, 1, 1, **plan("plain"))
+    with patch.object(wiring, "connect", half):
+        engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
+    assert engine.parts.reducer is not None
+    mesh: Mesh = engine.mesh
+    agreed = wiring._agreed(mesh, (rank, rank * 10))
+    return type(engine.parts.reducer.reduction).__name__, engine.communication, agreed[0], str(agreed)
+
+
+def test_all_of_tp_sum_in_one_way(pool: Pool) -> None:
+    """A18: the algorithm of a sum decides its order."""
+    found = pool.run(4, chosen)
+    assert len({kind for kind, *_ in found}) == 1
+    assert [first for _, _, first, _ in found] == [0, 0, 2, 2]
+    assert not any("shared-memory" in said for _, said, _, _ in found)
