@@ -36,6 +36,7 @@ from plait.engine.state import dropout_seed
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
+from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
@@ -310,7 +311,7 @@ def split(
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
-    resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp)
+    _warn_of_little(resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp), model)
     pipeline = resolved.pipeline_of(model, blocks)
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
@@ -333,6 +334,12 @@ def split(
         resolved.optimizer_offload,
     )
     return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
+
+
+def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
+    words = little_is_split(plan, model) if plan is not None else None
+    if words is not None and place().rank == 0:
+        warnings.warn(words, stacklevel=4)
 
 
 def _check_placement(resolved: Resolved) -> None:

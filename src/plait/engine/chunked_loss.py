@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ class DeferredLogits:
 class ChunkedCausalLMLoss(CausalLMLoss):
     """`CausalLMLoss`, value and gradients, for a model whose forward is `deferred`. Takes plain logits too."""
 
+    split_logits: ClassVar[bool] = True
     chunk_tokens: int = 1024
     """Tokens whose logits exist at the same time."""
 

@@ -24,7 +24,7 @@ from plait._torch import FakeTensorMode, finished_work, process_group_of, tree_l
 from plait.cluster.mesh import Mesh
 from plait.engine.batch import Forward, default_forward
 from plait.engine.live import LiveStorages
-from plait.engine.loss import CausalLMLoss, Loss, causal_lm_loss
+from plait.engine.loss import Loss, causal_lm_loss
 from plait.errors import ModelError
 from plait.parallel.activations import ActivationFacts, BlockMode, ModeFacts
 from plait.parallel.recompute import Recompute
@@ -129,7 +129,7 @@ def _measure(
                 parameter.register_post_accumulate_grad_hook(lambda p: live.forget([p.grad]))
         region = applied.tensor_region
         if region is not None:
-            region.gather_logits = not (applied.loss_parallel and isinstance(loss_fn, CausalLMLoss))
+            region.gather_logits = not (applied.loss_parallel and getattr(loss_fn, "split_logits", False))
         with explained(model), rows_are_sequences(), live:
             total, _ = loss_fn(forward(fake, piece), piece)
             kept = dict(live.bytes)

@@ -21,7 +21,7 @@ from plait.comm.pending import Pending
 from plait.config.batch import CALLERS, MICRO
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, micro_batches, to_device
-from plait.engine.loss import CausalLMLoss, Loss
+from plait.engine.loss import Loss
 from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
 from plait.engine.weight_check import WeightCheck
@@ -203,7 +203,7 @@ class Engine:
         if region is None:
             yield
             return
-        region.gather_logits = not (self.parts.loss_parallel and isinstance(loss_fn, CausalLMLoss))
+        region.gather_logits = not (self.parts.loss_parallel and getattr(loss_fn, "split_logits", False))
         try:
             yield
         finally:

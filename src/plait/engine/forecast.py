@@ -25,7 +25,7 @@ from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.dryrun import explained, fake_copy, rows_are_sequences, token_batch
 from plait.engine.forecast_recorder import BACKWARD, Recorder, watch, when_gradient_comes
 from plait.engine.live import LiveStorages
-from plait.engine.loss import CausalLMLoss, Loss, causal_lm_loss
+from plait.engine.loss import Loss, causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.peak import make_states
 from plait.engine.rehearsal import handed_on
@@ -145,7 +145,7 @@ class _DryStep:
             self.forward = deferred(default_forward, fake)
         region = self.parts.tensor_region
         if region is not None:
-            region.gather_logits = not (self.parts.loss_parallel and isinstance(self.loss, CausalLMLoss))
+            region.gather_logits = not (self.parts.loss_parallel and getattr(self.loss, "split_logits", False))
 
     def facts(self, *, optimizer_temporary_bytes: int) -> StepFacts:
         """Every stage of the rank."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,16 @@ class CausalLMLoss:
 
     `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here (position t predicts label t + 1), -100
     ignored. Computed in float32 (float64 for float64 logits); the weight is the number of targets. Logits that tensor parallelism left
-    split along the vocabulary stay so.
+    split along the vocabulary stay so; a subclass that computes the loss itself is given full ones, unless it says `split_logits = True`.
     """
+
+    split_logits: ClassVar[bool] = True
+    """Whether the loss takes logits that are split along the vocabulary (a DTensor)."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__call__" in vars(cls) and "split_logits" not in vars(cls):
+            cls.split_logits = False
 
     def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         targets = self._targets(batch)

@@ -29,7 +29,7 @@ from plait.engine.dryrun import (
     rows_are_sequences,
     watch_blocks,
 )
-from plait.engine.loss import CausalLMLoss, Loss
+from plait.engine.loss import Loss
 from plait.parallel.activations import BlockMode
 from plait.parallel.in_flight import RankActivations, StageFacts, StageMode
 from plait.parallel.pipeline import PipelineParts
@@ -79,7 +79,7 @@ def rank_activations(
             staged = stage_model(fake, cut, range(cut.stages), region=parts.tensor_region, device=mesh.device)
             parts = technique.apply(parts.with_(blocks=blocks), mesh)
             if parts.tensor_region is not None:
-                parts.tensor_region.gather_logits = not (parts.loss_parallel and isinstance(loss_fn, CausalLMLoss))
+                parts.tensor_region.gather_logits = not (parts.loss_parallel and getattr(loss_fn, "split_logits", False))
             piece = tree_map(lambda x: torch.empty_like(x, device=mesh.device) if isinstance(x, torch.Tensor) else x, batch)
             run = _Run(staged, schedule, piece, forward, loss_fn)
             with explained(model), rows_are_sequences():

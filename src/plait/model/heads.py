@@ -68,6 +68,9 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Atte
         width = _count(module, model, WIDTHS)[0]
         if keys_values and width:
             kv_heads = _by_width(model, keys_values, width, kv_heads)
+        if kv_heads is None and heads is not None:
+            groups = _count(module, model, GROUPS)[0]  # a layer that reads another's keys has no projection of its own
+            kv_heads = heads // groups if groups is not None else None
         if kv_heads is None:
             kv_heads, kv_field = heads, heads_field
         fused = tuple(name for name, leaf in leaves.items() if leaf in FUSED_NAMES)
@@ -166,5 +169,8 @@ def _by_width(model: nn.Module, keys_values: tuple[str, ...], width: int, counte
 
 
 def _integer(owner: object, name: str) -> int | None:
-    value = getattr(owner, name, None)
+    try:
+        value = getattr(owner, name, None)
+    except RuntimeError:  # Transformers' answer where the layers of one model differ in it; a layer's own shapes tell
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

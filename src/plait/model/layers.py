@@ -103,7 +103,16 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
     if isinstance(parent, nn.MultiheadAttention):
         raise ModelError(f"{source}: {name} belongs to an nn.MultiheadAttention, which uses the weight without a call; leave it out")
     if not is_linear(module):
+        why = ""
+        if _computes_its_weight(module):
+            why = ", and its weight is computed from other parameters (a parametrization, weight_norm, spectral_norm or pruning)"
         raise ModelError(
-            f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Linear or Transformers' Conv1D with that class's forward; "
-            f"leave it out, which keeps it whole on every rank"
+            f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Linear or Transformers' Conv1D with that class's forward"
+            f"{why}; leave it out, which keeps it whole on every rank"
         )
+
+
+def _computes_its_weight(module: nn.Module) -> bool:
+    if parametrize.is_parametrized(module):
+        return True
+    return "weight" not in module._parameters and isinstance(getattr(module, "weight", None), torch.Tensor)

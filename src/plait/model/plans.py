@@ -55,6 +55,8 @@ class TensorPlan:
     """(module, attribute, value): integers that count heads and must become this rank's."""
     kv_heads: Mapping[str, int]
     """Every `kv_replicated` module to its number of heads."""
+    heads: Mapping[str, int]
+    """Every attention whose heads are split to their number, where it is known. What it returns per head is this rank's."""
     norms: tuple[str, ...]
     """Modules with whole parameters that see sequence shards under sequence parallelism: norms that are children of blocks, and the final
     norm. Their gradients are then summed over tp, as are the biases of row-split layers inside blocks."""
@@ -68,6 +70,8 @@ class TensorPlan:
     sequence_parallel: Literal[True] | str
     """True where the blocks can work on sequence shards, else the reason why not."""
     source: str
+    share: float
+    """Of the parameters, what is split; the rest every rank holds and computes with as a whole."""
 
     @property
     def styles(self) -> dict[str, Style]:
@@ -106,6 +110,7 @@ def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = Non
         dims=dims,
         attributes=_attributes(model, attentions, rule_set, tp),
         kv_heads=kv_heads,
+        heads={attention.name: attention.heads for attention in attentions if attention.heads is not None},
         norms=order.norms,
         regions=order.regions,
         final_norm=order.final_norm,
@@ -113,6 +118,32 @@ def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = Non
         embedding=embedding,
         sequence_parallel=order.possible,
         source=rule_set.source,
+        share=_share(model, dims),
+    )
+
+
+def _share(model: nn.Module, dims: Mapping[str, int | None]) -> float:
+    sizes = [(parameter.numel(), dims[name] is not None) for name, parameter in model.named_parameters()]
+    return sum(numel for numel, split in sizes if split) / max(1, sum(numel for numel, _ in sizes))
+
+
+LITTLE = 0.5
+"""A plan that splits less of the parameters than this is warned of."""
+
+
+def little_is_split(plan: TensorPlan, model: nn.Module) -> str | None:
+    """What to tell whoever splits so little of the model that tensor parallelism mostly repeats work; None where it does not."""
+    if plan.share >= LITTLE:
+        return None
+    whole: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if plan.dims[name] is None:
+            whole[generic(name)] = whole.get(generic(name), 0) + parameter.numel()
+    largest = sorted(whole, key=lambda name: -whole[name])[:3]
+    return (
+        f"parallel.tp = {plan.tp}: {plan.source} splits {plan.share:.1%} of the parameters of this {type(model).__name__}; every rank of "
+        f"tp holds and computes the rest as a whole, most of it in {', '.join(largest)}; give parallel.plan with styles for these layers, "
+        "or use parallel.tp = 1"
     )
 
 
@@ -221,7 +252,7 @@ def _attributes(model: nn.Module, attentions: Sequence[Attention], rule_set: Rul
             names: tuple[str, ...] = count_attributes(module)
         else:
             names = tuple(name for counts in rule_set.counts if matches(attention.name, counts.pattern) for name in counts.attributes)
-            if replicates_keys(attention, tp):
+            if attention.kv_heads is not None and attention.kv_heads < tp:  # its own, or those of another layer that it reads
                 names += tuple(name for name in count_attributes(module) if name in GROUPS and name not in names)
         for name in names:
             value = local_count(attention, name, tp)

@@ -18,6 +18,7 @@ from plait.model.layers import is_norm
 from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
 
 _CROSS_WORDS = ("cross", "encoder_attn", "encoder_attention", "encdec")
+_GATHERED: tuple[Style, ...] = ("colwise_gather_output", "rowwise_split_input")
 _SECOND_INPUTS = frozenset({"k", "v", "q", "key", "value", "query", "memory", "context", "encoder_hidden_states", "key_value_states"})
 _EMBEDDING_NORM_WORDS = ("embed", "emb_", "_pre", "pre_norm")
 
@@ -83,8 +84,9 @@ def _look_at_block(
         else:
             reasons.append(f"{name} ({type(child).__name__}) is neither a norm nor split over tp")
     dropout = _dropout(module, block)
-    if dropout:
-        reasons.append(f"{dropout}; ranks would drop the same places of different tokens")
+    gathered = any(style in _GATHERED and name.startswith(f"{block}.") for name, style in styles.items())
+    if dropout and gathered:
+        reasons.append(f"{dropout}, and a part of {block} is computed alike on every rank, on which each would drop other places")
 
 
 def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from plait._torch import local_tensor
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.model.layers import is_conv1d
 from plait.parallel.overlap import Weight, enter_beside, product, summed_product
+from plait.parallel.split_stream import SplitStream
 
 SEQUENCE = 1
 """The dimension of hidden states [batch, seq, hidden] that sequence parallelism shards."""
@@ -42,6 +43,23 @@ class Region:
     """Pieces of a row-split product that is summed beside the next; sums of gradients are hidden too then. 0: neither is."""
     gather_logits: bool = True
     """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves them sharded for the loss."""
+    own_random: Literal["parts", "blocks", "nothing"] = "parts"
+    """Where a rank draws random numbers of its own: from a column-split layer to the row-split one behind it, or in whole blocks, which
+    work on sequence shards."""
+    stream: SplitStream = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.stream = SplitStream(self.group.rank())
+
+    def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
+        """`module`, a column-split layer, has computed its part `like` of what it reads."""
+        if self.own_random == "parts" and module.training:
+            self.stream.enter(like, read=read)
+
+    def leave_part(self) -> None:
+        """A row-split layer reads the part."""
+        if self.own_random == "parts":
+            self.stream.leave()
 
 
 @dataclass
@@ -105,16 +123,20 @@ def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return weight.t() if is_conv1d(module) else weight
 
 
-def colwise(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
-    """Own columns of the output."""
+def colwise(module: nn.Module, region: Region, entrance: Entrance, *, begins: bool) -> Forward:
+    """Own columns of the output. `begins`: a row-split layer behind it ends what the ranks compute in parts."""
     entrance.siblings.append(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         entered = entrance(x)
         deferred = entrance.deferred(module)
         if deferred is not None:
-            return product(entered, deferred, _bias(module))
-        return _matmul(module, entered, _weight(module), _bias(module))
+            y = product(entered, deferred, _bias(module))
+        else:
+            y = _matmul(module, entered, _weight(module), _bias(module))
+        if begins:
+            region.enter_part(module, y, read=x)
+        return y
 
     return forward
 
@@ -134,6 +156,7 @@ def rowwise(module: nn.Module, region: Region, *, split_input: bool, sequence: b
     """Own rows of the weight on own features of the input; the partial outputs are summed, then the bias is added once."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
+        region.leave_part()
         if split_input:
             x = split(x, region.group, dim=-1)
         if region.overlap and not sequence:
@@ -176,7 +199,7 @@ def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, entrance(x), _weight(module), _bias(module))
-        if region.gather_logits:
+        if region.gather_logits or module._forward_hooks or module._backward_hooks:  # a hook is given all of them, and gives all back
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
         stride = tuple(torch.empty(shape, device="meta").stride())
@@ -231,9 +254,9 @@ def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes
         module.__dict__.update(before)
 
 
-def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int) -> Forward:
+def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int, begins: bool) -> Forward:
     """A key or value projection with fewer heads than ranks: the weight stays whole, each rank computes the one head that its queries
-    use."""
+    use. `begins` as in `colwise`."""
     ranks, rank = region.group.size(), region.group.rank()
     head = rank * heads // ranks
     rows = _out_features(module) // heads
@@ -244,7 +267,10 @@ def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, head
         bias = getattr(module, "bias", None)
         if bias is not None:
             bias = enter(local_tensor(bias), region.group).narrow(0, head * rows, rows)
-        return _matmul(module, entrance(x), weight, bias)
+        y = _matmul(module, entrance(x), weight, bias)
+        if begins:
+            region.enter_part(module, y, read=x)
+        return y
 
     return forward
 

@@ -20,8 +20,9 @@ from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts, tied_names
 from plait.model.plans import Sharded, TensorPlan, make_plan
-from plait.parallel import styles
+from plait.parallel import outputs, styles
 from plait.parallel.ledger import Ledger
+from plait.parallel.split_hooks import refuse_hooks, watch
 from plait.parallel.styles import SEQUENCE, Entrance, Region
 from plait.parallel.technique import Parts, Technique
 from plait.parallel.tensor_traffic import tensor_traffic
@@ -51,7 +52,11 @@ class TensorParallel(Technique):
         _split_parameters(parts.model, plan, region.mesh)
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
+            region.own_random = "nothing" if _gathers_inside(plan, parts.blocks) else "blocks"
             _shard_sequence(parts.model, plan, region, parts.blocks)
+        _end_parts(parts.model, region, parts.blocks)
+        _gather_what_is_returned(parts.model, plan, region, parts.blocks)
+        watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
         return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel, applied=(*parts.applied, f"tensor({plan.source})"))
 
     def check(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan | None:
@@ -62,6 +67,7 @@ class TensorParallel(Technique):
         plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
         if self.sequence_parallel and plan.sequence_parallel is not True:
             raise ModelError(f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false")
+        refuse_hooks(model, plan, blocks=blocks, sequence_parallel=self.sequence_parallel)
         return plan
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
@@ -112,19 +118,34 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region, blocks: tu
         entrance = entrances.setdefault(parent, Entrance(region, sequence=in_block, opened=opened, uses=0))
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             entrance.uses += 1
-        module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block)
+        begins = _begins_part(entry, plan, blocks)
+        module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block, begins=begins)
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
 
 
-def _forward(module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, entrance: Entrance, *, sequence: bool) -> styles.Forward:
+def _begins_part(entry: Sharded, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
+    """Whether a row-split layer stands behind this column-split one, in its block."""
+    block = next((f"{block}." for block in blocks if entry.name.startswith(f"{block}.")), "")
+    behind = plan.modules[plan.modules.index(entry) + 1 :]
+    return any(other.style == "rowwise" and other.name.startswith(block) for other in behind)
+
+
+def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
+    gathered = [entry.name for entry in plan.modules if entry.style in ("colwise_gather_output", "rowwise_split_input")]
+    return any(name.startswith(f"{block}.") for name in gathered for block in blocks)
+
+
+def _forward(
+    module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, entrance: Entrance, *, sequence: bool, begins: bool
+) -> styles.Forward:
     match entry.style:
         case "colwise":
-            return styles.colwise(module, region, entrance)
+            return styles.colwise(module, region, entrance, begins=begins)
         case "colwise_gather_output":
             return styles.colwise_gather_output(module, region, entrance)
         case "kv_replicated":
-            return styles.kv_replicated(module, region, entrance, heads=plan.kv_heads[entry.name])
+            return styles.kv_replicated(module, region, entrance, heads=plan.kv_heads[entry.name], begins=begins)
         case "rowwise" | "rowwise_split_input":
             return styles.rowwise(module, region, split_input=entry.style == "rowwise_split_input", sequence=sequence)
         case "embedding_rowwise":
@@ -148,7 +169,9 @@ def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: 
 
     def shard(hidden: torch.Tensor) -> torch.Tensor:
         region.length = hidden.shape[SEQUENCE]
-        return split(hidden, region.group, dim=SEQUENCE)
+        part = split(hidden, region.group, dim=SEQUENCE)
+        outputs.mark(part, dim=SEQUENCE, length=region.length)
+        return part
 
     def enter_first(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return styles.on_hidden(shard, args, kwargs)
@@ -159,5 +182,34 @@ def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: 
         assert isinstance(output, torch.Tensor)
         return gather(output, region.group, dim=SEQUENCE, length=region.length)
 
+    def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and region.own_random == "blocks":
+            region.stream.enter(args[0] if args else kwargs["hidden_states"])
+
+    def leave_block(_module: nn.Module, _args: object, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        outputs.mark(hidden, dim=SEQUENCE, length=region.length)
+
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(enter_block, with_kwargs=True)
+        model.get_submodule(name).register_forward_hook(leave_block)
     model.get_submodule(blocks[0]).register_forward_pre_hook(enter_first, with_kwargs=True, prepend=True)
     model.get_submodule(plan.final_norm or blocks[-1]).register_forward_hook(leave_last)
+
+
+def _end_parts(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
+    """Whatever a block did, also where it failed: behind it all ranks draw alike."""
+
+    def leave(_module: nn.Module, _args: object, _output: object) -> None:
+        region.stream.leave()
+
+    for module in (model, *(model.get_submodule(name) for name in blocks)):
+        module.register_forward_hook(leave, always_call=True)
+
+
+def _gather_what_is_returned(model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]) -> None:
+    for name, heads in plan.heads.items():
+        outputs.mark_heads(model.get_submodule(name), heads=heads, group=region.group)
+    owners = {name.rpartition(".")[0].rpartition(".")[0]: None for name in blocks} | {"": None}
+    for name in owners:  # what a part of the model returns is read by the code around it
+        outputs.gather_outputs(model.get_submodule(name), region.group)

@@ -66,5 +66,7 @@ def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
     default = _DROPS_UNLESS_TOLD.get(kind, 0.0)
     drops = any(float(config.get(name) or 0) > 0 for name in _DROPOUTS)
     drops = drops or (default > 0 and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop")))
-    sequence = _NO_SEQUENCE.get(kind) or ("dropout is on, and ranks would drop the same places of different tokens" if drops else None)
+    sequence = _NO_SEQUENCE.get(kind)
+    if sequence is None and drops and kind in WHOLE_ATTENTION:
+        sequence = "dropout is on, and every rank computes all of attention, of which each would drop other places"
     return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION)

@@ -322,7 +322,7 @@ def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> Non
     [
         ("opt", {}, "OPT's blocks flatten batch and sequence"),
         ("gpt2", {"resid_pdrop": 0.1}, r"resid_dropout drops with p = 0.1"),
-        ("bloom", {"hidden_dropout": 0.2}, "hidden_dropout = 0.2; ranks would drop the same places"),
+        ("bloom", {"hidden_dropout": 0.2}, "hidden_dropout = 0.2, and a part of transformer.h.0 is computed alike on every rank"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention reads a second sequence"),
         ("bert", {}, r"attention holds output.LayerNorm \(LayerNorm\)"),
         ("doge", {}, "has a parameter of its own"),
@@ -333,6 +333,11 @@ def test_sequence_parallelism_is_refused_with_the_reason(kind: str, changes: dic
     possible = plan_of(family(kind, device="meta", **changes), 2).sequence_parallel
     assert possible is not True
     assert re.search(reason, possible)
+
+
+def test_dropout_between_layers_that_stay_split_is_no_reason() -> None:
+    """A19: ranks draw their own numbers on sequence shards."""
+    assert plan_of(family("gpt_neox", device="meta", hidden_dropout=0.1, attention_dropout=0.1), 2).sequence_parallel is True
 
 
 def test_sequence_parallelism_needs_blocks_whose_parts_are_all_known() -> None:

@@ -1,0 +1,179 @@
+"""Dropout under tensor and sequence parallelism (defect A19): masks of what all ranks hold are equal, masks of what they split independent,
+recomputation repeats them; and with the masks that were drawn, one process computes the same losses and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plait
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+Masks = list[torch.Tensor]
+DROPPED = 0.4
+
+
+class Dropping(nn.Module):
+    """Blocks of a norm and an MLP of 25 columns, dropped inside of the MLP and behind it."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(cases.VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(width), "up": nn.Linear(width, 25), "down": nn.Linear(25, width)}) for _ in range(2)
+        )
+        self.head = nn.Linear(width, cases.VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> cases.Output:
+        hidden = F.dropout(self.embed(input_ids), DROPPED, self.training)
+        for block in self.blocks:
+            inner = F.dropout(F.gelu(block["up"](block["norm"](hidden))), DROPPED, self.training)  # type: ignore[index]
+            hidden = hidden + F.dropout(block["down"](inner), DROPPED, self.training)  # type: ignore[index]
+        return cases.Output(self.head(hidden))
+
+
+def build(kind: str) -> nn.Module:
+    """With weights, float64, in training."""
+    torch.manual_seed(7)
+    if kind == "own":
+        return Dropping().double().train()
+    from transformers import AutoModelForCausalLM
+
+    config = cases.transformers_config(kind, tied=False)
+    config.attention_dropout = DROPPED
+    if kind == "gpt_neox":
+        config.hidden_dropout = DROPPED
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
+
+
+def configured(kind: str, **more: Any) -> dict[str, Any]:
+    plan = {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab_head"}
+    return settings(2, 2, 0, 1, 1, **({"plan": plan} if kind == "own" else {}), **more)
+
+
+def data(kind: str) -> list[list[dict[str, torch.Tensor]]]:
+    return cases.ragged_steps(1, steps=2, keys=() if kind == "own" else ("attention_mask",))
+
+
+@contextmanager
+def dropping(draw: Callable[[torch.Tensor, float], torch.Tensor]) -> Iterator[None]:
+    """Every dropout multiplies with what `draw` gives."""
+
+    def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return x * draw(x, p) if training and p > 0 else x
+
+    with patch.object(F, "dropout", dropout):
+        yield
+
+
+def run(kind: str, config: dict[str, Any]) -> tuple[Trace, Masks]:
+    """Runs in a worker."""
+    masks: Masks = []
+
+    def draw(x: torch.Tensor, p: float) -> torch.Tensor:
+        masks.append((torch.rand(x.shape) >= p).to(x.dtype) / (1 - p))
+        return masks[-1]
+
+    model = build(kind)
+    with lifted(model), dropping(draw):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        return engine_trace(engine, data(kind)), masks
+
+
+def runs(rank: int, world: int, kind: str, sequence: bool) -> dict[str, tuple[Trace, Masks]]:
+    """Plainly, and recomputed. Runs in a worker."""
+    ways: dict[str, dict[str, Any]] = {"none": {}, "full": {"recompute": {"mode": "full"}}}
+    if not sequence:
+        ways["selective"] = {"recompute": {"mode": "selective"}}
+    return {way: run(kind, configured(kind, sequence_parallel=sequence, **more)) for way, more in ways.items()}
+
+
+def joined(parts: Masks, whole: torch.Size) -> torch.Tensor:
+    """One mask of the parts that the ranks drew. Those that are no parts are equal."""
+    if parts[0].shape == whole:
+        assert all(torch.equal(part, parts[0]) for part in parts), "what all ranks hold was dropped differently"
+        return parts[0]
+    dim = next(dim for dim, size in enumerate(whole) if parts[0].shape[dim] != size)
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize(("kind", "sequence"), [("own", False), ("gpt_neox", False), ("llama", True)])
+def test_masks(pool: Pool, kind: str, sequence: bool) -> None:
+    """A19: 13 and 12 columns; heads; tokens of sequences that tp does not divide."""
+    found = pool.run(2, runs, kind, sequence)
+    by_rank = [ranks["none"][1] for ranks in found]
+    assert len(by_rank[0]) == len(by_rank[1])
+    calls = iter(list(zip(*by_rank, strict=True)))
+    alike = places = 0
+
+    def replay(x: torch.Tensor, p: float) -> torch.Tensor:
+        nonlocal alike, places
+        one, other = next(calls)
+        if one.shape != x.shape:  # parts: heads, columns or tokens
+            common = [slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True)]
+            alike += int((one[common] == other[common]).sum())
+            places += one[common].numel()
+        return joined([one, other], x.shape)
+
+    model = build(kind)
+    with lifted(model), dropping(replay):
+        wanted = reference_trace(model, data(kind), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    assert next(calls, None) is None
+    difference = worst(compare(wanted, found[0]["none"][0]))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+    expected = DROPPED**2 + (1 - DROPPED) ** 2
+    assert abs(alike / places - expected) < 4 * (0.25 / places) ** 0.5, (alike, places)
+    for way, (trace, _) in found[0].items():
+        again = worst(compare(found[0]["none"][0], trace))
+        assert again.ok(1e-12), f"{way} {again.name}: {again.error}"
+
+
+class Failing(Dropping):
+    """Drops in a split part and fails there; or drops what all ranks hold before another layer of the part reads it."""
+
+    mode = ""
+
+    def forward(self, input_ids: torch.Tensor) -> cases.Output:
+        hidden = self.embed(input_ids)
+        block = self.blocks[0]
+        inner = F.dropout(block["up"](hidden), 0.5)  # type: ignore[index]
+        if self.mode == "fails":
+            raise RuntimeError("in a part")
+        if self.mode == "late":
+            inner = inner + block["up"](F.dropout(hidden, 0.5))  # type: ignore[index]
+        return cases.Output(self.head(block["down"](inner)))  # type: ignore[index]
+
+
+def failing(rank: int, world: int) -> tuple[list[str], torch.Tensor]:
+    """What is said, and what all ranks draw next. Runs in a worker."""
+    torch.manual_seed(7)
+    model = Failing().train()
+    said = []
+    engine = plait.initialize(model, configured("own"), loss_fn=plait.causal_lm_loss)
+    for mode in ("fails", "late"):
+        model.mode = mode
+        try:
+            engine.train_batch(data("own")[0])
+        except Exception as error:
+            said.append(str(error))
+    return said, torch.rand(4)
+
+
+def test_a_part_that_ends_by_an_exception(pool: Pool) -> None:
+    """A19: all ranks draw alike behind it; and what would be dropped differently on each rank is refused."""
+    (said, first), (_, second) = pool.run(2, failing)
+    assert said[0] == "in a part"
+    assert "between the column-split layers of one part random numbers were drawn" in said[1]
+    assert torch.equal(first, second)

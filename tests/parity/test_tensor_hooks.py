@@ -1,0 +1,166 @@
+"""Hooks and outputs under tensor and sequence parallelism: what they see is whole, or it is refused by name (defects A5, A17)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+import plait
+from plait.errors import ModelError
+from plait.model.blocks import find_blocks
+from plait.parallel.tensor import TensorParallel
+from plait.verify.lift import lifted
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+from tests.parity.test_data_parallel import CLIPPING
+from tests.parity.test_tensor_parallel import settings
+from tests.pool import Pool
+
+
+def mix(_module: nn.Module, *given: Any) -> Any:
+    """A hook that mixes features: of the input (a pre-hook) or of the output."""
+    value = given[-1]
+    return tuple(entry.flip(-1) for entry in value) if isinstance(value, tuple) else value.flip(-1)
+
+
+def check(model: nn.Module, **settings: Any) -> None:
+    TensorParallel(**settings).check(model, find_blocks(model), tp=2)
+
+
+LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "said"),
+    [
+        ("mlp.up_proj", "forward_hook", "forward hook mix would be given this rank's part of outputs only"),
+        ("mlp.down_proj", "forward_pre_hook", f"hook {LAYER}.mlp, whose inputs and outputs are whole"),
+        ("self_attn.v_proj", "full_backward_hook", "or use parallel.tp = 1"),
+        ("self_attn.o_proj", "full_backward_hook", "part of inputs"),
+        ("mlp.act_fn", "forward_hook", "part of the features"),
+    ],
+)
+def test_hooks_that_see_a_part_are_refused(where: str, kind: str, said: str) -> None:
+    """A17: before any process group exists."""
+    model = cases.build("llama", tied=False)
+    getattr(model.get_submodule(f"{LAYER}.{where}"), f"register_{kind}")(mix)
+    with pytest.raises(ModelError, match=rf"^{LAYER}.{where}: ") as error:
+        check(model)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("where", [LAYER, f"{LAYER}.input_layernorm", f"{LAYER}.mlp"])
+def test_hooks_on_sequence_shards_are_refused(where: str) -> None:
+    """A17: on blocks and what is in them, under sequence parallelism only."""
+    model = cases.build("llama", tied=False)
+    model.get_submodule(where).register_forward_hook(mix)
+    check(model)
+    with pytest.raises(ModelError, match="part of the sequence only.*sequence_parallel = false"):
+        check(model, sequence_parallel=True)
+
+
+def test_hooks_of_parameters_and_parametrizations_are_refused() -> None:
+    """A17: a hook on a parameter that its shard replaces; weights that are computed."""
+    model = cases.build("llama", tied=False)
+    model.get_parameter(f"{LAYER}.mlp.up_proj.weight").register_hook(lambda grad: grad)
+    with pytest.raises(ModelError, match=f"{LAYER}.mlp.up_proj.weight has a hook"):
+        check(model)
+    for change in (parametrizations.weight_norm, parametrizations.spectral_norm, weight_norm):
+        model = cases.build("llama", tied=False, device="cpu")
+        change(model.get_submodule(f"{LAYER}.mlp.up_proj"))
+        with pytest.raises(ModelError, match=rf"{LAYER}.mlp.up_proj .* cannot be 'colwise'.*its weight is computed"):
+            check(model)
+
+
+def hook_everywhere(model: nn.Module) -> None:
+    """Hooks that see full tensors."""
+    model.get_submodule(f"{LAYER}.mlp.up_proj").register_forward_pre_hook(mix)
+    model.get_submodule(f"{LAYER}.mlp.down_proj").register_forward_hook(mix)
+    model.get_submodule(f"{LAYER}.mlp").register_forward_hook(mix)
+    model.get_submodule("model.embed_tokens").register_forward_hook(mix)
+    model.get_submodule("lm_head").register_forward_hook(mix)
+
+
+def hooked(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, list[str]]:
+    """Runs in a worker."""
+    model = built("llama")
+    hook_everywhere(model)
+    with lifted(model):
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, cases.steps_for("llama", 1))
+        said = []
+        for where in ("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn"):
+            handle = model.get_submodule(f"{LAYER}.{where}").register_forward_hook(mix)
+            try:
+                engine.train_batch(cases.steps_for("llama", 1)[0])
+            except ModelError as error:
+                said.append(str(error))
+            handle.remove()
+        engine.train_batch(cases.steps_for("llama", 1)[0])
+        parametrizations.weight_norm(model.get_submodule(f"{LAYER}.mlp.gate_proj"))
+        try:
+            engine.train_batch(cases.steps_for("llama", 1)[0])
+        except ModelError as error:
+            said.append(str(error))
+    return trace, said
+
+
+def built(kind: str) -> nn.Module:
+    """With weights, float64."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(cases.transformers_config(kind, tied=False), attn_implementation="eager").double().train()
+
+
+def test_hooks_that_see_full_tensors_are_right_and_later_ones_are_refused(pool: Pool) -> None:
+    """A17."""
+    model = built("llama")
+    hook_everywhere(model)
+    with lifted(model):
+        wanted = reference_trace(model, cases.steps_for("llama", 1), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+    for trace, said in pool.run(2, hooked, settings(2, 2, 0, 1, 1)):
+        difference = worst(compare(wanted, trace))
+        assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+        for where, words in zip(("mlp.gate_proj", "self_attn.k_proj", "mlp.act_fn", "mlp.gate_proj"), said, strict=True):
+            assert words.startswith(f"{LAYER}.{where}: ")
+        assert "no longer a parameter of the layer" in said[-1]
+
+
+def total(output: Any, batch: Any) -> torch.Tensor:
+    """A loss of everything that a model returns."""
+    hidden = sum(((index + 1) * state.sin()).sum() for index, state in enumerate(output.hidden_states))
+    attention = sum((weights * torch.arange(weights.numel(), dtype=weights.dtype).view_as(weights)).sum() for weights in output.attentions)
+    return output.logits.logsumexp(-1).sum() + hidden + attention / 100
+
+
+def steps(kind: str) -> list[list[dict[str, Any]]]:
+    more = {"output_hidden_states": True, "output_attentions": True}
+    return [[{**piece, **more} for piece in step] for step in cases.steps_for(kind, 1, steps=2)]
+
+
+def returned(rank: int, world: int, kind: str) -> list[Trace]:
+    """Runs in a worker."""
+    traces = []
+    for sequence in (False, True):
+        model = built(kind)
+        with lifted(model):
+            engine = plait.initialize(model, settings(2, 2, 0, 1, 1, sequence), loss_fn=plait.per_sample(total))
+            traces.append(engine_trace(engine, steps(kind)))
+    return traces
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_loss_of_hidden_states_and_attention_weights(pool: Pool, kind: str) -> None:
+    """A5: hidden states are sequence shards inside, attention weights the heads of a rank."""
+    model = built(kind)
+    with lifted(model):
+        wanted = reference_trace(model, steps(kind), loss_fn=plait.per_sample(total), optimizer=cases.adamw, clipping=CLIPPING)
+    for traces in pool.run(2, returned, kind):
+        for trace in traces:
+            difference = worst(compare(wanted, trace))
+            assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
