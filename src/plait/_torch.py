@@ -256,14 +256,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors that share memory (a DTensor: this rank's part), also for fake ones, which have no address."""
-    return int(local_tensor(tensor.detach()).untyped_storage()._cdata)
-
-
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind this rank's parts of `tensors`."""
-    return sum({storage_key(tensor): local_tensor(tensor.detach()).untyped_storage().nbytes() for tensor in tensors}.values())
+    """Bytes of the distinct storages behind this rank's parts of `tensors`, also of fake ones, which have no address."""
+    storages = (local_tensor(tensor.detach()).untyped_storage() for tensor in tensors)
+    return sum({int(storage._cdata): storage.nbytes() for storage in storages}.values())
 
 
 @contextmanager
@@ -316,6 +312,13 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds after which a collective of a gloo group gives up."""
     options: Any = group._get_backend(torch.device("cpu")).options
     return float(options._timeout.total_seconds())
+
+
+def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
+    """Let collectives of `group` give up after the time of `of`. torch gives every new group its own default, not the first group's."""
+    for device in group._device_types:
+        if hasattr(source := of._get_backend(device), "options"):
+            group._get_backend(device)._set_default_timeout(source.options._timeout)
 
 
 def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

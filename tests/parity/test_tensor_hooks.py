@@ -16,8 +16,8 @@ from plait.parallel.tensor import TensorParallel
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
-from tests.parity.test_data_parallel import CLIPPING
-from tests.parity.test_tensor_parallel import settings
+from tests.parity.data_parallel import CLIPPING
+from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
 

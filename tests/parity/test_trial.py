@@ -148,7 +148,7 @@ def on_a_clock(rank: int, world: int, seconds: list[float], waited: float) -> tu
     """(verdict, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
     taken: list[str] = []
     options = tuple(Option(name, code, partial(taken.append, name)) for name, code in (("int8", 8), ("int4", 4)))
-    trial = Trial(dist.group.WORLD, "gradients", partial(taken.append, "whole"), options)
+    trial = Trial((dist.group.WORLD,), "gradients", partial(taken.append, "whole"), options)
     now, said = 0.0, []
     with patch.object(time, "perf_counter", lambda: now):
         for step in seconds:

@@ -162,7 +162,7 @@ def test_fake_tensors_and_their_storages() -> None:
     with _torch.FakeTensorMode():
         tensor = torch.empty(1 << 40)
     assert tensor.untyped_storage().nbytes() == 1 << 42
-    assert _torch.storage_key(tensor) == _torch.storage_key(tensor.view(2, -1)) != _torch.storage_key(torch.ones(1))
+    assert _torch.storage_bytes([tensor, tensor.view(2, -1), torch.ones(1)]) == (1 << 42) + 4
     assert _torch.FakeStore() is not None
     assert _torch.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}
 
@@ -224,6 +224,10 @@ def test_timeout_of_a_group() -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
     assert _torch.timeout_of(dist.group.WORLD) == 77.0
+    other = dist.new_group([0])
+    assert _torch.timeout_of(other) != 77.0, "torch gives new groups the first one's time: give_timeout is not needed any more"
+    _torch.give_timeout(other, dist.group.WORLD)
+    assert _torch.timeout_of(other) == 77.0
 
 
 def test_shard_buffers() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from plait._torch import give_timeout
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
 from plait.cluster.topology import Place, place, tell_nccl
@@ -83,12 +84,14 @@ class Mesh:
     def with_combined(self) -> Mesh:
         """With the groups over several axes. Collective over all ranks."""
         wanted = dict.fromkeys(used for used in map(self._used, COMBINED) if len(used) > 1)
-        return replace(self, combined={used: self.sub(*used)._flatten().get_group() for used in wanted})
+        return replace(self, combined={used: _timed(self.sub(*used)._flatten().get_group()) for used in wanted})
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
         """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
         columns = [tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")]
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
+        if group is not None:
+            _timed(group)
         return group if self.coordinates["pp"] in stages else None
 
     def levels(self, *axes: str) -> Levels | None:
@@ -135,8 +138,17 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
         return None
     me = dist.get_rank()
     groups = [members for members in [*inside, *(list(column) for column in zip(*inside, strict=True))] if me in members]
-    mine = [dist.new_group(members, use_local_synchronization=True) for members in groups]
+    mine = [_timed(dist.new_group(members, use_local_synchronization=True)) for members in groups]
     return Levels(group, mine[0], mine[1])
+
+
+def _timed(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of this mesh, whose collectives give up when those of the default group do: the time that a user gave that one holds for
+    all."""
+    if dist.get_backend(group) != "fake":
+        assert dist.group.WORLD is not None
+        give_timeout(group, dist.group.WORLD)
+    return group
 
 
 def build_mesh(
@@ -172,6 +184,8 @@ def build_mesh(
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
+    for name in names:
+        _timed(device_mesh[name].get_group())
     mesh = Mesh(layout, device, dist.get_rank(), device_mesh, owns).with_combined()
     return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 

@@ -40,6 +40,7 @@ from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
+from plait.parallel.full_state import accept_full_tensors
 from plait.parallel.held_once import hold_once
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.optimizer_states import refuse_cut_blocks
@@ -287,6 +288,7 @@ def _parallelize(
         tier.put_parameters_away()
     if parts.reducer is not None:
         parts.reducer.attach()
+    accept_full_tensors(model)
     return mesh, parts.with_(disk_tier=tier)
 
 

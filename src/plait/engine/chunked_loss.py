@@ -18,6 +18,7 @@ from plait.engine.batch import Forward
 from plait.engine.loss import IGNORED, CausalLMLoss, cross_entropy_sum
 from plait.errors import ModelError
 from plait.model.ends import head_name
+from plait.parallel.split_hooks import is_foreign
 from plait.parallel.styles import Region
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -122,6 +123,11 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
 
     def run(whole: nn.Module, batch: Any) -> Any:
         module = whole.get_submodule(name)
+        if any(is_foreign(hook) for hook in module._forward_hooks.values()):
+            raise ModelError(
+                f"parallel.loss_chunk_tokens: {name} has a forward hook, which would see the head's input, because the loss computes the "
+                "logits in pieces; remove the hook, or use 0"
+            )
         own = module.__dict__.get("forward")
         original: Head = module.forward
         given: list[torch.Tensor] = []

@@ -71,7 +71,8 @@ def _transformers_rules(model: nn.Module) -> RuleSet | None:
 def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, str]]]:
     outer: list[str] = []
     for name, module in model.named_modules():
-        plan = getattr(module, "_tp_plan", None)
+        # Its own: a wrapper (peft's) passes on what it is asked for, and the names of a plan begin at the model that has it.
+        plan = getattr(module, "_tp_plan", None) if "_tp_plan" in vars(module) or hasattr(type(module), "_tp_plan") else None
         if hasattr(module, "config") and isinstance(plan, Mapping) and not any(not o or name.startswith(f"{o}.") for o in outer):
             outer.append(name)
             yield name, module, plan

@@ -97,7 +97,7 @@ class DataParallel(Technique):
                 track_unused=self.unused_parameters,
                 waits=parts.waits,
             )
-            trial = summing.trial_of(reducer, wiring.deciding_group(self, mesh) or group)
+            trial = summing.trial_of(reducer, wiring.deciding_groups(mesh))
             return parts.with_(reducer=reducer, trial=trial, communication=summing.said)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
         sharing = wiring.sharded(self, parts, mesh)

@@ -114,7 +114,7 @@ def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
 def _refuse(name: str, module: nn.Module, registries: tuple[str, ...], what: str) -> None:
     for registry in registries:
         for hook in getattr(module, registry).values():
-            if _is_foreign(hook):
+            if is_foreign(hook):
                 shown = getattr(hook, "__qualname__", type(hook).__qualname__)
                 kind = registry.strip("_").removesuffix("s").replace("_", " ")
                 raise ModelError(
@@ -134,7 +134,8 @@ def _other(what: str) -> str:
     return "parallel.sequence_parallel = false" if what == "the sequence" else "parallel.tp = 1"
 
 
-def _is_foreign(hook: Any) -> bool:
+def is_foreign(hook: Any) -> bool:
+    """Whether a hook is a user's: not Plait's, torch's or Transformers'."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__

@@ -49,8 +49,8 @@ class Option:
 class Trial:
     """Call `after_step` once a step, between two of them."""
 
-    group: dist.ProcessGroup
-    """All ranks that must decide alike (see `wiring.deciding_group`)."""
+    groups: tuple[dist.ProcessGroup, ...]
+    """One along each axis whose ranks must decide alike (see `wiring.deciding_groups`)."""
     waits_for: str
     """The name (`comm.waits`) of what gradients wait for."""
     whole: Callable[[], object]
@@ -104,7 +104,8 @@ class Trial:
         links only."""
         taken, waited = (median(step[index] for step in self._steps[_UNCOUNTED:]) for index in (0, 1))
         most = torch.tensor([taken, -waited], dtype=torch.float64)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        for group in self.groups:  # one axis after the other: the most of all
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         return float(most[0]), -float(most[1])
 
     def _after_whole(self, taken: float, waited: float) -> None:

@@ -59,18 +59,19 @@ class Summing:
     """For people."""
     others: tuple[tuple[Compression, BucketWay], ...] = ()
 
-    def trial_of(self, reducer: Reducer, group: dist.ProcessGroup) -> Trial | None:
-        """The steps that decide, for all ranks of `group` alike."""
+    def trial_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> Trial | None:
+        """The steps that decide, for all ranks of `groups` alike."""
         if not self.others:
             return None
         options = tuple(Option(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
-        return Trial(group, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
+        return Trial(groups, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
 
 
-def deciding_group(technique: DataParallel, mesh: Mesh) -> dist.ProcessGroup | None:
-    """The ranks that must decide alike whether gradients are compressed: all that sum the same gradients, over the tp axis too, whose ranks
-    hold the same replicated parameters and sum them in groups of their own. None where nothing is to be decided. Collective."""
-    return mesh.group("dp_replicate", "dp_shard", "tp") if technique.may_compress else None
+def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
+    """The groups along the axes whose ranks must decide alike whether gradients are compressed: all that sum the same gradients, and the tp
+    axis, whose ranks hold the same replicated parameters and sum them in groups of their own."""
+    groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
+    return tuple(group for group in groups if group is not None)
 
 
 def _agreed(mesh: Mesh, mine: T) -> T:
@@ -218,7 +219,7 @@ class Sharing:
 
 def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
     """Collective over `dp_shard` and tp."""
-    group, deciding = mesh.group("dp_shard"), deciding_group(technique, mesh)
+    group = mesh.group("dp_shard")
     if group is None:
         if technique.transport == "shared-memory" and mesh.layout.dp > 1:
             rule = "replicated parameters that are cast for the computation are reduced by torch's collectives"
@@ -251,7 +252,7 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
             compressors.update(to.install(parts.model, levels, parts.waits))
 
     options = tuple(Option(to.name, to.code, partial(take, to)) for to in open_)
-    trial = Trial(deciding, "reduce_scatter dp_shard", partial(take, None), options) if options and deciding is not None else None
+    trial = Trial(deciding_groups(mesh), "reduce_scatter dp_shard", partial(take, None), options) if options else None
     return Sharing(f"{said}{words}", compressors, trial, host)
 
 

@@ -140,3 +140,11 @@ def test_refusals() -> None:
             plait.initialize(cases.build("llama", tied=False, device="cpu"), config, loss_fn=loss)
     with pytest.raises(ConfigError, match=r"no loss is given"):
         plait.parallelize(cases.build("llama", tied=False, device="cpu"), config)
+
+
+def test_a_hook_on_the_head_is_refused() -> None:
+    """A17: it would be given the head's input in place of logits."""
+    model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+    model.get_submodule("lm_head").register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="lm_head has a forward hook"):
+        deferred(default_forward, model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.int64)})

@@ -15,7 +15,7 @@ from torch import nn
 from plait.comm.collectives import shard_sizes
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.model.blocks import find_blocks
-from plait.model.plans import TensorPlan, describe, local_size, make_plan
+from plait.model.plans import TensorPlan, describe, little_is_split, local_size, make_plan
 from tests.unit.model.families import VOCABULARY, family, logits
 from tests.unit.model.simulate import check, randomise
 
@@ -431,3 +431,48 @@ def test_a_user_s_plan_for_a_plain_model() -> None:
         assert {name: value for owner, name, value in plan.attributes if owner == "layers.0"} == counts
         assert (plan.head, plan.embedding) == ("head", "embed")
         check(model, plan, lambda m: m(ids), blocks=())
+
+
+def test_a_plan_that_splits_little_is_told_of() -> None:
+    """B10: with its largest layers by name."""
+    model = nn.ModuleDict({"tower": nn.Linear(100, 100), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+    plan = plan_of(model, 2, {"up": "colwise", "down": "rowwise"})
+    assert plan.share == pytest.approx((8 * 16 * 2 + 16) / (100 * 101 + 8 * 16 * 2 + 24))
+    words = little_is_split(plan, model)
+    assert words is not None
+    assert "splits 2.6% of the parameters" in words
+    assert "tower.weight" in words
+    assert little_is_split(plan_of(family("llama", device="meta"), 2), family("llama", device="meta")) is None
+
+
+class Adapter(nn.Module):
+    """What peft puts in a layer's place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+
+class Wrapper(nn.Module):
+    """What peft puts around a model: it passes on what it is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["inner"], name)
+
+
+def test_adapters_are_refused_by_name() -> None:
+    """B14: the plan is that of the model inside, and an adapter around a layer is named as such."""
+    model = family("llama", device="meta")
+    plan = make_plan(Wrapper(model), tp=2, blocks=("inner.model.layers.0", "inner.model.layers.1"))
+    assert plan.styles["inner.model.layers.0.mlp.up_proj"] == "colwise"
+    attention = model.get_submodule("model.layers.1.self_attn")
+    attention.q_proj = Adapter(attention.q_proj)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"inner.model.layers.1.self_attn.q_proj is Adapter of tests, an adapter"):
+        make_plan(Wrapper(model), tp=2, blocks=())
