@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: it makes .venv and installs requirements.lock there first (seconds when nothing changed).
 #
 #   make quickstart    train the small model of examples/quickstart.json
-#   make test          the tests; ARGS="-k topology" passes options to pytest
+#   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the whole test matrix (hours)
 #   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
@@ -31,7 +31,7 @@ quickstart: environment
 
 test: environment
 	@mkdir -p $(RESULTS)
-	$(RUN) -m pytest --junitxml=$(RESULTS)/test.xml $(ARGS)
+	$(RUN) tools/tests.py $(ARGS)
 
 proof: environment
 	@mkdir -p $(RESULTS)

@@ -2,25 +2,38 @@
 
 `pool.run(world_size, function, *args)` calls a module-level `function(rank, world_size, *args)` in every worker and returns the results
 by rank. The workers of a world size share one default process group, which `function` finds and must not destroy (torch caches by mesh,
-so a group that came and went would be remembered). A worker that raises fails the test with its traceback; a hang is ended by killing the
-workers.
+so a group that came and went would be remembered), and one mesh a layout. A worker that raises fails the test with its traceback; a hang
+is ended by killing the workers.
+
+A test between processes costs its ranks times what one of them does: an engine of a tiny model and three steps are a third of a second.
+So, to add one cheaply:
+
+- Ask first whether a unit test shows it, or one rank of a fake world (`tests/fake`).
+- Take two ranks; three where shards have to be uneven, four where two axes have to meet. Eight are for `make proof`.
+- Where a matrix is meant, give the whole of it to `tests.covers.cover`: `make test` runs the part in which every two values meet.
+- Check several things of one engine in one task, rather than one thing in each of several.
+- Tiny models, one or two steps, no more micro-batches than the question needs; one process's numbers are computed once
+  (`reference` in `data_parallel.py`, `tensor_parallel.py` and `pipelines.py` of `tests/parity` keeps them).
+- Never sleep, and never judge by the clock: another test runs on the same cores.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TASKS_OF_A_WORKER = 12
-"""Every task makes sub-groups, which hold sockets and threads that wake a hundred times a second; workers are renewed after this many."""
+TASKS_OF_A_WORKER = 60
+"""Workers are renewed after this many, since torch and its groups never give everything back."""
+MOST_WORKERS = 10
+"""That wait for a task: each has threads that wake a hundred times a second."""
 PRELOADED = (
     "accelerate",
     "plait",
@@ -32,7 +45,10 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",
-    "transformers.models.llama.modeling_llama",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi3", "qwen3", "stablelm")
+    ),
 )
 """Imported by the process that workers are forked from, which does nothing else: ten seconds less for four of them."""
 SECONDS = 180
@@ -42,13 +58,36 @@ class WorkerFailed(AssertionError):
     """A function raised in a worker; the message is its traceback."""
 
 
-def _serve(connection: Connection, rank: int, world_size: int, store: str) -> None:
+def _keep_groups() -> None:
+    """Groups are made once for every layout: making them takes longer than a step, and they hold sockets and threads for ever."""
+    from plait.cluster import mesh
+
+    make, split, stages = mesh.init_device_mesh, mesh.split_by_node, mesh.Mesh.stages_group
+    kept: dict[Any, Any] = {}
+
+    def once(key: Any, made: Callable[[], Any]) -> Any:
+        if key not in kept:
+            kept[key] = made()
+        return kept[key]
+
+    def stages_group(self: Any, which: Any, *args: Any, **options: Any) -> Any:
+        # By how they are written too: messages to lower stages and the gradients of tied weights have a group each.
+        key = ("stages", self.layout, repr(which), args, tuple(options.items()))
+        return once(key, lambda: stages(self, which, *args, **options))
+
+    mesh.init_device_mesh = cache(make)  # type: ignore[assignment]
+    mesh.split_by_node = lambda group, nodes: once((group, tuple(nodes)), lambda: split(group, nodes))
+    mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
+
+
+def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _keep_groups()
     timeout = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         task = connection.recv()
         if task is None:
@@ -62,20 +101,24 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str) -> No
             connection.send((False, traceback.format_exc()))
 
 
+def quick_starts() -> Any:
+    """A context of multiprocessing whose processes have everything imported when they start."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 class _Crew:
     """The workers of one world size."""
 
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = quick_starts()
         self.world_size, self.tasks = world_size, 0
-        handle, self._store = tempfile.mkstemp(prefix="plait-store-")
-        os.close(handle)
-        os.unlink(self._store)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes, self._connections = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, self._store), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -116,8 +159,6 @@ class _Crew:
             if process.is_alive():
                 process.kill()
             connection.close()
-        if os.path.exists(self._store):
-            os.unlink(self._store)
 
 
 class Pool:
@@ -128,12 +169,15 @@ class Pool:
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Any]:
         """Results by rank. `timeout` in seconds for the whole call."""
-        crew = self._crews.get(world_size)
+        crew = self._crews.pop(world_size, None)
         if crew is not None and crew.tasks >= TASKS_OF_A_WORKER:
-            self._crews.pop(world_size).stop(kill=False)
+            crew.stop(kill=False)
             crew = None
         if crew is None:
-            crew = self._crews[world_size] = _Crew(world_size)
+            while self._crews and sum(self._crews) + world_size > MOST_WORKERS:
+                self._crews.pop(next(iter(self._crews))).stop(kill=False)
+            crew = _Crew(world_size)
+        self._crews[world_size] = crew  # the last one used stands last
         try:
             return crew.run(function, args, timeout)
         except WorkerFailed:

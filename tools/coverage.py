@@ -137,6 +137,11 @@ def missing(statements: list[Row], root: Path) -> list[str]:
     return gone
 
 
+def _time(path: Path) -> str:
+    """When a run began, as a text that sorts."""
+    return next(ElementTree.parse(path).iter("testsuite")).get("timestamp", "")
+
+
 def _source(path: Path) -> dict[str, str]:
     import torch
 
@@ -151,7 +156,7 @@ def _source(path: Path) -> dict[str, str]:
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Write or check the page; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="*", type=Path, help="junit files of pytest runs, older ones first")
+    parser.add_argument("results", nargs="*", type=Path, help="junit files of pytest runs; of a test in several the last run counts")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is out of date")
     given = parser.parse_args(arguments)
     statements = rows(root / "docs" / "mission.yaml")
@@ -163,7 +168,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
             wrong.append("docs/coverage.md is not what docs/mission.yaml and docs/results.json make; run `make coverage-docs`")
     elif not wrong:
         named = [test for row in statements for level in row.tests.values() for test in level]
-        for path in given.results:
+        for path in sorted(given.results, key=_time):
             results = update(results, named, outcomes(path), _source(path))
         results = {name: results[name] for name in sorted(set(named) & set(results))}
         store.write_text(json.dumps(results, indent=1) + "\n")

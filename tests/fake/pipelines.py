@@ -18,16 +18,16 @@ from plait.parallel.order import account_all
 from plait.parallel.pipeline import PipelineParts
 from plait.parallel.pipeline_account import facts_of_rank, stage_counts
 from tests.parity import cases
-from tests.parity.pipelines import LAYERS
+from tests.parity.pipelines import layers_of
 
 HIDDEN, LENGTH = 32, 8
 
 
 def build(
-    config: dict[str, Any], world: int, *, layers: int = LAYERS, length: int = LENGTH
+    config: dict[str, Any], world: int, *, layers: int | None = None, length: int = LENGTH
 ) -> tuple[Engine, Resolved, ModelFacts, PipelineParts]:
     """An engine of one rank of the fake world, in float32; embeddings are tied."""
-    model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers)
+    model = cases.build("llama", tied=True, dtype=torch.float32, layers=layers or layers_of(config))
     resolved = resolve(load(config), world_size=world)
     blocks, tp = find_blocks(model), resolved.layout.tp
     facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from plait.parallel.order import account_all
 from plait.parallel.precision import Precision
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
+from tests.covers import cover
 from tests.fake.worlds import FakeWorld, batch, build, predicted
 from tests.parity import cases
 from tests.parity.data_parallel import settings
@@ -27,13 +29,16 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("accumulation", [1, 3])
+LAYOUTS = [(4, 0, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)]
+
+
 @pytest.mark.parametrize(
-    ("world", "stage", "replicas", "rank"),
-    [(4, 0, 1, 0), (1, 0, 1, 0), (2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)],
+    ("world", "stage", "replicas", "rank", "kind", "accumulation", "precision"),
+    cover(
+        ((*layout, *others) for layout in LAYOUTS for others in product(("llama", "frozen"), (1, 3), PRECISIONS)),
+        features=lambda world, stage, replicas, rank, *others: ((world, stage, replicas, rank), *others),
+    ),
 )
-@pytest.mark.parametrize("kind", ["llama", "frozen"])
 def test_memory_and_traffic(
     fake_world: FakeWorld, kind: str, world: int, stage: int, replicas: int, rank: int, accumulation: int, precision: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from plait.comm.compress import POWERSGD_START
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
+from tests.covers import cover
 from tests.fake.worlds import FakeWorld, batch, build, predicted
 from tests.parity.data_parallel import settings
 
@@ -47,12 +49,16 @@ def check(world: FakeWorld, config: dict[str, Any], *, ranks: int, rank: int, ki
     return sent
 
 
-@pytest.mark.parametrize("compression", SHARDED)
-@pytest.mark.parametrize("accumulation", [1, 3])
+LAYOUTS = [(2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "stage", "replicas", "rank"), [(2, 1, 1, 0), (5, 2, 1, 4), (7, 3, 1, 6), (8, 1, 2, 0), (8, 2, 2, 0), (8, 3, 2, 0)]
+    ("ranks", "stage", "replicas", "rank", "kind", "accumulation", "compression"),
+    cover(
+        ((*layout, *others) for layout in LAYOUTS for others in product(("llama", "frozen"), (1, 3), SHARDED)),
+        features=lambda ranks, stage, replicas, rank, *others: ((ranks, stage, replicas, rank), *others),
+    ),
 )
-@pytest.mark.parametrize("kind", ["llama", "frozen"])
 def test_sharded(
     fake_world: FakeWorld, kind: str, ranks: int, stage: int, replicas: int, rank: int, accumulation: int, compression: str
 ) -> None:
@@ -61,9 +67,7 @@ def test_sharded(
     check(fake_world, config, ranks=ranks, rank=rank, kind=kind)
 
 
-@pytest.mark.parametrize("copy", [2, 4])
-@pytest.mark.parametrize("weights", ["none", "int8"])
-@pytest.mark.parametrize("kind", ["llama", "frozen"])
+@pytest.mark.parametrize(("copy", "weights", "kind"), cover(product((2, 4), ("none", "int8"), ("llama", "frozen"))))
 def test_second_copy(fake_world: FakeWorld, kind: str, weights: str, copy: int) -> None:
     """The backward gathers from fewer ranks, so it receives less from others."""
     config = settings(8, 3, 1, 2)
@@ -73,10 +77,9 @@ def test_second_copy(fake_world: FakeWorld, kind: str, weights: str, copy: int) 
     assert check(fake_world, config, ranks=8, rank=0, kind=kind)["all_gather"] < without["all_gather"]
 
 
-@pytest.mark.parametrize("compression", BUCKETS)
-@pytest.mark.parametrize("bucket_mib", [0.001, 0.02, 25])
-@pytest.mark.parametrize("kind", ["llama", "frozen"])
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "bucket_mib", "compression"), cover(product((2, 5), ("llama", "frozen"), (0.001, 0.02, 25), BUCKETS))
+)
 def test_stage_0(fake_world: FakeWorld, ranks: int, kind: str, bucket_mib: float, compression: str) -> None:
     """Each all-reduce is counted to the byte, so their sum may be off by one a bucket."""
     config = settings(ranks, 0, 1, 3)
@@ -85,10 +88,12 @@ def test_stage_0(fake_world: FakeWorld, ranks: int, kind: str, bucket_mib: float
     check(fake_world, config, ranks=ranks, rank=0, kind=kind, steps=steps, slack=30 if ranks == 5 else 0)
 
 
-@pytest.mark.parametrize("algorithm", ["all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling"])
-@pytest.mark.parametrize("bucket_mib", [0.02, 25])
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks", [2, 5, 8])
+@pytest.mark.parametrize(
+    ("ranks", "wire", "bucket_mib", "algorithm"),
+    cover(
+        product((2, 5, 8), ("fp32", "bf16"), (0.02, 25), ("all-reduce", "reduce-scatter+all-gather", "ring", "recursive-doubling")),
+    ),
+)
 def test_algorithms(fake_world: FakeWorld, ranks: int, wire: str, bucket_mib: float, algorithm: str) -> None:
     """Each message is counted to the byte, so their sum may be off by one a message."""
     config = settings(ranks, 0, 1, 2, communication_data_type=wire)

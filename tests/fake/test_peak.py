@@ -14,6 +14,7 @@ from plait.engine.forecast import foretell, foretell_on, why_not_foretold
 from plait.engine.rehearsal import rehearse
 from plait.errors import InputError
 from plait.verify.memory import measure_peak
+from tests.covers import cover
 from tests.fake import pipelines
 from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, data, foretold_and_measured, settings
 from tests.fake.worlds import FakeWorld
@@ -110,27 +111,41 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "rank", "config"), PIPELINES, ids=[f"rank{rank}-{named(config)}" for _, rank, config in PIPELINES])
+@pytest.mark.parametrize(
+    ("world", "rank", "config"),
+    cover(
+        PIPELINES,
+        strength=1,
+        features=lambda world, rank, config: frozenset(
+            {
+                config["parallel"]["pipeline"]["schedule"],
+                config["zero_optimization"]["stage"],
+                str(config["parallel"].get("recompute")),
+                *config["parallel"],
+            }
+        ),
+        name=lambda world, rank, config: f"rank{rank}-{named(config)}",
+    ),
+)
 def test_pipelines(fake_world: FakeWorld, world: int, rank: int, config: dict[str, Any]) -> None:
     """Micro-batches in flight, several stages on a rank, backwards in halves."""
     fake_world(world, rank)
     resolved = resolve(load(config), world_size=world)
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
     forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
-    engine, *_ = pipelines.build(config, world, length=LENGTH)
+    engine, *_ = pipelines.build(config, world, layers=LAYERS, length=LENGTH)
     with delivered_at_once():
         check(forecast, measure_peak(engine, data(config["gradient_accumulation_steps"])))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(("stage", "pp"), cover([(0, 2), (3, 1), (0, 1), (3, 2)], strength=1))
 def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
     """On fake tensors, with the real collectives, stages and optimizer."""
     shard = 2 if stage else 1
     config = pipeline_settings(stage, 2, "1f1b", pp=pp, dp_shard=shard)
     resolved = resolve(load(config), world_size=pp * shard)
-    found = foretell(cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS), resolved, rank=0, samples=2, length=LENGTH)
-    model = cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS)
+    found = foretell(cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2), resolved, rank=0, samples=2, length=LENGTH)
+    model = cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2)
     rehearsed = rehearse(model, resolved, rank=0, samples=2, length=LENGTH)
     assert found.peak.peak_bytes == pytest.approx(rehearsed.peak, rel=TOLERANCE)
 

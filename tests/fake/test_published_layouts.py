@@ -16,6 +16,7 @@ from plait.model.plans import make_plan
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline_account import facts_of_rank
+from tests.covers import cover
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}
@@ -93,9 +94,32 @@ def rehearsed(case: Case) -> tuple[Rehearsal, Ledger, int]:
     return found, ledger, facts.numel
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case[0]}-zero{case[2]}-rank{case[4]}" for case in CASES])
+def named(case: Case) -> str:
+    return f"{case[0]}-zero{case[2]}-rank{case[4]}"
+
+
+FEW = cover(
+    [(case,) for case in CASES],
+    strength=1,
+    features=lambda case: frozenset({case[0].split()[0], f"zero{case[2]}", "pp" in case[1]}),
+    name=named,
+)
+
+
+@pytest.mark.parametrize("case", FEW)
 def test_published_layouts(case: Case) -> None:
-    """Exact, parameters, gradients and optimizer states."""
+    """Exact, parameters, gradients and optimizer states, which do not depend on how many micro-batches there are: one."""
+    name, degrees, stage, _, rank = case
+    check((name, degrees, stage, 1, rank))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("case", [case for case in CASES if case[3] > 1], ids=named)
+def test_with_all_micro_batches(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case) -> None:
     found, ledger, parameters = rehearsed(case)
     assert parameters == pytest.approx(PARAMETERS[case[0]], rel=0.02)
     measured = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}

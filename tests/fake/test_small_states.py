@@ -18,6 +18,7 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline_account import facts_of_rank
 from plait.verify.memory import measure_step
+from tests.covers import cover
 from tests.fake import peaks as peak
 from tests.fake.worlds import FakeWorld
 from tests.parity import cases
@@ -27,27 +28,30 @@ from tests.parity.tensor_parallel import settings
 FORMS = ["bf16", "int8", "float8"]
 
 
-@pytest.mark.parametrize("states", FORMS)
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+LAYOUTS = [
+    # (ranks, tp, ZeRO stage, replicas, rank)
+    (1, 1, 0, 1, 0),
+    (2, 1, 0, 1, 0),
+    (3, 1, 1, 1, 2),
+    (4, 1, 2, 2, 0),
+    (7, 1, 3, 1, 6),
+    (64, 1, 3, 1, 0),
+    (4, 2, 0, 1, 1),
+    (8, 4, 3, 1, 5),
+]
+
+
 @pytest.mark.parametrize(
-    ("world", "tp", "stage", "replicas", "rank"),
-    [
-        (1, 1, 0, 1, 0),
-        (2, 1, 0, 1, 0),
-        (3, 1, 1, 1, 2),
-        (4, 1, 2, 2, 0),
-        (7, 1, 3, 1, 6),
-        (64, 1, 3, 1, 0),
-        (4, 2, 0, 1, 1),
-        (8, 4, 3, 1, 5),
-    ],
+    ("world", "tp", "stage", "replicas", "rank", "precision", "states"),
+    cover(
+        ((*layout, precision, states) for layout in LAYOUTS for precision in ("fp32", "bf16") for states in FORMS),
+        features=lambda *case: (case[:5], *case[5:]),
+    ),
 )
-def test_as_priced(
-    fake_world: FakeWorld, world: int, tp: int, stage: int, replicas: int, rank: int, precision: dict[str, Any], states: str
-) -> None:
+def test_as_priced(fake_world: FakeWorld, world: int, tp: int, stage: int, replicas: int, rank: int, precision: str, states: str) -> None:
     """Every kind, to the byte: uneven shards, ranks without a row, heads and rows split over tp."""
     fake_world(world, rank)
-    config = {**settings(world, tp, stage, replicas, 1), **precision, "optimizer": optimizer(states)}
+    config = {**settings(world, tp, stage, replicas, 1), "bf16": {"enabled": precision == "bf16"}, "optimizer": optimizer(states)}
     model = cases.build("wide", tied=True, dtype=torch.float32)
     blocks = find_blocks(model)
     facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
@@ -90,8 +94,10 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
     assert sum(value.numel() * value.element_size() for value in local) == wanted
 
 
-@pytest.mark.parametrize(("stage", "tp", "bf16"), [(0, 1, False), (1, 2, True), (3, 1, True)])
-@pytest.mark.parametrize("states", ["int8", "float8"])
+@pytest.mark.parametrize(
+    ("stage", "tp", "bf16", "states"),
+    cover(((*case, states) for case in ((0, 1, False), (1, 2, True), (3, 1, True)) for states in ("int8", "float8")), strength=1),
+)
 def test_peak(fake_world: FakeWorld, stage: int, tp: int, bf16: bool, states: str) -> None:
     """Within 2 % of a real step's, and the states in it to the byte."""
     config = peak.settings(stage=stage, tp=tp, bf16=bf16) | {"optimizer": optimizer(states)}
@@ -106,7 +112,7 @@ def test_planner() -> None:
     from plait.parallel.tensor import TensorParallel
     from plait.planner.job import Layouts
     from plait.planner.search import job_of, states_of
-    from tests.unit.planner.test_states import real_facts, request_for
+    from tests.unit.planner.small_models import real_facts, request_for
 
     for states in FORMS:
         request = request_for("llama")

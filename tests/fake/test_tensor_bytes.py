@@ -3,6 +3,7 @@ parameters."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.memory import measure_step
 from plait.verify.traffic import count_traffic
+from tests.covers import cover
 from tests.fake.worlds import FakeWorld
 from tests.parity import cases
 from tests.parity.tensor_parallel import settings
@@ -47,10 +49,16 @@ def step(
     return held, sent, account_all(techniques, start, facts)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize(("world", "tp", "stage", "replicas"), [(2, 2, 0, 1), (4, 2, 0, 1), (4, 2, 1, 1), (4, 2, 3, 1), (8, 2, 2, 2)])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+LAYOUTS = [(2, 2, 0, 1), (4, 2, 0, 1), (4, 2, 1, 1), (4, 2, 3, 1), (8, 2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "stage", "replicas", "kind", "sequence", "accumulation"),
+    cover(
+        ((*layout, *others) for layout in LAYOUTS for others in product(("llama", "qwen3"), (False, True), (1, 2))),
+        features=lambda world, tp, stage, replicas, *others: ((world, tp, stage, replicas), *others),
+    ),
+)
 def test_memory_and_traffic(
     fake_world: FakeWorld, kind: str, world: int, tp: int, stage: int, replicas: int, sequence: bool, accumulation: int
 ) -> None:

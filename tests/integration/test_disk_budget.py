@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.proof
+ROOT = Path(__file__).parents[2]
 BUDGET = 96 * 1024**2
 """The larger of 4 pieces of 3 million float32 numbers (46 MiB) and a pool of 5 x 1.1 million (21 MiB); the rest is for the blocks that are
 gathered, activations and the runtime."""
@@ -20,7 +22,7 @@ def run(folder: Path, where: str) -> dict[str, Any]:
     """One run in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.integration.disk_budget", str(folder), where]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tests.integration.killed import PLACES
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(580)
+pytestmark = [pytest.mark.timeout(580), pytest.mark.proof]
 
 STEPS = 10
 

@@ -1,4 +1,5 @@
-"""`plait launch` as a user meets it: real processes, real signals, and machines that a stand-in for ssh runs here."""
+"""`plait launch` as a user meets it: real processes, real signals, and machines that a stand-in for ssh runs here. `make test` has a run
+that ends well, one that fails, one that is stopped and one over ssh; the rest is for `make proof`."""
 
 from __future__ import annotations
 
@@ -154,12 +155,14 @@ class TestRanks:
         assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)]
         assert done.stderr == ""
 
+    @pytest.mark.proof
     def test_the_same_script_under_torchrun(self, folder: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", _script(folder, REDUCE)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 2
 
+    @pytest.mark.proof
     def test_a_module_in_the_current_folder(self, folder: Path) -> None:
         package = folder / "mine"
         package.mkdir()
@@ -169,6 +172,7 @@ class TestRanks:
         done = _run("--nproc", "1", "-m", "mine", "-x")
         assert (done.returncode, done.stdout) == (0, "__main__ mine part ['-x']\n"), done.stderr
 
+    @pytest.mark.proof
     def test_a_script_finds_what_python_gives_it(self, folder: Path) -> None:
         """Its own folder on the path, itself as `__main__` (for pickle and for processes it spawns), no trace of the launcher."""
         (folder / "sub").mkdir()
@@ -185,6 +189,7 @@ class TestRanks:
         done = _run("--nproc", "1", "sub/job.py")
         assert (done.returncode, done.stdout) == (0, "[6] sub/job.py\n"), done.stderr
 
+    @pytest.mark.proof
     @pytest.mark.parametrize(("given", "seen"), [(None, "share"), ("7", "7")])
     def test_cores_are_shared_unless_the_user_says(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str
@@ -207,21 +212,23 @@ class TestFailures:
         assert "worker.py" not in head
         assert re.fullmatch(r"plait: rank 0 was stopped\n|plait: rank 0 .* failed too, with exit code 1: RuntimeError: .*\n", tail)
 
+    @pytest.mark.proof
     def test_it_is_told_while_another_rank_refuses_to_end(self, folder: Path, start: Start) -> None:
         """The 30 seconds that torchrun waits for the others do not delay the message."""
         text = "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n" + NEVER_ENDS
         process = start("--nproc", "2", _script(folder, text))
-        begin = time.monotonic()
         assert process.stderr is not None
         assert "rank 0" in process.stderr.readline()
-        assert time.monotonic() - begin < 25
+        assert process.poll() is None, "rank 1 is still waited for"
 
+    @pytest.mark.proof
     def test_exit_codes_are_propagated(self, folder: Path) -> None:
         done = _run("--nproc", "2", _script(folder, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"))
         assert done.returncode == 7
         assert re.match(r"plait: rank 1 \(node \S+\) ended with exit code 7", done.stderr)
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
 
+    @pytest.mark.proof
     def test_a_crash_is_the_cause_although_the_other_rank_complains_first(self, folder: Path) -> None:
         crash = ONE_RAISES.replace('raise ValueError("a gradient went missing")', "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
         done = _run("--nproc", "2", _script(folder, crash))
@@ -231,24 +238,28 @@ class TestFailures:
         assert "SIGSEGV" in told[0]
         assert "Segmentation fault" in done.stderr
 
+    @pytest.mark.proof
     def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, folder: Path) -> None:
         done = _run(
             "--nproc", "2", _script(folder, "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')")
         )
         assert (done.returncode, done.stderr) == (4, "plait: step 40: incomplete\n")
 
+    @pytest.mark.proof
     @pytest.mark.parametrize("name", ["nothing.here", "json.nothing"])
     def test_a_module_that_is_not_there(self, folder: Path, name: str) -> None:
         done = _run("--nproc", "2", "-m", name)
         assert done.returncode == 2
         assert done.stderr == f"plait: -m {name}: not a module that Python can run from here; check its name and the current folder\n"
 
+    @pytest.mark.proof
     def test_an_error_tracker_still_hears_of_it(self, folder: Path) -> None:
         text = "import sys\nsys.excepthook = lambda kind, error, trace: open('heard', 'w').write(kind.__name__)\n1 / 0"
         done = _run("--nproc", "1", _script(folder, text))
         assert (folder / "heard").read_text() == "ZeroDivisionError"
         assert done.stderr.count("Traceback") == 1
 
+    @pytest.mark.proof
     def test_restart(self, folder: Path) -> None:
         done = _run("--nproc", "2", "--max-restarts", "1", _script(folder, FAILS_ONCE))
         assert done.returncode == 0, done.stderr
@@ -258,6 +269,7 @@ class TestFailures:
 
 
 class TestSignals:
+    @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ranks_get_it_once_and_end_well(self, folder: Path, start: Start, number: signal.Signals) -> None:
         process = start("--nproc", "2", _script(folder, ENDS_IN_TIME))
@@ -276,6 +288,7 @@ class TestSignals:
         assert process.returncode == 1
         assert "OSError: No space left on device" in err
 
+    @pytest.mark.proof
     def test_a_plain_script_ends_without_tracebacks(self, folder: Path, start: Start) -> None:
         process = start(
             "--nproc", "2", _script(folder, "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)")
@@ -286,6 +299,7 @@ class TestSignals:
         assert process.returncode == 130
         assert "Traceback" not in err
 
+    @pytest.mark.proof
     def test_ranks_that_outlive_their_grace_are_killed(self, folder: Path, start: Start) -> None:
         process = start("--nproc", "2", "--grace", "1", _script(folder, NEVER_ENDS))
         pids = _ready(process, 2)
@@ -295,6 +309,7 @@ class TestSignals:
         assert "rank 0, 1 did not end within 1 s and is killed" in err
         assert not any(map(_alive, pids))
 
+    @pytest.mark.proof
     def test_a_second_signal_stops_them_at_once(self, folder: Path, start: Start) -> None:
         process = start("--nproc", "2", _script(folder, NEVER_ENDS))
         pids = _ready(process, 2)
@@ -306,6 +321,7 @@ class TestSignals:
         assert process.returncode == 130
         assert not any(map(_alive, pids))
 
+    @pytest.mark.proof
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
     def test_ranks_do_not_outlive_a_killed_launcher(self, folder: Path, start: Start) -> None:
         process = start("--nproc", "2", _script(folder, NEVER_ENDS))
@@ -320,6 +336,7 @@ class TestSignals:
             os.kill(pid, signal.SIGKILL)
         assert not left
 
+    @pytest.mark.proof
     def test_a_closed_terminal_does_not_end_what_nohup_protects(self, folder: Path) -> None:
         command = ["nohup", *_plait("--nproc", "1", _script(folder, ENDS_IN_TIME))]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -340,6 +357,7 @@ class TestMachines:
         processes = [start(*command) for command in commands]
         return [(process.returncode, *streams) for process in processes for streams in [process.communicate(timeout=120)]]
 
+    @pytest.mark.proof
     def test_numbered_by_hand(self, folder: Path, start: Start) -> None:
         meet = ("--nproc", "1", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(_free_port()))
         script = _script(folder, REDUCE)
@@ -347,12 +365,14 @@ class TestMachines:
         assert [code for code, _, _ in done] == [0, 0], done
         assert [out for _, out, _ in done] == ["rank 1 of 2 sum 2 args []\n", "rank 0 of 2 sum 2 args []\n"]
 
+    @pytest.mark.proof
     def test_at_an_endpoint(self, folder: Path, start: Start) -> None:
         meet = ("--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{_free_port()}", _script(folder, REDUCE))
         done = self._together(start, meet, meet)
         assert [code for code, _, _ in done] == [0, 0], done
         assert sorted(out for _, out, _ in done) == ["rank 0 of 2 sum 2 args []\n", "rank 1 of 2 sum 2 args []\n"]
 
+    @pytest.mark.proof
     def test_all_start_again_when_a_rank_of_one_failed(self, folder: Path, start: Start) -> None:
         failing = FAILS_ONCE.replace('os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"', 'not os.path.exists("failed")').replace(
             "    raise", '    open("failed", "w").close()\n    raise'
@@ -364,6 +384,7 @@ class TestMachines:
         assert sorted(out.split(" in ")[0] for _, out, _ in done) == ["rank 0 done", "rank 1 done"]
         assert sum("ValueError: only the first time" in err for _, _, err in done) == 1
 
+    @pytest.mark.proof
     def test_the_others_do_not_come(self, folder: Path) -> None:
         meet = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
         done = _run(*meet, _script(folder, REDUCE))
@@ -386,6 +407,7 @@ class TestSsh:
         assert """args ["it's mine"]""" in done.stdout
         assert done.stderr.count("ssh to far") == 1
 
+    @pytest.mark.proof
     def test_a_failure_there_stops_all_and_is_told_first(self, folder: Path, hosts: tuple[str, ...]) -> None:
         done = _run(*hosts, "--nproc", "1", _script(folder, ONE_RAISES))
         assert done.returncode == 1
@@ -393,6 +415,7 @@ class TestSsh:
         assert re.match(r"\[far\] plait: rank 1 .* failed with exit code 1", told[0])
         assert "[far] ValueError: a gradient went missing" in done.stderr
 
+    @pytest.mark.proof
     def test_a_signal_reaches_every_machine_once(self, folder: Path, hosts: tuple[str, ...], start: Start) -> None:
         process = start(*hosts, "--nproc", "1", _script(folder, ENDS_IN_TIME))
         pids = _ready(process, 2)
@@ -403,6 +426,7 @@ class TestSsh:
         assert "[far] rank 1 saved after ['SIGINT']" in out
         assert not any(map(_alive, pids))
 
+    @pytest.mark.proof
     def test_machines_end_themselves_when_the_launcher_is_gone(self, folder: Path, hosts: tuple[str, ...], start: Start) -> None:
         process = start(*hosts, "--nproc", "1", _script(folder, ENDS_IN_TIME))
         pids = _ready(process, 2)
@@ -416,10 +440,9 @@ class TestSsh:
             os.kill(pid, signal.SIGKILL)
         assert not left
 
+    @pytest.mark.proof
     def test_a_machine_that_cannot_be_reached(self, folder: Path) -> None:
         (folder / "hosts").write_text(f"{socket.gethostname()} slots=1\nunreachable.invalid slots=1\n")
-        begin = time.monotonic()
         done = _run("-H", "hosts", "--master-port", str(_free_port()), _script(folder, REDUCE))
         assert done.returncode == 255
         assert "node unreachable.invalid: no connection, or it was lost (try `ssh unreachable.invalid true`)" in done.stderr
-        assert time.monotonic() - begin < 40

@@ -20,6 +20,7 @@ from tests.integration.many_processes import CLIPPING, DEGREES, RANKS, batches, 
 from tests.parity import cases
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.proof
 TOLERANCE = 1e-9
 
 

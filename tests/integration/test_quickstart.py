@@ -1,4 +1,5 @@
-"""`plait train` as a user runs it: real text, real processes, a pipe, Ctrl-C, resuming, and everything a user can get wrong."""
+"""`plait train` as a user runs it: real text, real processes, a pipe, Ctrl-C, resuming, and everything a user can get wrong. `make test`
+starts one run of two processes; what needs more of them is for `make proof`."""
 
 from __future__ import annotations
 
@@ -131,6 +132,7 @@ def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Pat
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.proof
 def test_one_process_computes_the_same_and_two_go_on_with_it(place: Path, whole: tuple[Path, str]) -> None:
     folder, *where = _folder(place, "alone")
     code, _, err = _run(place, *where, "--set", "run.processes=1", "--set", "run.steps=7")
@@ -143,6 +145,7 @@ def test_one_process_computes_the_same_and_two_go_on_with_it(place: Path, whole:
     assert _rows(folder, "validation")[-1]["loss"] == pytest.approx(_rows(whole[0], "validation")[-1]["loss"], rel=1e-5)
 
 
+@pytest.mark.proof
 def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str]) -> None:
     folder, *where = _folder(place, "interrupted")
     process = _start(place, *where, "--set", "run.steps=100000")
@@ -172,6 +175,7 @@ def test_ctrl_c_and_the_same_command_again(place: Path, whole: tuple[Path, str])
     assert {step: losses[step] for step in common} == {step: reference[step] for step in common}, "bit for bit"
 
 
+@pytest.mark.proof
 def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -201,6 +205,7 @@ def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]
     assert expected > 8
 
 
+@pytest.mark.proof
 def test_a_lost_loss_is_told_once(place: Path) -> None:
     _, *where = _folder(place, "lost")
     huge = ("--set", "optimizer.params.lr=1e30", "--set", "gradient_clipping=0", "--set", "run.checkpoint_every=1")
@@ -288,6 +293,7 @@ def test_a_refused_start_over_leaves_the_folder(place: Path, whole: tuple[Path, 
     assert (whole[0] / "metrics.jsonl").is_file()
 
 
+@pytest.mark.proof
 def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str]) -> None:
     folder, *where = _folder(place, "over")
     shutil.copytree(whole[0], folder)
@@ -298,10 +304,12 @@ def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str
     assert len(_losses(folder.with_name("over.old-1"))) == 12
 
 
-def test_the_quickstart_is_what_its_page_says(tmp_path: Path) -> None:
+def test_the_quickstart_is_what_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E14: also after `make quickstart`, whose run lies in the folder that the file names."""
     from plait.config.resolve import load
     from plait.train.session import check
 
+    monkeypatch.chdir(tmp_path)
     # The real text takes seconds to tokenise, so this one is shorter; the embedding gets the rows that the real vocabulary would give it.
     vocabulary = load(QUICKSTART).data.vocab_size  # type: ignore[union-attr]
     shorter = ["data.source=files", f"data.paths=[{Path(email.__file__).parent}/*.py]", "data.vocab_size=600"]

@@ -310,6 +310,7 @@ def broken() -> nn.Module:
     return plain()
 
 
+@pytest.mark.proof
 def test_command_different(tmp_path: Path) -> None:
     """Exit code 3; the table says which, the message names the first; no traceback."""
     done = run(tmp_path, "--model", f"{__name__}:broken", "--steps", "1", "--dtype", "float64", "--all")
@@ -319,6 +320,7 @@ def test_command_different(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("engine", "changes", "passes"),
     [
@@ -350,6 +352,7 @@ def stuck() -> nn.Module:
     return Stuck(tied=False)
 
 
+@pytest.mark.proof
 def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> None:
     """With the stacks of all threads, which show where."""
     done = run(tmp_path, "--model", f"{__name__}:stuck", "--timeout", "10", "--dtype", "float64", "--json")

@@ -33,7 +33,7 @@ def both(rank: int, world: int, kind: str, arguments: tuple[Any, ...], more: dic
     for in_backward in (False, True):
         model = cases.build(kind, tied=True, dtype=torch.float32)
         engine = plait.initialize(model, configuration(*arguments, in_backward=in_backward, **more), loss_fn=plait.causal_lm_loss)
-        steps = cases.steps_for(kind, engine.dp_size)
+        steps = cases.steps_for(kind, engine.dp_size, steps=2)
         trace = engine_trace(engine, steps)
         for step in steps:
             piece = step[engine.dp_rank]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from plait.engine import calibration as live
 from plait.planner.calibrate import calibrate, errors_with, uncalibrated
@@ -28,6 +29,7 @@ def measured(rank: int, world_size: int) -> Any:
     return found, len(told), live.measurements(request, pace)
 
 
+@pytest.mark.proof
 def test_two_processes_measure_every_kind_of_layout(pool: Pool) -> None:
     found, told, expected = pool.run(2, measured)[0]
     rates, runs = found.rates, found.runs

@@ -20,6 +20,7 @@ def exact(pool: Pool) -> float:
     return mean(pool.run(2, losses, {}, 0, STEPS)[0][-40:])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("stage", "parallel"),
     [(0, {"compress_gradients": "int8"}), (2, {"compress_gradients": "int8", "compress_weights": "int8"})],

@@ -30,10 +30,10 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], folder: st
         tier = engine.parts.disk_tier
         assert (tier is not None) == (size is not None)
         dp = world // config["parallel"]["tp"]
-        steps = cases.ragged_steps(dp * config["gradient_accumulation_steps"])
+        count = config["gradient_accumulation_steps"]
+        steps = cases.ragged_steps(dp * count, steps=3 if "fp16" in config else 2)  # float16 overflows at first
         inspected = digest(engine_trace(engine, steps))
         for step in steps:  # once more without a look at the gradients, which are then scaled inside the step
-            count = config["gradient_accumulation_steps"]
             engine.train_batch(list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]))
         found.append(inspected + digest_of(engine))
         if tier is not None:
@@ -136,7 +136,10 @@ PIPELINES = [
 
 @pytest.mark.parametrize(
     ("world", "config"),
-    [pytest.param(*case, id=pipeline.named(case[1]), marks=[pytest.mark.proof] if at > 3 else []) for at, case in enumerate(PIPELINES)],
+    [
+        pytest.param(*case, id=pipeline.named(case[1]), marks=[] if at in (1, 2, 3) else [pytest.mark.proof])
+        for at, case in enumerate(PIPELINES)
+    ],
 )
 def test_in_a_pipeline(pool: Pool, tmp_path: Path, world: int, config: dict[str, Any]) -> None:
     """One process in float64; embeddings tied between the first and the last stage, whose gradients are summed where they are, in files."""

@@ -3,6 +3,7 @@ nothing moves, but everything else that offload changes is done, so its numbers 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,20 +21,30 @@ from tests.parity.digests import build, digest
 from tests.parity.tensor_parallel import settings
 from tests.pool import Pool
 
+CHECK = OptimizerOffload.check
+
 
 def is_offloaded(module: FSDPModule) -> bool:
     """Whether torch moves the unit's shards to and from the host."""
     return all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in module._get_fsdp_state()._fsdp_param_groups)
 
 
+@pytest.fixture(scope="module")
+def unchecked() -> Iterator[Pool]:
+    """Workers of their own, in which the check is put out."""
+    made = Pool()
+    yield made
+    made.close()
+
+
 def digests(rank: int, world: int, kind: str, config: dict[str, Any], ratios: list[float], dtype: torch.dtype) -> list[str]:
     """Runs in a worker. Ratio 0 does not offload."""
     found = []
-    for index, ratio in enumerate(ratios):
+    for ratio in ratios:
         offload = ratio > 0
         zero = {**config["zero_optimization"], **({"offload_optimizer": {"device": "cpu", "ratio": ratio}} if offload else {})}
         resolved = resolve(load({**config, "zero_optimization": zero}), world_size=world)
-        if offload and not any(ratios[:index]):  # later the check is out
+        if offload and OptimizerOffload.check is CHECK:  # later it is out
             with pytest.raises(ConfigError, match="nothing would move"):
                 plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
             OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
@@ -56,15 +67,11 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], ratios: li
         (4, 2, 1, {}),
     ],
 )
-def test_same_bits(world: int, tp: int, stage: int, more: dict[str, Any]) -> None:
-    """In a pool of its own, which forgets the check that was put out."""
-    pool = Pool()
-    try:
-        config = {**settings(world, tp, stage, 1, 2), **more}
-        for found in pool.run(world, digests, "llama", config, [0, 1, 0.2], torch.float32):
-            assert found == [found[0]] * 3
-    finally:
-        pool.close()
+def test_same_bits(unchecked: Pool, world: int, tp: int, stage: int, more: dict[str, Any]) -> None:
+    """Also of a share of the blocks."""
+    config = {**settings(world, tp, stage, 1, 2), **more}
+    for found in unchecked.run(world, digests, "llama", config, [0, 1, 0.2], torch.float32):
+        assert found == [found[0]] * 3
 
 
 def in_a_pipeline(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
@@ -74,14 +81,10 @@ def in_a_pipeline(rank: int, world: int, config: dict[str, Any]) -> Trace | None
     return pipeline.train(rank, world, "qwen3", True, {**config, "zero_optimization": zero})
 
 
-def test_in_a_pipeline() -> None:
+@pytest.mark.parametrize(("stage", "schedule"), [pytest.param(1, "interleaved-1f1b", marks=pytest.mark.proof), (2, "zbv"), (3, "1f1b")])
+def test_in_a_pipeline(unchecked: Pool, stage: int, schedule: str) -> None:
     """One process in float64: a schedule that reduces outside of autograd, stages of a rank that end at different times, freed parameters;
     embeddings tied between the first and the last stage."""
-    pool = Pool()
-    try:
-        for stage, schedule in ((1, "interleaved-1f1b"), (2, "zbv"), (3, "1f1b")):
-            found = pool.run(4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2))[0]
-            difference = worst(compare(pipeline.reference("qwen3", True, 8), found))
-            assert difference.ok(1e-10), f"{schedule}, {difference.name}: {difference.error}"
-    finally:
-        pool.close()
+    found = unchecked.run(4, in_a_pipeline, pipeline.settings(stage, 4, schedule, pp=2, dp_shard=2))[0]
+    difference = worst(compare(pipeline.reference("qwen3", True, 8), found))
+    assert difference.ok(1e-10), f"{difference.name}: {difference.error}"

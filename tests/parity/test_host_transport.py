@@ -23,6 +23,7 @@ from plait.comm.transport import Transport, connect
 from plait.errors import CommunicationError, ConfigError
 from plait.verify.parity import compare, worst
 from plait.verify.traffic import count_traffic
+from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import reference, settings, train
 from tests.pool import Pool
@@ -356,8 +357,14 @@ def test_different_sizes_are_an_error(pool: Pool) -> None:
 LAYOUTS = [(2, 0, 1), (2, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 1), (4, 0, 1), (4, 3, 1), (4, 1, 2), (4, 3, 2)]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(("world", "stage", "replicas"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("world", "stage", "replicas", "accumulation"),
+    cover(
+        ((*layout, accumulation) for layout in LAYOUTS for accumulation in (1, 3)),
+        features=lambda world, stage, replicas, accumulation: (world, (stage, replicas), accumulation),
+        cost=lambda world, *_: world,
+    ),
+)
 def test_training_equals_one_process(pool: Pool, world: int, stage: int, replicas: int, accumulation: int) -> None:
     """float64, ragged, uneven shards."""
     config = settings(world, stage, replicas, accumulation)
@@ -378,8 +385,10 @@ def bf16_run(rank: int, world: int, config: dict[str, Any]) -> tuple[list[float]
     return losses, {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "wire"),
+    cover([(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32")], strength=1),
+)
 def test_bf16_has_the_same_losses_and_bytes_as_torch(pool: Pool, stage: int, wire: str) -> None:
     """Two ranks: a sum of two numbers has no order, so losses are the same to the bit. The counted bytes are too."""
     config = settings(2, stage, 1, 1, bf16={"enabled": True}, communication_data_type=wire)

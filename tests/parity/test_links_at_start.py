@@ -21,6 +21,7 @@ from plait.config.resolve import load as load_config
 from plait.config.resolve import resolve
 from plait.parallel import wiring
 from plait.units import MIB
+from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -124,17 +125,17 @@ def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
 def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
     """The links say that all ways are about as good; one is, and the others take 3 ms more. Runs in a worker."""
     links = GroupLinks("dp_replicate", 1, 2, Level(2, {way: Cost(1e-4, 1e-9 * (1 + 0.1 * n)) for n, way in enumerate(WAYS)}))
-    honest = measure.ways_of
+    honest, clock = measure.ways_of, Clock()
 
     def later(operation: Any) -> None:
-        time.sleep(0.003)
+        clock.sleep(0.003)
         operation()
 
     def ways_of(*args: Any, **options: Any) -> Any:
         of = honest(*args, **options)
         return lambda nbytes: {way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()}
 
-    with patch.object(measure, "ways_of", ways_of):
+    with patch.object(measure, "ways_of", ways_of), patch.object(measure, "time", clock):
         return started(rank, world, config, None, (links,) * 2)[0]
 
 

@@ -43,7 +43,7 @@ def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
 def run(engine: plait.Engine, config: dict[str, Any]) -> str:
     """Steps that are looked into, evaluations and a prediction between them, and steps that are not: all bits of it."""
     count = config["gradient_accumulation_steps"]
-    steps = cases.ragged_steps(engine.dp_size * count)
+    steps = cases.ragged_steps(engine.dp_size * count, steps=3 if "fp16" in config else 2)  # float16 overflows at first
     found = digest(engine_trace(engine, steps))
     for step in steps:
         pieces = list(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
@@ -78,7 +78,7 @@ CASES = [
 ]
 
 
-COVER = (0, 1, 4, 5, 8)
+COVER = (0, 1, 2, 4, 8)
 """What `make test` takes of them."""
 
 
@@ -111,12 +111,16 @@ def test_checkpoints(pool: Pool, tmp_path: Path) -> None:
     config = settings(2, 1, 3, 1, 1)
     memory, parameters, both = [], ["offload_param"], ["offload_optimizer", "offload_param"]
     wanted = pool.run(2, resumed, config, str(tmp_path), [memory, memory])
-    for parts in ([memory, parameters], [parameters, memory], [parameters, both], [both, parameters]):
+    for parts in ([memory, parameters], [parameters, both], [both, memory]):
         assert pool.run(2, resumed, config, str(tmp_path), parts) == wanted
 
 
 @pytest.mark.parametrize(
-    ("world", "config"), [(2, pipeline.settings(3, 4, "1f1b", pp=2)), (4, pipeline.settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2))]
+    ("world", "config"),
+    [
+        (2, pipeline.settings(3, 4, "1f1b", pp=2)),
+        pytest.param(4, pipeline.settings(3, 4, "interleaved-1f1b", pp=2, dp_shard=2), marks=pytest.mark.proof),
+    ],
 )
 def test_in_a_pipeline(pool: Pool, tmp_path: Path, world: int, config: dict[str, Any]) -> None:
     """One process in float64; units are gathered in an order that is not the model's."""

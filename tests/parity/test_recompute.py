@@ -77,7 +77,7 @@ def test_with_tensor_parallelism(pool: Pool, kind: str, modes: list[dict[str, An
     same_bits(pool, 2, kind, settings(2, 2, 0, 1, 2), [*modes, {"mode": "full", "partition": True}])
 
 
-@pytest.mark.parametrize("modes", [ALL[:1], ALL[2:3]], ids=["full", "selective"])
+@pytest.mark.parametrize("modes", [pytest.param(ALL[:1], marks=pytest.mark.proof, id="full"), pytest.param(ALL[2:3], id="selective")])
 def test_with_sequence_parallelism(pool: Pool, modes: list[dict[str, Any]]) -> None:
     """Lengths that tp does not divide; the length of a micro-batch is remembered for its backward. Slices of sequences are not aligned in
     memory as whole ones are, and products of float64 differ by that in the last bit, so this is not compared bit by bit."""
@@ -114,7 +114,7 @@ def in_pipeline(rank: int, world: int, config: dict[str, Any], modes: list[dict[
 
 @pytest.mark.parametrize(
     ("world", "config", "modes"),
-    [pytest.param(*case, id=named(case[1]), marks=[pytest.mark.proof] if case[0] > 2 else []) for case in PIPELINES],
+    [pytest.param(*case, id=named(case[1]), marks=[] if "zbv" in named(case[1]) else [pytest.mark.proof]) for case in PIPELINES],
 )
 def test_in_a_pipeline(pool: Pool, world: int, config: dict[str, Any], modes: list[dict[str, Any]]) -> None:
     """A budget for all micro-batches in flight, ranks for themselves; dropout, tied embeddings, ragged micro-batches; backwards in halves

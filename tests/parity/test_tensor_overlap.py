@@ -18,6 +18,7 @@ from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.overlap import Deferred
 from plait.verify.lift import lifted
+from tests.covers import cover
 from tests.parity import cases
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
 from tests.pool import Pool
@@ -25,20 +26,21 @@ from tests.pool import Pool
 PIECES = 3
 
 
-@pytest.mark.parametrize("kind", [*FAMILIES, "plain"])
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=[pytest.mark.proof] if at % 2 else []) for at, kind in enumerate(FAMILIES))]
+)
 def test_families(pool: Pool, kind: str) -> None:
     """tp 2, accumulation; ragged lengths, so that pieces are uneven."""
     check(pool, 2, kind, kind in ("llama", "gpt2"), settings(2, 2, 0, 1, 2, tensor_overlap=PIECES, **plan(kind)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.proof) for stage in (1, 2)), 3])
 def test_with_zero(pool: Pool, stage: int) -> None:
     """tp 2 x dp 2, accumulation."""
     check(pool, 4, "qwen3", True, settings(4, 2, stage, 1, 2, tensor_overlap=PIECES))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("pieces", [1, 64])
+@pytest.mark.parametrize(("kind", "pieces"), cover([("llama", 1), ("gpt2", 64), ("llama", 64), ("gpt2", 1)], strength=1))
 def test_four_ways(pool: Pool, kind: str, pieces: int) -> None:
     """One key-value head for two ranks, widths that do not divide; one piece, and more pieces than rows."""
     check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, tensor_overlap=pieces))

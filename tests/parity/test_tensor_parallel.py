@@ -3,6 +3,7 @@ ZeRO stage."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,32 +11,37 @@ import torch
 
 import plait
 from plait.verify.lift import lifted
+from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import materialised as one_process_model
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
 from tests.pool import Pool
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", [*FAMILIES, "plain"])
+def alternately(kinds: list[str]) -> list[Any]:
+    """(family, tied embeddings): every family in `make test`, every other one tied; the other half is proof."""
+    pairs = [(kind, (number + half) % 2 == 1) for half in (0, 1) for number, kind in enumerate(kinds)]
+    return [
+        pytest.param(kind, tied, id=f"{kind}-{'tied' if tied else 'untied'}", marks=[] if at < len(kinds) else [pytest.mark.proof])
+        for at, (kind, tied) in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "tied"), alternately([*FAMILIES, "plain"]))
 def test_families(pool: Pool, kind: str, tied: bool) -> None:
     """tp 2, accumulation, loss parallel."""
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, **plan(kind)))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "gemma2", "mistral", "gpt_neox"])
+@pytest.mark.parametrize(("kind", "tied"), alternately(["llama", "qwen3", "gemma", "gemma2", "mistral", "gpt_neox"]))
 def test_sequence_parallel(pool: Pool, kind: str, tied: bool) -> None:
     """Ragged lengths that tp does not divide included."""
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, True))
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize(
-    ("kind", "accumulation"),
-    [("llama", 1), ("qwen3", 3), *(pytest.param(*other, marks=pytest.mark.proof) for other in [("llama", 3), ("qwen3", 1)])],
+    ("kind", "stage", "accumulation", "sequence"), cover(product(("llama", "qwen3"), (0, 1, 2, 3), (1, 3), (False, True)))
 )
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_with_zero(pool: Pool, kind: str, stage: int, accumulation: int, sequence: bool) -> None:
     """tp 2 x dp 2."""
     check(pool, 4, kind, kind == "qwen3", settings(4, 2, stage, 1, accumulation, sequence))
@@ -48,7 +54,7 @@ def test_four_ways(pool: Pool, kind: str) -> None:
         check(pool, 4, kind, False, settings(4, 4, 0, 1, 1, sequence))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.proof), 3])
 def test_hybrid(pool: Pool, stage: int) -> None:
     """2 x 2 x 2: replicas, shards, tp."""
     check(pool, 8, "llama", True, settings(8, 2, stage, 2, 1))

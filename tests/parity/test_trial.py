@@ -22,6 +22,7 @@ from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.trial import Option, Trial, best_of
+from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -46,14 +47,14 @@ LINKS = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0)}))
 WAYS = {8: QuantisedBuckets, 4: QuantisedBuckets, 0: AlgorithmBuckets, 1: PowerSGDBuckets}
 
 
-def slowed(seconds: dict[int, float]) -> ExitStack:
+def slowed(clock: Clock, seconds: dict[int, float]) -> ExitStack:
     """Finishing the buckets of a step takes so long in each way (bits; 0 whole, 1 PowerSGD)."""
     stack = ExitStack()
     for kind in {WAYS[way] for way in seconds if way != COMPUTATION}:
 
         def finish(self: Any, index: int, honest: Any = kind.finish) -> None:
             if index == 0:
-                time.sleep(seconds.get(1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0))
+                clock.sleep(seconds.get(1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0))
             honest(self, index)
 
         stack.enter_context(patch.object(kind, "finish", finish))
@@ -68,14 +69,13 @@ def trained(
     steps: int,
 ) -> dict[str, Any]:
     """Runs in a worker."""
-    with (
-        patch.object(startup, "measure_ways", lambda *args, **options: LINKS),
-        slowed(slow),
-    ):
+    clock = Clock()
+    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
         model = cases.build("plain", tied=False)
-        model.register_forward_pre_hook(lambda *_: time.sleep(slow.get(COMPUTATION, 0)))
+        model.register_forward_pre_hook(lambda *_: clock.sleep(slow.get(COMPUTATION, 0)))
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
-        batch = cases.steps_for("plain", world)[0][rank]
+    batch = cases.steps_for("plain", world)[0][rank]
+    with slowed(clock, slow), clock.instead():
         results = [engine.train_batch(batch) for _ in range(steps)]
     assert engine.parts.reducer is not None
     return {
@@ -91,7 +91,7 @@ def trained(
 
 
 SLOW = {0: 0.2}
-"""A step of some 0.21 s."""
+"""Seconds that a step of whole gradients waits for them."""
 
 
 def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: Pool) -> None:
@@ -196,17 +196,19 @@ def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, floa
     """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
     worker."""
     kinds: dict[type, Any] = {AllToAllReduceScatter: lambda scatter: 0, QuantisedReduceScatter: lambda scatter: scatter._bits}
+    clock = Clock()
     with ExitStack() as stack:
         for kind, bits in kinds.items():
 
             def reduce(self: Any, *args: Any, honest: Any = kind.__call__, bits: Any = bits, **options: Any) -> Any:
-                time.sleep(takes[bits(self)])
+                clock.sleep(takes[bits(self)])
                 return honest(self, *args, **options)
 
             stack.enter_context(patch.object(kind, "__call__", reduce))
         engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
         batch = cases.steps_for("plain", world)[0][rank]
-        results = [engine.train_batch(batch) for _ in range(steps)]
+        with clock.instead():
+            results = [engine.train_batch(batch) for _ in range(steps)]
         engine.save_checkpoint(folder)
         other = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
         other.load_checkpoint(folder)

@@ -23,6 +23,7 @@ def test_largest(true: int) -> None:
     assert max(tried) <= 64
 
 
+@pytest.mark.proof
 def test_memory_that_runs_out_is_no_failure() -> None:
     options = _parse(["--quick", "--memory-gib", "1"], on_gpu=False)
     answer = _try("torch", 1, options)

@@ -13,6 +13,8 @@ from plait.parallel.schedule import make_schedule
 from plait.planner.offers import SCHEDULE_NAMES
 from tests.unit.cli.planning import ASKED, runs_file
 
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.json"
+
 
 def run(*arguments: object) -> int:
     """The command's exit code."""
@@ -114,9 +116,9 @@ def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
 
 def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
-    assert run("examples/quickstart.json", "--gpu", "a100", "--gpus", "4", "--out", out) == 0
+    assert run(QUICKSTART, "--gpu", "a100", "--gpus", "4", "--out", out) == 0
     assert "8: 2 samples a device" in capsys.readouterr().out
-    before, after = json.loads(Path("examples/quickstart.json").read_text()), json.loads(out.read_text())
+    before, after = json.loads(QUICKSTART.read_text()), json.loads(out.read_text())
     assert after["optimizer"] == before["optimizer"] and after["run"] == before["run"] and after["model"] == before["model"]
     assert after["train_batch_size"] == 8 and after["data"]["sequence_length"] == 128
 

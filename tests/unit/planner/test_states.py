@@ -3,67 +3,17 @@
 import numpy as np
 import pytest
 
-from plait.model.blocks import find_blocks
-from plait.model.facts import model_facts
-from plait.model.plans import make_plan
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.precision import Precision
 from plait.parallel.tensor import TensorParallel
-from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
-from plait.planner.models import from_config
-from plait.planner.search import Request, job_of
+from plait.planner.search import job_of
 from plait.planner.states import account_states
+from tests.unit.planner.small_models import SMALL, real_facts, request_for
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-SMALL = {
-    "llama": {
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 211,
-    },
-    "qwen2": {
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 211,
-        "tie_word_embeddings": True,
-    },
-    "qwen3": {
-        "hidden_size": 96,
-        "intermediate_size": 176,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 211,
-        "head_dim": 16,
-    },
-    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 8, "n_inner": 200, "vocab_size": 211, "n_positions": 64},
-}
-
-
-def request_for(kind):
-    fields = {"model_type": kind, **SMALL[kind]}
-    from plait.planner.models import Model
-
-    return Request(Model(from_config(fields), {"config": fields}), cluster("h100", 8), 64, 32)
-
-
-def real_facts(kind, tp):
-    config = transformers.AutoConfig.for_model(kind, **SMALL[kind])
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    blocks = find_blocks(model, None)
-    return model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
+pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("kind", SMALL)

@@ -1,0 +1,50 @@
+"""`make test` runs two pytest processes; what it prints and returns is that of both."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tests() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plait_tests_tool", ROOT / "tools" / "tests.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_test_is_in_one_part(tests: ModuleType) -> None:
+    named = [ROOT / path for paths in tests.PARTS.values() for path in paths]
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        assert sum(path in file.parents for path in named) == 1, file
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([0, 0], 0), ([0, 1], 1), ([1, 0], 1), ([5, 0], 0), ([0, 5], 0), ([5, 5], 5), ([5, 1], 1), ([2, 5], 2), ([-9, 0], 1)],
+)
+def test_a_failure_of_any_part_is_one_of_all(tests: ModuleType, codes: list[int], expected: int) -> None:
+    assert tests.exit_code(codes) == expected
+
+
+def test_paths_and_what_needs_a_terminal_are_one_pytest(tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(tests.subprocess, "call", lambda command, **_: calls.append(command) or 0)
+    monkeypatch.setattr(tests, "side_by_side", lambda arguments: 7)
+    assert tests.main(["-k", "topology"]) == tests.main(["--durations=50"]) == tests.main([]) == 7
+    assert tests.main(["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"]) == tests.main(["--pdb"]) == 0
+    assert calls[0][-2:] == ["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"] and calls[1][-1] == "--pdb"
+
+
+def test_lines_of_a_part_bear_its_name(tests: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    tests.show("alone", subprocess.Popen([sys.executable, "-c", "print(1); print(2)"], stdout=subprocess.PIPE, text=True))
+    assert capsys.readouterr().out == "alone    | 1\nalone    | 2\n"

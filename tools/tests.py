@@ -1,0 +1,79 @@
+"""The tests in two pytest processes side by side: what computes in one process, and what waits for several.
+
+    python tools/tests.py                    all
+    python tools/tests.py -k topology        those of both that pytest's options choose
+    python tools/tests.py tests/unit -x      given paths: one pytest as it is
+
+Lines of the two are printed as they come, each after the name of its part; results go to build/results/test-<part>.xml. The exit code is
+pytest's: that of the part that failed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "build" / "results"
+PARTS = {"alone": ("tests/unit", "tests/fake", "tests/architecture"), "together": ("tests/parity", "tests/integration")}
+NOTHING_CHOSEN = 5
+"""pytest's exit code; no failure where the other part has tests."""
+BY_HAND = {"--pdb", "--trace", "-s", "--capture=no", "--co", "--collect-only", "--fixtures", "--markers", "-h", "--help"}
+"""Options for somebody who sits before it."""
+
+
+def is_path(argument: str) -> bool:
+    """Whether pytest would take `argument` as tests to run."""
+    return not argument.startswith("-") and (ROOT / argument.split("::")[0]).exists()
+
+
+def command(part: str, paths: tuple[str, ...], arguments: list[str]) -> list[str]:
+    """pytest for a part; a cache each, since `--lf` would find the other's failures."""
+    name = f"-{part}" if part else ""
+    places = [f"--junitxml={RESULTS / f'test{name}.xml'}", *(["-o", f"cache_dir=.pytest_cache/{part}"] if part else [])]
+    return [sys.executable, "-m", "pytest", *places, *paths, *arguments]
+
+
+def side_by_side(arguments: list[str]) -> int:
+    """Both parts; the exit code."""
+    running = {
+        part: subprocess.Popen(command(part, paths, arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for part, paths in PARTS.items()
+    }
+    readers = [Thread(target=show, args=(part, process)) for part, process in running.items()]
+    for reader in readers:
+        reader.start()
+    try:
+        for reader in readers:
+            reader.join()
+    except KeyboardInterrupt:  # which pytest got too
+        for reader in readers:
+            reader.join()
+    return exit_code([process.wait() for process in running.values()])
+
+
+def exit_code(codes: list[int]) -> int:
+    """Of all, from those of the parts: a failure of any, or that nothing was chosen in any."""
+    failed = [code for code in codes if code not in (0, NOTHING_CHOSEN)]
+    return (failed[0] if failed[0] > 0 else 1) if failed else 0 if 0 in codes else NOTHING_CHOSEN
+
+
+def show(part: str, process: subprocess.Popen[str]) -> None:
+    """Print the lines of a part."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.write(f"{part:8} | {line}")
+        sys.stdout.flush()
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tests; the exit code."""
+    if BY_HAND & set(arguments) or any(map(is_path, arguments)):
+        return subprocess.call(command("", (), arguments), cwd=ROOT)
+    return side_by_side(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
