@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from plait._torch import local_tensor, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh, default_device_type
-from plait.cluster.placement import refuse_wider_than_a_node, warning
-from plait.cluster.topology import discover, keep_host_memory, place
+from plait.cluster.topology import keep_host_memory, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
+from plait.engine.alike import refuse_different_optimizers, refuse_different_ranks
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.batch import Forward, default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
@@ -29,6 +29,14 @@ from plait.engine.disk_files import build_disk_tier
 from plait.engine.engine import Engine
 from plait.engine.gradient_math import multiply_all
 from plait.engine.loss import CausalLMLoss, Loss, Weighted
+from plait.engine.misuse import (
+    check_placement,
+    checked_optimizer,
+    refuse_trained_loss,
+    refuse_unfit_layers,
+    warn_of_unused_sections,
+    with_callers_seed,
+)
 from plait.engine.optimizer import build_optimizer
 from plait.engine.schedules import build_scheduler
 from plait.engine.solve import recompute_of
@@ -88,12 +96,15 @@ def initialize(
     """
     _refuse_wrapped(model)
     loss = _as_loss(loss_fn, weight_fn)
+    refuse_trained_loss(loss, model)
     resolved = _resolve(model, config, total_steps=total_steps)
+    warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
     if resolved.loss_chunk_tokens:
         loss = _chunked(loss, resolved.loss_chunk_tokens)
         forward = deferred(forward, model)
     named = {id(p): name for name, p in model.named_parameters()}
     mesh, parts = _parallelize(model, resolved, weights=weights, loss_fn=loss, forward=forward)
+    resolved = with_callers_seed(resolved, parts.callers_seed)
     reduce_by_sum(parts)
     pipeline = build_pipeline(parts, mesh, track_unused=resolved.data_parallel.unused_parameters)
     unused = None
@@ -108,6 +119,8 @@ def initialize(
     scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
     if scheduler is None and resolved.scheduler is not None:
         scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
+    if optimizer is not None or lr_scheduler is not None:
+        refuse_different_optimizers(made, scheduler, mesh)
     precision = resolved.precision
     stepper = Stepper(
         parameters=list(model.parameters()),
@@ -313,14 +326,16 @@ def split(
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+    refuse_unfit_layers(model, resolved)
     _warn_of_little(resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp), model)
     pipeline = resolved.pipeline_of(model, blocks)
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.parameter_offload.check(device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
-    _check_placement(resolved)
+    check_placement(resolved)
     mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
+    seed = refuse_different_ranks(model, resolved, mesh)
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)
@@ -335,25 +350,13 @@ def split(
         resolved.parameter_offload,
         resolved.optimizer_offload,
     )
-    return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline), mesh)
+    return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline, callers_seed=seed), mesh)
 
 
 def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
     words = little_is_split(plan, model) if plan is not None else None
     if words is not None and place().rank == 0:
         warnings.warn(words, stacklevel=4)
-
-
-def _check_placement(resolved: Resolved) -> None:
-    """Tensor parallelism wider than a machine is refused; groups that span machines are warned of. An adopted process group is the user's
-    choice."""
-    if dist.is_initialized() or resolved.layout.tp == 1:
-        return
-    machines = discover()
-    refuse_wider_than_a_node(resolved.layout, machines)
-    note = warning(resolved.layout, machines)
-    if note and place().rank == 0:
-        warnings.warn(note, stacklevel=4)
 
 
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:
@@ -363,7 +366,9 @@ def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module
         rule = "the optimizer was given to plait.initialize, which keeps its states as it does"
         raise ConfigError(Problem("optimizer.states", resolved.optimizer.states, rule, 'leave `optimizer=` out, or use "own"'))
     if not isinstance(given, torch.optim.Optimizer):
-        return given([p for p in model.parameters() if p.requires_grad])
+        if not callable(given):
+            raise InputError(f"optimizer= takes a torch.optim.Optimizer or a function of a parameter list, not a {type(given).__name__}")
+        return checked_optimizer(given([p for p in model.parameters() if p.requires_grad]), model)
     if given.state:
         raise InputError(
             "the optimizer already holds state of the unsharded parameters; pass it before its first step, "

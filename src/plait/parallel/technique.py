@@ -79,6 +79,8 @@ class Parts:
     """The steps that decide whether gradients are compressed, where that is open."""
     communication: str = ""
     """How data-parallel ranks exchange gradients and parameters, and why so; for people."""
+    callers_seed: int = 0
+    """Of rank 0's random generator when the model was given to Plait."""
     applied: tuple[str, ...] = field(default=())
     """Names of the techniques applied so far, in order."""
 

@@ -1,0 +1,108 @@
+"""What a caller may bring that would train wrongly without a sign of it: found before any training, named, with what to do instead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.cluster.placement import refuse_wider_than_a_node, warning
+from plait.cluster.topology import discover, place
+from plait.config.resolve import Resolved
+from plait.errors import InputError, ModelError
+
+_LARGEST_SEED = 1 << 32
+"""A generator that nobody seeded has 64 random bits, and a seed that somebody chose fits numpy's 32."""
+
+
+def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
+    """Layers whose forward or backward depends on the whole batch of one process. Needs no process group."""
+    ranks = resolved.layout.dp
+    copied = resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None and (ranks > 1 or copied):
+            why = f"by what its own batch looks up, so {ranks} ranks would drift apart" if ranks > 1 else "in a copy that is cast"
+            raise ModelError(
+                f"`{name}` has max_norm = {module.max_norm:g}: it changes its weight in the forward, {why}; use max_norm=None, and "
+                "renormalise the weight between steps or what is looked up"
+            )
+        if module.scale_grad_by_freq and ranks > 1:
+            raise ModelError(
+                f"`{name}` has scale_grad_by_freq=True: it divides by how often a row is in the batch, and each of {ranks} ranks knows "
+                "only its own part of that; use scale_grad_by_freq=False, or one data-parallel rank"
+            )
+
+
+def check_placement(resolved: Resolved) -> None:
+    """Tensor parallelism wider than a machine is refused; groups that span machines are warned of. An adopted process group is the user's
+    choice."""
+    if dist.is_initialized() or resolved.layout.tp == 1:
+        return
+    machines = discover()
+    refuse_wider_than_a_node(resolved.layout, machines)
+    note = warning(resolved.layout, machines)
+    if note and place().rank == 0:
+        warnings.warn(note, stacklevel=4)
+
+
+def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
+    """Parameters of a loss are nobody's: not reduced over ranks, not saved."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for module in _modules_of(loss):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise InputError(
+                    f"the loss {type(module).__name__} has a trainable parameter, `{name}`, that is not the model's, so ranks would not "
+                    "sum its gradient and no checkpoint would hold it; make the loss a part of the model (model.loss = loss, before "
+                    "plait.initialize), or freeze it (requires_grad_(False))"
+                )
+
+
+def _modules_of(loss: Any) -> Iterator[nn.Module]:
+    held = [loss, *vars(loss).values()] if hasattr(loss, "__dict__") else [loss]
+    for entry in held:
+        owner = getattr(entry, "__self__", entry)  # of a bound method
+        if isinstance(owner, nn.Module):
+            yield owner
+
+
+def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """What a caller's function returned. Raises InputError unless all it holds are the model's parameters."""
+    if not hasattr(made, "param_groups"):
+        raise InputError(f"optimizer= returned a {type(made).__name__}, which has no param_groups; return a torch.optim.Optimizer")
+    known = {id(parameter) for parameter in model.parameters()}
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise InputError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's (any more), so ranks would "
+                    "not sum its gradient; build it over the parameters that the function is given, or over model.parameters() inside of it"
+                )
+    return made
+
+
+def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler: Any) -> None:
+    """A section of the file that something the caller brings takes the place of. Said once, by rank 0."""
+    if place().rank != 0:
+        return
+    for section, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        if given is not None and resolved.sources.get(f"{section}.type", "default") != "default":
+            name = "lr_scheduler" if section == "scheduler" else section
+            warnings.warn(
+                f"`{section}` of the configuration is not used: plait.initialize was given {name}=; leave one of the two out", stacklevel=5
+            )
+
+
+def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:
+    """Where the file gives no seed and the caller has called torch.manual_seed, dropout follows from the latter. `seed` is that of rank 0's
+    generator."""
+    if resolved.sources.get("run.seed", "default") != "default" or seed >= _LARGEST_SEED:
+        return resolved
+    sources = {**resolved.sources, "run.seed": "torch.manual_seed, on rank 0"}
+    return resolved.model_copy(update={"seed": seed, "sources": sources})
