@@ -7,6 +7,7 @@
 #   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions beside torch by hand; ARGS=--quick for a minute
 #   make coverage-docs docs/coverage.md from the last test runs
+#   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; goes on where it was stopped)
 #   make lock          requirements.lock from what .venv holds now
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.
@@ -14,7 +15,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test proof lint format types layers bench-step bench-pipeline coverage-docs lock clean
+.PHONY: help environment quickstart test proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -59,6 +60,9 @@ bench-pipeline: environment
 
 coverage-docs: environment
 	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)
+
+model-types: environment
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(RUN) tools/model_types.py $(ARGS)
 
 lock:
 	bash tools/lock.sh $(RUN)

@@ -324,10 +324,10 @@ def test_command_different(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "changes", "passes"),
     [
-        ("accelerate", {"parallel": {"dp_replicate": 2}}, ["float64", "configured"]),
-        ("deepspeed", {"zero_optimization": {"stage": 0}}, ["configured"]),
-        ("deepspeed", {"zero_optimization": {"stage": 2}}, ["configured"]),
-        ("deepspeed", {"zero_optimization": {"stage": 3}}, ["configured"]),
+        ("accelerate", {"parallel": {"dp_replicate": 2}}, ["float64", "independent", "configured"]),
+        ("deepspeed", {"zero_optimization": {"stage": 0}}, ["configured", "independent"]),
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, ["configured", "independent"]),
+        ("deepspeed", {"zero_optimization": {"stage": 3}}, ["configured", "independent"]),
     ],
 )
 def test_command_judges_another_engine(tmp_path: Path, engine: str, changes: dict[str, Any], passes: list[str]) -> None:

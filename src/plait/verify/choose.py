@@ -101,6 +101,8 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else type(error).__name__
 
 
@@ -221,7 +223,12 @@ def _tried(subject: Subject) -> tuple[Subject, nn.Module]:
         mask = _MASK if _MASK in names else None
         subject = subject.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
     built = build(subject, dtype=torch.float64)
-    model = give_weights(built.model, blocks=subject.blocks, seed=0)
+    try:
+        model = give_weights(built.model, blocks=subject.blocks, seed=0)
+    except ModelError:  # a parameter that only a constructor fills
+        subject = subject.model_copy(update={"on_meta": False})
+        built = build(subject, dtype=torch.float64)
+        model = built.model
     with lifted(model):
         if subject.mask is not None and not _takes_left_padding(built, model):
             subject = subject.model_copy(update={"left_padding": False})
@@ -280,6 +287,8 @@ def _choice(subject: Subject, model: nn.Module, lines: list[str], *, whole: int,
         *lines,
         f"{format_count(whole)} -> {format_count(small)} parameters" if small != whole else f"{format_count(small)} parameters",
     ]
+    if not subject.on_meta:
+        lines.append("a parameter is filled by its constructor only, so it is built with weights, as plait.initialize needs it too")
     if not subject.left_padding:
         lines.append("its forward takes no rows that are padded on the left, so none are compared")
     if not subject.exact:

@@ -261,8 +261,23 @@ def compare(reference: Trace, found: Trace) -> list[Difference]:
         if step not in found.skipped:
             differences.append(_scalar("gradient norm", step, reference.grad_norms[step], found.grad_norms[step]))
             differences += _tensors("gradient", step, ours, theirs)
-    differences += _tensors("parameter", None, reference.parameters, found.parameters)
+    silent = _without_gradient(reference) & _without_gradient(found)
+    differences += _tensors("parameter", None, reference.parameters, found.parameters, silent=silent)
     return differences + [d for d in found.spread if d.kind == "parameter"]
+
+
+NOISE = 1e-12
+"""A gradient below this share of the largest is 0 but for rounding, such as that of a key's bias."""
+
+
+def _without_gradient(trace: Trace) -> frozenset[str]:
+    """Parameters whose gradients are rounding noise in every step. Adam divides noise by noise, so they move by an arbitrary amount."""
+    loud: set[str] = set()
+    for step in trace.gradients:
+        sizes = {name: float(t.abs().max()) for name, t in step.items() if t is not None and t.numel()}
+        bar = NOISE * max(sizes.values(), default=0.0)
+        loud |= {name for name, size in sizes.items() if not size <= bar}
+    return frozenset(trace.parameters) - loud
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
@@ -276,15 +291,21 @@ def _scalar(kind: Kind, step: int, reference: float, found: float) -> Difference
 
 
 def _tensors(
-    kind: Kind, step: int | None, reference: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None]
+    kind: Kind,
+    step: int | None,
+    reference: Mapping[str, torch.Tensor | None],
+    found: Mapping[str, torch.Tensor | None],
+    *,
+    silent: Collection[str] = (),
 ) -> list[Difference]:
     # The exact value of some tensors is 0 (the gradient of a key bias); they hold rounding noise of their neighbours' size.
-    floor = 1e-3 * max((float(t.abs().max()) for t in reference.values() if t is not None and t.numel()), default=1.0)
+    largest = max((float(t.abs().max()) for t in reference.values() if t is not None and t.numel()), default=1.0)
     differences = []
     for name in [*reference, *(name for name in found if name not in reference)]:
         ours, theirs = reference.get(name), found.get(name)
         if ours is None and theirs is None:
             continue
+        floor = largest if name in silent else 1e-3 * largest
         same_shape = ours is not None and theirs is not None and ours.shape == theirs.shape
         error = _largest_error(ours, theirs, floor=floor) if same_shape else float("inf")  # type: ignore[arg-type]
         label = f"{kind} {name}" if step is None else f"{kind}[{step}] {name}"

@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -54,6 +55,12 @@ _HEAD_SIZE = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim",
 _RANKS = ("q_lora_rank", "kv_lora_rank")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+_STATE_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+_STATE_HEAD_SIZE = ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+_EXPAND = ("mamba_expand", "expand")
+_STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+"""Sequences are padded to a multiple, so that short data would cost what long data costs."""
 _GROUPS = ("n_group", "num_expert_group")
 _WINDOWS = ("sliding_window", "attention_window_size")
 _FIRST_LAYERS = ("first_k_dense_replace",)
@@ -124,7 +131,17 @@ def kinds_of_layers(fields: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """What the configuration says of every layer in lists that have one entry a layer (`layer_types`)."""
     depth = depth_of(fields) or 0
     lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == depth > 1]
-    return [tuple(_hashable(entry[index]) for entry in lists) for index in range(depth)]
+    others = [{int(key): str(entry) for key, entry in fields[name].items()} for name in _by_layer(fields)]
+    return [(*(_hashable(entry[index]) for entry in lists), *(found.get(index) for found in others)) for index in range(depth)]
+
+
+def _by_layer(fields: Mapping[str, Any]) -> list[str]:
+    """Fields that map the numbers of some layers to what is different there (`per_layer_config`)."""
+    return [
+        name
+        for name, value in fields.items()
+        if isinstance(value, dict) and value and all(str(key).isdigit() and isinstance(entry, dict) for key, entry in value.items())
+    ]
 
 
 def _hashable(value: Any) -> Any:
@@ -145,6 +162,9 @@ def with_depth(fields: Mapping[str, Any], depth: int) -> Fields:
     for field, value in fields.items():
         if isinstance(value, list | tuple) and len(value) == before > 1:
             result[field] = [value[index] for index in kept]
+        elif field in _by_layer(fields):
+            here = {int(key): entry for key, entry in value.items()}
+            result[field] = {str(new): here[old] for new, old in enumerate(kept) if old in here}
         elif field in _OTHER_DEPTHS and isinstance(value, int) and field != name:
             result[field] = min(value, result[name])
         elif field in _FIRST_LAYERS and isinstance(value, int):
@@ -187,7 +207,13 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
         for name in names:
             if isinstance(fields.get(name), int):
                 result[name] = min(fields[name], like(fields[name], target, all_cuts))
+    for name in _by_layer(fields):
+        result[name] = {
+            layer: {key: _as_before(value, fields.get(key), result.get(key)) for key, value in entry.items()}
+            for layer, entry in fields[name].items()
+        }
     _follow_hidden(fields, result, hidden)
+    _shrink_state_space(fields, result, hidden, head_size)
     _shrink_experts(fields, result, cuts)
     return result
 
@@ -203,8 +229,28 @@ def _without_heads(fields: Mapping[str, Any], result: Fields, hidden: str, layou
     return result
 
 
+def _shrink_state_space(fields: Mapping[str, Any], result: Fields, hidden: str, head_size: int) -> None:
+    """Heads of a state space layer, whose widths together are `expand` x hidden."""
+    for heads, size, expand in product(_STATE_HEADS, _STATE_HEAD_SIZE, _EXPAND):
+        if not all(isinstance(fields.get(name), int) for name in (heads, size, expand)):
+            continue
+        if fields[heads] * fields[size] == fields[expand] * fields[hidden]:
+            result[size] = head_size
+            result[heads] = fields[expand] * result[hidden] // head_size
+            for name in _STATE_GROUPS:
+                if isinstance(fields.get(name), int) and fields[name] > 1:
+                    result[name] = 2 if result[heads] % 2 == 0 else 1
+
+
 def _follow_hidden(fields: Mapping[str, Any], result: Fields, hidden: str) -> None:
     result.update({name: result[hidden] for name in _SAME_AS_HIDDEN if fields.get(name) == fields[hidden]})
+
+
+def _as_before(value: Any, before: Any, after: Any) -> Any:
+    """A layer's own size, as much larger or smaller than the others' as it was."""
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in (value, before, after)):
+        return value
+    return max(1, value * after // before)
 
 
 def _shrink_experts(fields: Mapping[str, Any], result: Fields, cuts: Sequence[int]) -> None:
@@ -220,12 +266,17 @@ def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
     if isinstance(fields.get("vocab_size"), int):
         size = min(fields["vocab_size"], like(fields["vocab_size"], VOCABULARY, _degrees(layout.tp, layout.dp_shard, layout.dp)))
         result["vocab_size"] = size
+        if isinstance(fields.get("vocab_size_per_layer_input"), int):
+            result["vocab_size_per_layer_input"] = size
         for name, value in fields.items():
             if name.endswith("_token_id"):
                 result[name] = _small_token(value, size)
     for name in _WINDOWS:
         if isinstance(fields.get(name), int):
             result[name] = min(fields[name], 4)
+    for name in _CHUNKS:
+        if isinstance(fields.get(name), int):
+            result[name] = min(fields[name], 8)
     for name in _SPREADS:
         if isinstance(fields.get(name), float):
             result[name] = max(fields[name], SPREAD)

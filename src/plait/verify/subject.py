@@ -46,6 +46,8 @@ class Subject(Policy):
     """The argument of `forward` that takes the tokens."""
     mask: str | None = None
     """The argument that takes the attention mask, if there is one."""
+    on_meta: bool = True
+    """Its weights can be drawn by its classes on every layout; else each process builds it with weights, and rank 0's count."""
     left_padding: bool = True
     """It takes rows that are padded on the left."""
     bare_logits: bool = False
@@ -65,10 +67,10 @@ class Built:
 
 
 def build(subject: Subject, *, dtype: torch.dtype) -> Built:
-    """The model in training mode without dropout: on meta for Transformers, with the weights it comes with for a function."""
+    """The model in training mode without dropout: on meta for Transformers, where it can be; with the weights it comes with for others."""
     loss, micro_batch = None, None
     if subject.fields is not None:
-        model = transformers_model(subject.fields, dtype=dtype)
+        model = transformers_model(subject.fields, dtype=dtype, device="meta" if subject.on_meta else "cpu")
     else:
         assert subject.function is not None
         model, loss, micro_batch = call_function(subject.function)
@@ -122,6 +124,9 @@ def transformers_model(fields: Fields, *, dtype: torch.dtype, device: str = "met
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     built: nn.Module = model
+    if dtype == torch.float64:
+        for parameter in built.parameters():  # some are float32 whatever the model's dtype is
+            parameter.data = parameter.data.double() if parameter.is_floating_point() else parameter.data
     return built
 
 

@@ -167,3 +167,15 @@ def test_worst_is_nan() -> None:
     broken = changed(trace(), "head", float("nan"))
     assert worst(compare(trace(), broken)).tensor == "head"
     assert not worst(compare(trace(), broken)).ok(math.inf)
+
+
+def test_noise_that_adam_makes_large() -> None:
+    """The gradient of a key's bias is 0 but for rounding; Adam moves it all the same, and that is no difference. A real gradient is."""
+    size = {"bias": 1e-18, "weight": 1.0}
+    gradients = tuple({name: torch.full((3,), value, dtype=torch.float64) for name, value in size.items()} for _ in range(2))
+    values = {"bias": torch.full((3,), 1e-6, dtype=torch.float64), "weight": torch.ones(3, dtype=torch.float64)}
+    one = Trace((1.0, 1.0), (1.0, 1.0), gradients, values)
+    moved = replace(one, parameters={**values, "bias": values["bias"] + 5e-12})
+    assert worst(compare(one, moved)).ok(1e-10)
+    loud = replace(one, gradients=({**gradients[0], "bias": torch.full((3,), 1e-9, dtype=torch.float64)}, gradients[1]))
+    assert not worst(compare(loud, replace(moved, gradients=loud.gradients))).ok(1e-10)

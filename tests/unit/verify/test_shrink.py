@@ -137,3 +137,66 @@ def test_without_dropout() -> None:
     assert model.p == 0.5, "only a dropout layer's p is a probability of dropping"
     data = torch.randn(3, 2, 8)
     assert torch.equal(model.final(model.layers[0](data)), model.final(model.layers[0](data)))
+
+
+PARTS = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2304,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "layer_types": ["sliding"] * 11 + ["full"],
+    },
+    "vision_config": {"model_type": "siglip", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "image_token_index": 262144,
+}
+
+
+def test_parts_are_made_small() -> None:
+    """A model of text and images keeps every kind of text layer."""
+    assert shrink.depth_of(PARTS) == 12
+    small = shrink.with_small_rest(shrink.with_width(shrink.with_depth(PARTS, 3), Layout(), head_size=8), Layout())
+    text = small["text_config"]
+    assert text["layer_types"] == ["sliding", "sliding", "full"] and text["num_hidden_layers"] == 3
+    assert text["head_dim"] == 8 and text["hidden_size"] < 100 and text["vocab_size"] < 100
+    assert small["vision_config"]["hidden_size"] < 100
+    told = [str(change) for change in shrink.changes(PARTS, small)]
+    assert "text_config.num_hidden_layers 12 -> 3" in told
+
+
+def test_layers_that_differ_by_number() -> None:
+    """Sizes of single layers follow the layers that are kept, and their kinds count as kinds."""
+    fields = {
+        "num_hidden_layers": 6,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "per_layer_config": {"03": {"head_dim": 256}, "05": {"head_dim": 256}},
+    }
+    shallow = shrink.with_depth(fields, 2)
+    assert shallow["num_hidden_layers"] == 2 and shallow["per_layer_config"] == {"1": {"head_dim": 256}}
+    assert shrink.with_width(shallow, Layout(), head_size=8)["per_layer_config"] == {"1": {"head_dim": 16}}
+
+
+def test_encoder_and_decoder() -> None:
+    """Both sides of a translation model."""
+    fields = {"d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "decoder_ffn_dim": 4096, "encoder_ffn_dim": 4096}
+    fields |= {"encoder_attention_heads": 16, "decoder_attention_heads": 16}
+    small = shrink.with_width(shrink.with_depth(fields, 2), Layout(), head_size=8)
+    assert small["encoder_layers"] == small["decoder_layers"] == 2
+    assert small["encoder_attention_heads"] == small["decoder_attention_heads"]
+    assert small["d_model"] == 8 * small["decoder_attention_heads"] and small["decoder_ffn_dim"] == small["encoder_ffn_dim"] < 100
+
+
+def test_state_space_layers() -> None:
+    """Heads times their size stay `expand` times the hidden size."""
+    fields = {"hidden_size": 4096, "num_hidden_layers": 4, "expand": 2, "num_heads": 128, "head_dim": 64, "n_groups": 8, "chunk_size": 256}
+    small = shrink.with_small_rest(shrink.with_width(fields, Layout(tp=2), head_size=8), Layout(tp=2))
+    assert small["num_heads"] * small["head_dim"] == 2 * small["hidden_size"] < 200
+    assert small["num_heads"] % small["n_groups"] == 0 and small["chunk_size"] == 8
+    plain = shrink.with_width({"hidden_size": 4096, "intermediate_size": 16384, "attention_hidden_size": 4096}, Layout(), head_size=8)
+    assert plain == {"hidden_size": 32, "intermediate_size": 128, "attention_hidden_size": 32}

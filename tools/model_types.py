@@ -1,0 +1,237 @@
+"""Run every model type that Transformers maps as a causal language model under four layouts; write docs/model_types.md.
+
+Run: make model-types, or PYTHONPATH=src:. python tools/model_types.py [--types llama,bart] [--layouts "tp 2,pp 2"] [--write]
+
+Results are kept after every type in build/results/model_types.json, so a run that is stopped goes on where it was; --again all,
+failed, refused or exact repeats such cells. --write alone only writes docs/model_types.json and the page. Two processes of gloo on the
+CPU stay alive from cell to cell; one that dies or hangs is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.table import markdown
+from plait.verify.model_types import LAYOUTS, PROCESSES, CellFailed, Small, make_small, model_types, run_cell
+from plait.verify.subject import Subject
+from tests.pool import Pool, WorkerFailed
+
+ROOT = Path(__file__).parents[1]
+STATE = ROOT / "build" / "results" / "model_types.json"
+DATA, PAGE = ROOT / "docs" / "model_types.json", ROOT / "docs" / "model_types.md"
+SECONDS = 150
+"""A cell that takes longer hangs; on a quiet machine one takes two."""
+
+Entry = dict[str, Any]
+
+
+def small(rank: int, world: int, name: str) -> Small:
+    """Runs in a worker."""
+    return make_small(name)
+
+
+def last_line(failure: WorkerFailed) -> str:
+    """What a worker's exception says, without its traceback."""
+    lines = [line for line in str(failure).splitlines() if line.strip()]
+    starts = [line for line in lines if line[:1].isalpha() and ("Error" in line or "Exception" in line or CellFailed.__name__ in line)]
+    text = (starts or lines)[-1]
+    return text.removeprefix(f"{CellFailed.__module__}.{CellFailed.__name__}: ")[:600]
+
+
+def prepare(pool: Pool, name: str, version: str) -> Entry:
+    """The entry of a type, made small, without cells."""
+    try:
+        (made,) = pool.run(1, small, name, timeout=SECONDS)
+    except WorkerFailed as failure:
+        return {"transformers": version, "not_small": last_line(failure)}
+    return {
+        "transformers": version,
+        "subject": made.subject.model_dump(mode="json"),
+        "parameters": next(line for line in made.lines if line.endswith(" parameters")).rpartition(" -> ")[2],
+        "lines": list(made.lines),
+        "split": round(made.split, 4),
+        "cells": {},
+    }
+
+
+def cell(pool: Pool, entry: Entry, layout: str) -> Entry:
+    """The outcome of one layout."""
+    try:
+        found = pool.run(PROCESSES, run_cell, Subject.model_validate(entry["subject"]), layout, timeout=SECONDS)
+    except WorkerFailed as failure:
+        return {"outcome": "failed", "error": None, "reason": last_line(failure)}
+    if len({one.outcome == "refused" for one in found}) > 1:
+        return {"outcome": "failed", "error": None, "reason": f"refused on one rank only: {found}"}
+    return asdict(found[0])
+
+
+def revision() -> str:
+    """Of what runs; a table may come from several."""
+    found = subprocess.run(["git", "describe", "--always", "--tags", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
+def sweep(types: Sequence[str], layouts: Sequence[str], *, again: frozenset[str], jobs: int) -> None:
+    """Fill what is missing or asked for again."""
+    import transformers
+
+    state: dict[str, Entry] = json.loads(STATE.read_text()) if STATE.exists() else {}
+    pools: queue.SimpleQueue[Pool] = queue.SimpleQueue()
+    for _ in range(jobs):
+        pools.put(Pool())
+    lock, commit = threading.Lock(), revision()
+
+    def one_type(name: str) -> None:
+        pool = pools.get()
+        try:
+            make(pool, name)
+            run(pool, name)
+        finally:
+            pools.put(pool)
+        with lock:
+            STATE.parent.mkdir(parents=True, exist_ok=True)
+            STATE.with_suffix(".partial").write_text(json.dumps(state, indent=1))
+            STATE.with_suffix(".partial").rename(STATE)
+
+    def make(pool: Pool, name: str) -> None:
+        entry = state.get(name)
+        if entry is None or entry["transformers"] != transformers.__version__ or ("not_small" in entry and "failed" in again):
+            state[name] = prepare(pool, name, transformers.__version__)
+            print(f"{name}: {state[name].get('not_small') or state[name]['parameters']}", flush=True)
+
+    def run(pool: Pool, name: str) -> None:
+        entry = state[name]
+        for layout in layouts if "subject" in entry else ():
+            before = entry["cells"].get(layout)
+            if before is None or before["outcome"] in again:
+                after = {**cell(pool, entry, layout), "commit": commit}
+                entry["cells"] = {**entry["cells"], layout: after}
+                change = f" (before: {before['outcome']})" if before and before["outcome"] != after["outcome"] else ""
+                error = f" {after['error']:.1e}" if after["error"] is not None else ""
+                print(f"{name}: {layout}: {after['outcome']}{error} {after['reason']}{change}", flush=True)
+
+    try:
+        with ThreadPoolExecutor(jobs) as threads:
+            for done in [threads.submit(one_type, name) for name in types]:
+                done.result()
+    finally:
+        while not pools.empty():
+            pools.get().close()
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------------------------
+
+HEAD = """# Model types
+
+Every architecture that Transformers {transformers} builds with `AutoModelForCausalLM`, made small and trained for two steps in float64 on
+two processes. Generated by `make model-types` from torch {torch} on the CPU; the data is [model_types.json](model_types.json).
+
+- **exact**: losses, gradient norms, every gradient and every parameter are those of one process, within 1e-10 (1e-7 where the model itself
+  rounds to float32, marked *). The number is the largest relative error. The judge is a reference without any of Plait's code
+  (`verify/independent.py`); micro-batches have different lengths, rows padded on the left and on the right, and one has no target.
+- **refused**: with a reason before training starts; the numbers refer to the list below the table.
+- **failed**: a defect, listed below. Do not train this.
+
+`plait verify FILE --model NAME` makes the same comparison for your own model and layout.
+"""
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The document, from docs/model_types.json."""
+    types: Mapping[str, Entry] = data["types"]
+    built = {name: entry for name, entry in types.items() if "cells" in entry}
+    reasons: dict[str, int] = {}
+
+    def shown(entry: Entry, layout: str) -> str:
+        found = entry["cells"].get(layout)
+        if found is None:
+            return "not run"
+        if found["outcome"] == "exact":
+            split = f", {100 * entry['split']:.0f} % split" if layout == "tp 2" else ""
+            return f"{found['error']:.0e}{'' if entry['exact'] else '*'}{split}"
+        number = reasons.setdefault(found["reason"], len(reasons) + 1)
+        return f"{'refused' if found['outcome'] == 'refused' else '**failed**'} ({number})"
+
+    layouts = [layout for layout in LAYOUTS if any(layout in entry["cells"] for entry in built.values())]
+    rows = [
+        (name, entry["parameters"].removesuffix(" parameters"), *(shown(entry, layout) for layout in layouts))
+        for name, entry in built.items()
+    ]
+    counts = {
+        layout: Counter(entry["cells"][layout]["outcome"] for entry in built.values() if layout in entry["cells"]) for layout in layouts
+    }
+    summary = markdown(
+        ("layout", "exact", "refused", "failed"), [(one, *(str(counts[one][o]) for o in ("exact", "refused", "failed"))) for one in layouts]
+    )
+    parts = [HEAD.format(**data), f"{len(types)} types; {len(built)} build small.\n", summary]
+    parts += ["", markdown(("type", "parameters", *layouts), rows)]
+    parts += ["", "## Reasons", "", *(f"{number}. {_flat(reason)}" for reason, number in reasons.items())]
+    rest = [(name, entry["not_small"]) for name, entry in types.items() if "cells" not in entry]
+    if rest:
+        parts += [
+            "",
+            "## Not compared: no small version builds and runs by itself",
+            "",
+            *(f"- `{name}`: {_flat(why)}" for name, why in rest),
+        ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def write() -> None:
+    """docs/model_types.json and docs/model_types.md from what was run."""
+    import torch
+    import transformers
+
+    state: dict[str, Entry] = json.loads(STATE.read_text())
+    types = {}
+    for name in sorted(state):
+        entry = state[name]
+        if "subject" not in entry:
+            types[name] = {"not_small": entry["not_small"]}
+            continue
+        left = {} if entry["subject"]["left_padding"] else {"left_padding": False}
+        types[name] = {
+            "parameters": entry["parameters"],
+            "split": entry["split"],
+            "exact": entry["subject"]["exact"],
+            **left,
+            "cells": entry["cells"],
+        }
+    data = {"transformers": transformers.__version__, "torch": torch.__version__, "types": types}
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
+    PAGE.write_text(page(data))
+
+
+def main(arguments: list[str]) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description="Every causal model type under every layout.")
+    parser.add_argument("--types", default="")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--again", default="", help="all, or outcomes with commas between")
+    parser.add_argument("--jobs", type=int, default=1, help="types at a time, of two processes each")
+    parser.add_argument("--write", action="store_true", help="write the page from what was run before, and run nothing")
+    given = parser.parse_args(arguments)
+    if not given.write:
+        wanted = tuple(layout for layout in LAYOUTS if layout in given.layouts.split(","))
+        again = frozenset(("exact", "refused", "failed") if given.again == "all" else given.again.split(","))
+        sweep(tuple(given.types.split(",")) if given.types else model_types(), wanted, again=again, jobs=given.jobs)
+    write()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
