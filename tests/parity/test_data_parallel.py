@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,25 @@ from tests.covers import cover
 from tests.parity.data_parallel import LAYOUTS, reference, settings, train
 from tests.pool import Pool
 
-CASES = [(*layout, *model) for layout in LAYOUTS for model in product(("llama", "gpt2", "plain", "frozen"), (False, True), (1, 3))]
+MODELS = list(product(("llama", "gpt2", "plain", "frozen"), (False, True), (1, 3)))
+ALONE, TOGETHER = ([(*layout, *model) for layout in LAYOUTS if (layout[0] == 1) == one for model in MODELS] for one in (True, False))
+
+
+def named(*case: Any) -> str:
+    return "-".join(("tied" if value else "untied") if isinstance(value, bool) else str(value) for value in case)
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "replicas", "kind", "tied", "accumulation"),
-    cover(
-        CASES,
-        features=lambda world, stage, replicas, *model: (world, (stage, replicas), *model),
-        cost=lambda world, *_: world,
-        name=lambda *case: "-".join(("tied" if value else "untied") if isinstance(value, bool) else str(value) for value in case),
-    ),
+    [
+        *cover(ALONE, strength=1, name=named),
+        *cover(
+            TOGETHER,
+            features=lambda world, stage, replicas, *model: (world, (stage, replicas), *model),
+            cost=lambda world, *_: world,
+            name=named,
+        ),
+    ],
 )
 def test_equals_one_process(pool: Pool, world: int, stage: int, replicas: int, kind: str, tied: bool, accumulation: int) -> None:
     """Every number of a run is that of one process."""
