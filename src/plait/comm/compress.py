@@ -24,6 +24,7 @@ import torch.distributed as dist
 from plait._torch import AllGather, ReduceScatter, all_gather_single
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
+from plait.comm.carried import Carried
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
 
 _HOPS_AT_ONCE = 2
@@ -63,7 +64,16 @@ class QuantisedBuckets(_TwoHops):
     """Buckets (see `comm.buckets`) whose matrices travel in `bits`: parts to their owners, who add them up, and sums back. Buckets that
     hold a vector are summed as they are."""
 
-    def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, bits: Bits, feedback: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        flats: Sequence[Flat],
+        device: torch.device,
+        *,
+        bits: Bits,
+        feedback: bool,
+        revocable: bool = False,
+    ) -> None:
         super().__init__()
         self._group, self._bits = group, bits
         self._rows: list[torch.Tensor | None] = []
@@ -71,8 +81,8 @@ class QuantisedBuckets(_TwoHops):
         self.buffers: list[torch.Tensor] = []
         self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         """Bucket to what travels, and what it fills."""
-        self.state: dict[str, torch.Tensor] = {}
-        """Errors by name, float32; empty without feedback."""
+        self.carried = Carried(revocable)
+        """Errors by name, float32; none without feedback."""
         for index, flat in enumerate(flats):
             if not flat.matrices:
                 self._rows.append(None)
@@ -83,8 +93,13 @@ class QuantisedBuckets(_TwoHops):
             self._rows.append(rows)
             self.buffers.append(rows.view(-1)[: flat.numel])
             if feedback:
-                self.state[f"{index}.sent"] = torch.zeros(group.size(), part, device=device)
-                self.state[f"{index}.owned"] = torch.zeros(1, part, device=device)
+                self.carried.state[f"{index}.sent"] = torch.zeros(group.size(), part, device=device)
+                self.carried.state[f"{index}.owned"] = torch.zeros(1, part, device=device)
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """See Buckets."""
+        return self.carried.state
 
     def start(self, index: int) -> None:
         """See Buckets."""
@@ -93,7 +108,7 @@ class QuantisedBuckets(_TwoHops):
             buffer = self.buffers[index]
             self._works[index] = _launched(dist.all_reduce(buffer, group=self._group, async_op=True)), buffer
             return
-        packed = self._packing(rows).pack(rows, self.state.get(f"{index}.sent"))
+        packed = _pack(self._packing(rows), rows, self.carried, f"{index}.sent")
         received = torch.empty_like(packed)
         self._works[index] = _launched(dist.all_to_all_single(received, packed, group=self._group, async_op=True)), received
         self._started(index)
@@ -114,7 +129,7 @@ class QuantisedBuckets(_TwoHops):
         rows = self._rows[index]
         assert rows is not None
         packing = self._packing(rows)
-        packed = packing.pack(packing.unpack_sum(received, torch.float32).unsqueeze(0), self.state.get(f"{index}.owned"))
+        packed = _pack(packing, packing.unpack_sum(received, torch.float32).unsqueeze(0), self.carried, f"{index}.owned")
         everyone = packed.new_empty(rows.shape[0] * packed.shape[1])
         self._works[index] = _launched(all_gather_single(everyone, packed[0], group=self._group, async_op=True)), everyone
 
@@ -130,15 +145,17 @@ def part_of(numel: Any, ranks: Any) -> Any:
 @dataclass(frozen=True)
 class _Factored:
     """A matrix of a bucket that is sent as factors, `left.T @ right`. Both lie: [rank, rows] and [rank, columns] make the products with the
-    matrix several times as fast on a CPU as their transposes do. `right` is that of the last step."""
+    matrix several times as fast on a CPU as their transposes do."""
 
     at: int
     rows: int
-    right: torch.Tensor
+    columns: int
+    right: str
+    """The name of the factor `right` of the last step."""
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """[rows, columns], a view."""
-        return buffer[self.at : self.at + self.rows * self.right.shape[1]].view(self.rows, -1)
+        return buffer[self.at : self.at + self.rows * self.columns].view(self.rows, -1)
 
 
 class PowerSGDBuckets(_TwoHops):
@@ -147,7 +164,14 @@ class PowerSGDBuckets(_TwoHops):
     and the first factors travel beside the computation."""
 
     def __init__(
-        self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, rank: int, whole_steps: int = POWERSGD_START
+        self,
+        group: dist.ProcessGroup,
+        flats: Sequence[Flat],
+        device: torch.device,
+        *,
+        rank: int,
+        whole_steps: int = POWERSGD_START,
+        revocable: bool = False,
     ) -> None:
         """`whole_steps` first ones are summed as they are."""
         super().__init__()
@@ -157,7 +181,8 @@ class PowerSGDBuckets(_TwoHops):
         """Bucket to what travels: nothing but the buffer, left factors with what is whole, or right factors."""
         self._lefts: dict[int, list[torch.Tensor]] = {}
         """Of buckets whose right factors travel: orthonormal left factors, then what was summed as it is."""
-        self._steps = torch.zeros((), dtype=torch.int64)
+        self.carried = Carried(revocable, {"steps": torch.zeros((), dtype=torch.int64)})
+        """Errors, right factors and the number of steps, by name."""
         self._factored: dict[int, list[_Factored]] = {}
         self._whole: dict[int, list[tuple[int, int]]] = {}
         """Bucket to (offset, length) of what is sent as it is."""
@@ -166,7 +191,8 @@ class PowerSGDBuckets(_TwoHops):
             # Counted by kind: a rank of the tp axis that has fewer buckets of its own parts draws the same factors for what all hold.
             self._divide(index, flat, rank, seed=2 * drawn[flat.tp_local] + flat.tp_local)
             drawn[flat.tp_local] += 1
-        self._errors = {index: torch.zeros_like(self.buffers[index], dtype=_wide(flats[index].dtype)) for index in self._factored}
+        for index in self._factored:
+            self.carried.state[f"{index}.error"] = torch.zeros_like(self.buffers[index], dtype=_wide(flats[index].dtype))
 
     def _divide(self, index: int, flat: Flat, rank: int, *, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)  # the same on every rank
@@ -176,26 +202,29 @@ class PowerSGDBuckets(_TwoHops):
             if columns:
                 drawn = torch.randn(columns, numel // shape[0], generator=generator)
                 right = drawn.to(buffer.device, _wide(flat.dtype))
-                self._factored.setdefault(index, []).append(_Factored(at, shape[0], right))
+                factored = self._factored.setdefault(index, [])
+                factored.append(_Factored(at, shape[0], numel // shape[0], f"{index}.{len(factored)}.right"))
+                self.carried.state[factored[-1].right] = right
             else:
                 self._whole.setdefault(index, []).append((at, numel))
             at += numel
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """Errors, factors and the number of steps, by name."""
-        rights = {f"{i}.{n}.right": f.right for i, factored in self._factored.items() for n, f in enumerate(factored)}
-        return {"steps": self._steps, **{f"{i}.error": error for i, error in self._errors.items()}, **rights}
+        """See Buckets."""
+        return self.carried.state
 
     def start(self, index: int) -> None:
         """See Buckets."""
-        self._steps += index == 0
-        if int(self._steps) <= self._whole_steps or index not in self._factored:
+        if index == 0:
+            steps, into = self.carried.change("steps")
+            torch.add(steps, 1, out=into)
+        if int(self.carried.now("steps")) <= self._whole_steps or index not in self._factored:
             self._works[index] = _launched(dist.all_reduce(self.buffers[index], group=self._group, async_op=True)), []
             return
-        buffer, error = self.buffers[index], self._errors[index]
-        error.add_(buffer)  # what should be sent
-        lefts = [_orthonormal(f.right) @ f.of(error).T for f in self._factored[index]]
+        buffer, (before, error) = self.buffers[index], self.carried.change(f"{index}.error")
+        torch.add(before, buffer, out=error)  # what should be sent
+        lefts = [_orthonormal(self.carried.now(f.right)) @ f.of(error).T for f in self._factored[index]]
         whole = [buffer[at : at + numel].to(error.dtype) for at, numel in self._whole.get(index, [])]
         self._works[index] = self._sum([*lefts, *whole])
         self._started(index)
@@ -207,11 +236,12 @@ class PowerSGDBuckets(_TwoHops):
         work.wait()
         if not rights:
             return
-        buffer, error, factored = self.buffers[index], self._errors[index], self._factored[index]
+        buffer, error, factored = self.buffers[index], self.carried.now(f"{index}.error"), self._factored[index]
         summed = self._lefts.pop(index)
         for f, left, right in zip(factored, summed, rights, strict=False):
             f.of(buffer).copy_(left.T @ right)
-            f.right.copy_(torch.where(right.isfinite().all(), right, f.right))
+            before, into = self.carried.change(f.right)
+            into.copy_(torch.where(right.isfinite().all(), right, before))
             f.of(error).sub_(f.of(buffer), alpha=1 / self._group.size())
         for (at, numel), total in zip(self._whole.get(index, []), summed[len(factored) :], strict=True):
             buffer[at : at + numel].copy_(total)
@@ -221,7 +251,7 @@ class PowerSGDBuckets(_TwoHops):
     def _second_hop(self, index: int) -> None:
         work, summed = self._works[index]
         work.wait()
-        factored, error = self._factored[index], self._errors[index]
+        factored, error = self._factored[index], self.carried.now(f"{index}.error")
         lefts = [_orthonormal(left) for left in summed[: len(factored)]]
         self._lefts[index] = [*lefts, *summed[len(factored) :]]
         self._works[index] = self._sum([left @ f.of(error) for f, left in zip(factored, lefts, strict=True)])
@@ -231,6 +261,14 @@ class PowerSGDBuckets(_TwoHops):
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         work = _launched(dist.all_reduce(flat, group=self._group, async_op=True))
         return work, [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
+
+
+def _pack(packing: Packing, rows: torch.Tensor, carried: Carried, name: str) -> torch.Tensor:
+    """Pack, with the error of that name where there is one."""
+    if name not in carried.state:
+        return packing.pack(rows)
+    error, into = carried.change(name)
+    return packing.pack(rows, error, into=into)
 
 
 def _orthonormal(rows: torch.Tensor) -> torch.Tensor:
@@ -284,9 +322,11 @@ class QuantisedReduceScatter(ReduceScatter):
     """For one unit of `fully_shard`, whose trainable parameters' shards are `segments`. With `levels`, sums travel across machines once,
     after those inside, and are quantised a second time for it."""
 
-    def __init__(self, segments: Sequence[Segment], *, bits: Bits, feedback: bool, levels: Levels | None = None) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], *, bits: Bits, feedback: bool, levels: Levels | None = None, revocable: bool = False
+    ) -> None:
         self._segments, self._bits, self._levels, self._feedback = tuple(segments), bits, levels, feedback
-        self.state: dict[str, torch.Tensor] = {}
+        self.carried = Carried(revocable)
         """The error, float32 [ranks, padded], once there is one."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -302,7 +342,8 @@ class QuantisedReduceScatter(ReduceScatter):
             raise NotImplementedError(f"reduce-scatter by {op}")
         rows = input_tensor.view(group.size(), -1)
         packing = Packing.of(self._segments, self._bits, numel=rows.shape[1])
-        packed = packing.pack(rows, self._error(packing, rows))
+        self._have_error(packing, rows)
+        packed = _pack(packing, rows, self.carried, "error")
         if self._levels is None:
             total = packing.unpack_sum(_all_to_all(packed, group), input_tensor.dtype)
         else:
@@ -311,13 +352,10 @@ class QuantisedReduceScatter(ReduceScatter):
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
-    def _error(self, packing: Packing, rows: torch.Tensor) -> torch.Tensor | None:
-        if not self._feedback:
-            return None
-        shape = (rows.shape[0], packing.padded)
-        if "error" not in self.state or self.state["error"].shape != shape:
-            self.state["error"] = torch.zeros(shape, device=rows.device)
-        return self.state["error"]
+    def _have_error(self, packing: Packing, rows: torch.Tensor) -> None:
+        shape, state = (rows.shape[0], packing.padded), self.carried.state
+        if self._feedback and ("error" not in state or state["error"].shape != shape):
+            state["error"] = torch.zeros(shape, device=rows.device)
 
     def _in_two_hops(self, packing: Packing, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Ranks count through the machines: what is for position l of any machine goes to this machine's position l first."""

@@ -130,11 +130,12 @@ class Packing:
                 at += blocks_of(segment.numel) * BLOCK
         return padded
 
-    def pack(self, rows: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
-        """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first and becomes what this packing loses."""
+    def pack(self, rows: torch.Tensor, error: torch.Tensor | None = None, *, into: torch.Tensor | None = None) -> torch.Tensor:
+        """uint8 [rows, row_bytes]. `error` [rows, padded], where given, is added first; what this packing loses is written into `into`, or
+        over `error`."""
         value = self.matrices(rows)
         if error is not None:
-            value = error.add_(value)
+            error = value = torch.add(error, value, out=error if into is None else into)
         rounded, scales = _rounded(value, self.bits)
         if error is not None:
             error.view_as(rounded).addcmul_(rounded, scales.unsqueeze(-1), value=-1)

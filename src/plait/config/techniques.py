@@ -147,7 +147,11 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
         bits = _BITS.get(scheme, 0)
         rank = parallel.powersgd_rank if scheme == "powersgd" else 0
         return Compression(
-            gradient_bits=bits, weight_bits=_BITS.get(weights, 0), powersgd_rank=rank, error_feedback=bool(feedback) and bits > 0
+            gradient_bits=bits,
+            weight_bits=_BITS.get(weights, 0),
+            powersgd_rank=rank,
+            error_feedback=bool(feedback) and bits > 0,
+            revocable=dtypes.check_overflow or dtypes.loss_scale is not None,
         )
 
     allowed = gradients if isinstance(gradients, list) else ["int8", "int4"] if decided else []

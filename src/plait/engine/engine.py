@@ -232,8 +232,7 @@ class Engine:
             self._pipeline.reduce_shared()
         scale = self.stepper.loss_scale
         outcome = self._outcome = self.stepper(divisor=divisor)
-        if self.stepper.loss_scale != scale:
-            compression.rescale(self.parts, self.stepper.loss_scale / scale)
+        compression.settle(self.parts, skipped=outcome.skipped, factor=self.stepper.loss_scale / scale)
         if self.parts.reducer is not None:
             self.parts.reducer.start_step()
         waited = self.parts.waits.take()

@@ -16,7 +16,7 @@ from plait.comm.algorithms import Name, wire_bytes
 from plait.comm.compress import factor_numel, factor_rank, part_of
 from plait.comm.quantise import packed_bytes
 from plait.model.facts import ModelFacts
-from plait.parallel.compression import Compression
+from plait.parallel.compression import Compression, copies
 from plait.parallel.ledger import Array, Ledger
 
 ALGORITHM_KINDS: dict[str, tuple[str, ...]] = {
@@ -52,7 +52,9 @@ def account_buckets(
             (numel * p.itemsize, (p.itemsize, len(p.shape) > 1 or not compression.gradients, split.get(p.name) is not None))
             for numel, p in zip(held, parameters, strict=True)
         ]
-        sums["memory"][candidate] += 8 * bool(compression.powersgd_rank)  # its count of steps
+        carried = 0
+        if compression.powersgd_rank:
+            carried += 8  # its count of steps
         for members in partition(sizes, bucket_bytes):
             numel = sum(held[i] for i in members)
             itemsize = parameters[members[0]].itemsize if ledger.reduce_bytes is None else int(ledger.reduce_bytes[candidate])
@@ -67,13 +69,14 @@ def account_buckets(
                 factors = sum(factor_numel(shape, compression.powersgd_rank) for shape in shapes)
                 sums["all_reduce"][candidate] += 2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
                 rights = sum(prod(shape[1:]) * factor_rank(shape, compression.powersgd_rank) for shape in shapes)
-                sums["memory"][candidate] += (numel + rights) * max(itemsize, 4) * bool(rights)
+                carried += (numel + rights) * max(itemsize, 4) * bool(rights)
             else:
                 part = part_of(numel, ranks)
                 for kind in ("reduce_scatter", "all_gather"):
                     sums[kind][candidate] += (ranks - 1) * packed_bytes(part, compression.gradient_bits)
-                sums["memory"][candidate] += 4 * (ranks + 1) * part * compression.error_feedback
+                carried += 4 * (ranks + 1) * part * compression.error_feedback
                 padding[candidate] += (ranks * part - numel) * itemsize
+        sums["memory"][candidate] += copies(compression) * carried
     ledger = ledger.add_memory("compression", sums.pop("memory")).add_memory("gradients", padding)
     for kind, count in sums.items():
         ledger = ledger.add_traffic(kind, count)

@@ -18,6 +18,7 @@ from torch import nn
 from plait._torch import shard_shapes, sharded_modules
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Buckets, Flat
+from plait.comm.carried import Carried
 from plait.comm.compress import (
     POWERSGD_START,
     PowerSGDBuckets,
@@ -52,6 +53,8 @@ class Compression(Policy):
     """Stage 0: gradients of matrices travel as factors of so many columns; 0 is off."""
     error_feedback: bool = False
     """Add what the last step lost to this step's gradients. PowerSGD always does."""
+    revocable: bool = False
+    """Steps may be skipped: what a step makes of errors and factors stands beside the old ones until it is known that it counts."""
 
     @property
     def name(self) -> str:
@@ -77,9 +80,9 @@ class Compression(Policy):
     ) -> Buckets:
         """Stage 0's. `whole_steps`: those that PowerSGD sums as they are before it begins."""
         if self.powersgd_rank:
-            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank, whole_steps=whole_steps)
+            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank, whole_steps=whole_steps, revocable=self.revocable)
         assert self.gradient_bits != 0
-        return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback)
+        return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback, revocable=self.revocable)
 
     def install(self, model: nn.Module, levels: Levels | None, waits: Waits) -> dict[str, QuantisedReduceScatter]:
         """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
@@ -91,7 +94,9 @@ class Compression(Policy):
                 module.set_custom_all_gather(TimedAllGather(QuantisedAllGather(segments, bits=self.weight_bits), waits, "dp_shard"))
             if self.gradient_bits:
                 segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in shapes if trainable]
-                scatter = QuantisedReduceScatter(segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels)
+                scatter = QuantisedReduceScatter(
+                    segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels, revocable=self.revocable
+                )
                 module.set_custom_reduce_scatter(TimedReduceScatter(scatter, waits, "dp_shard"))
                 found[f"unit.{index}"] = scatter
         return found
@@ -105,7 +110,7 @@ def states(parts: Parts) -> dict[str, torch.Tensor]:
     found = dict(parts.reducer.reduction.state) if parts.reducer is not None else {}
     if parts.trial is not None:
         found[_VERDICT] = parts.trial.verdict
-    return found | {f"{name}.{key}": tensor for name, scatter in parts.compressors.items() for key, tensor in scatter.state.items()}
+    return found | {f"{name}.{key}": tensor for name, scatter in parts.compressors.items() for key, tensor in scatter.carried.state.items()}
 
 
 def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
@@ -118,11 +123,28 @@ def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
             if name in saved and saved[name].shape == tensor.shape:
                 tensor.copy_(saved[name])
     for name, scatter in parts.compressors.items():
-        scatter.state = {key.removeprefix(f"{name}."): tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
+        scatter.carried.state = {key.removeprefix(f"{name}."): tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
 
 
-def rescale(parts: Parts, factor: float) -> None:
-    """Gradients will be `factor` times as large: the loss scale has changed, and errors are in its units."""
+def _carriers(parts: Parts) -> list[Carried]:
+    found = [scatter.carried for scatter in parts.compressors.values()]
+    if parts.reducer is not None and isinstance(parts.reducer.reduction, QuantisedBuckets | PowerSGDBuckets):
+        found.append(parts.reducer.reduction.carried)
+    return found
+
+
+def held(parts: Parts) -> list[torch.Tensor]:
+    """All that compression keeps in memory: `states`, and what stands beside them."""
+    return [*states(parts).values(), *(tensor for carried in _carriers(parts) for tensor in carried.aside)]
+
+
+def settle(parts: Parts, *, skipped: bool, factor: float) -> None:
+    """A step has ended. One that was skipped leaves everything as it was. Gradients will be `factor` times as large: the loss scale has
+    changed, and errors are in its units."""
+    for carried in _carriers(parts):
+        carried.settle(skipped=skipped)
+    if factor == 1.0:
+        return
     for name, tensor in states(parts).items():
         if not name.endswith((".right", "steps", _VERDICT)):
             tensor.mul_(factor)
@@ -144,4 +166,9 @@ def error_bytes(compression: Compression, shape: Sequence[int], numel: Array, ra
     if len(shape) < 2:
         return np.zeros_like(numel)
     on = (np.asarray(compression.gradient_bits) > 0) & np.asarray(compression.error_feedback)
-    return np.where(on, ranks * blocks_of(numel) * BLOCK * 4, 0)
+    return np.where(on, copies(compression) * ranks * blocks_of(numel) * BLOCK * 4, 0)
+
+
+def copies(compression: Compression) -> int:
+    """Of everything that is carried from step to step."""
+    return 2 if compression.revocable else 1

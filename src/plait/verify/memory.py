@@ -26,7 +26,7 @@ from plait.engine.dryrun import AFTER, BACKWARD, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
 from plait.engine.live import LiveStorages
 from plait.engine.peak import step_tensors
-from plait.parallel.compression import states as compression_states
+from plait.parallel.compression import held as held_by_compression
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
 from plait.parallel.schedule import Action, Kind, Message, Payload
@@ -51,7 +51,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     def before_update() -> None:
         held["parameters"] = storage_bytes(parameters)
         held["gradients"] = max(held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None))
-        held["compression"] = storage_bytes(compression_states(engine.parts).values())
+        held["compression"] = storage_bytes(held_by_compression(engine.parts))
 
     def before_one(_: torch.nn.Parameter) -> None:
         before_update()
