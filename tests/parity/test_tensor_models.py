@@ -61,12 +61,15 @@ class Smoothed(CausalLMLoss):
 def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace, list[str]]:
     """Runs in a worker."""
     model = cases.build("llama", tied=True, device="cpu")
+    for name, parameter in model.named_parameters():
+        parameter.decays = name  # type: ignore[attr-defined]
     full = {name: torch.full_like(tensor, 0.5) for name, tensor in model.state_dict().items()}
     with lifted(model):
         engine = plait.initialize(model, settings(world, 2, stage, 1, 1), loss_fn=Smoothed())
         trace = engine_trace(engine, cases.steps_for("llama", world // 2))
     model.load_state_dict(full)
     wrong = [name for name, parameter in model.named_parameters() if not bool((whole(parameter) == 0.5).all())]
+    wrong += [f"{name}.decays" for name, parameter in model.named_parameters() if getattr(parameter, "decays", "") != name]
     model.get_submodule("model.layers.0.mlp").load_state_dict(
         {name.removeprefix("model.layers.0.mlp."): tensor * 2 for name, tensor in full.items() if name.startswith("model.layers.0.mlp.")}
     )
@@ -76,7 +79,8 @@ def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace,
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (4, 3)])
 def test_a_loss_of_one_s_own_and_full_tensors(pool: Pool, world: int, stage: int) -> None:
-    """B14: a subclass that reads logits is given full ones; `load_state_dict` of full tensors, of the model and of a part of it."""
+    """B14: a subclass that reads logits is given full ones; `load_state_dict` of full tensors, of the model and of a part of it. And
+    attributes of parameters stay."""
     model = cases.build("llama", tied=True, device="cpu")
     with lifted(model):
         steps = cases.steps_for("llama", world // 2)

@@ -41,7 +41,10 @@ def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
 
 
 def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
-    """Apply every technique to the model, in order; parameter names are checked to be unchanged."""
+    """Apply every technique to the model, in order; parameter names are checked to be unchanged. Attributes that a user has set on a
+    parameter (to tell an optimizer which ones not to decay, say) are on what takes its place."""
+    named = parts.model.named_parameters(remove_duplicate=False)
+    attributes = {name: dict(vars(parameter)) for name, parameter in named if vars(parameter)}
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
     for technique in in_order(techniques):
         parts = technique.apply(parts, mesh)
@@ -51,6 +54,10 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
             changed = sorted(set(now) ^ set(kept))[:4]
             raise ModelError(f"{type(technique).__name__} changed parameter names ({', '.join(changed)}); a technique must keep them")
         names = now
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False) if attributes else ():
+        for key, value in attributes.get(name, {}).items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)
     return parts
 
 

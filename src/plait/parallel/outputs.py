@@ -66,5 +66,5 @@ def _gathered(value: Any, group: ProcessGroup) -> Any:
     if not isinstance(value, nn.Module) and hasattr(value, "__dict__"):
         for key, old in list(vars(value).items()):
             if isinstance(old, torch.Tensor | tuple | list) and (new := _gathered(old, group)) is not old:
-                setattr(value, key, new)
+                object.__setattr__(value, key, new)  # a frozen dataclass too
     return value

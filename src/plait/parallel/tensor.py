@@ -110,7 +110,7 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region, blocks: tu
     for name in doors:
         styles.open_door(model.get_submodule(name), region)
     entrances: dict[str, Entrance] = {}
-    for entry in plan.modules:
+    for index, entry in enumerate(plan.modules):
         module = model.get_submodule(entry.name)
         in_block = region.sequence_parallel and any(entry.name.startswith(f"{block}.") for block in blocks)
         parent = entry.name.rpartition(".")[0]
@@ -118,17 +118,17 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region, blocks: tu
         entrance = entrances.setdefault(parent, Entrance(region, sequence=in_block, opened=opened, uses=0))
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             entrance.uses += 1
-        begins = _begins_part(entry, plan, blocks)
+        begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
         module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block, begins=begins)
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
 
 
-def _begins_part(entry: Sharded, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
+def _ends_behind(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
     """Whether a row-split layer stands behind this column-split one, in its block."""
-    block = next((f"{block}." for block in blocks if entry.name.startswith(f"{block}.")), "")
-    behind = plan.modules[plan.modules.index(entry) + 1 :]
-    return any(other.style == "rowwise" and other.name.startswith(block) for other in behind)
+    name = plan.modules[index].name
+    block = next((f"{block}." for block in blocks if name.startswith(f"{block}.")), "")
+    return any(other.style == "rowwise" and other.name.startswith(block) for other in plan.modules[index + 1 :])
 
 
 def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
