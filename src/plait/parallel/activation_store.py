@@ -60,12 +60,15 @@ class _Chain:
 
 
 class HostStore:
-    """Pinned host memory. Buffers are used again by the next micro-batch."""
+    """Pinned host memory. Buffers are used again by the next micro-batch, also by tensors of about their size: lengths may differ from step
+    to step. What is held is never more than was once in use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.chain = _Chain()
         self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
+        self._held = self._used = self._most = 0
+        """Bytes of all buffers, of those in use, and the most that were."""
         cuda = device.type == "cuda"
         self.out = torch.cuda.Stream(device) if cuda else None
         self.back = torch.cuda.Stream(device) if cuda else None
@@ -90,18 +93,32 @@ class HostStore:
             self.out.synchronize()
 
     def buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory."""
-        if not self._free[size]:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        buffer, read = self._free[size].pop()
-        if self.out is not None:
-            self.out.wait_event(read)
-        return buffer
+        """`size` bytes of host memory or more: the next power of 2, to which torch rounds pinned memory anyway."""
+        room = 1 << (size - 1).bit_length() if size else 0
+        self._used += room
+        self._most = max(self._most, self._used)
+        if self._free[room]:
+            buffer, read = self._free[room].pop()
+            if self.out is not None:
+                self.out.wait_event(read)
+            return buffer
+        self._drop(self._held + room - self._most)
+        self._held += room
+        return torch.empty(room, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def _drop(self, surplus: int) -> None:
+        """Free at least so many bytes that nothing uses; torch keeps pinned memory until copies that read it are done."""
+        for room in sorted(self._free, reverse=True):
+            while surplus > 0 and self._free[room]:
+                self._free[room].pop(0)
+                self._held -= room
+                surplus -= room
 
     def give_back(self, buffers: list[torch.Tensor]) -> None:
         """They are used again once the copies that read them now are done."""
         read = self.back.record_event() if self.back is not None else None
         for buffer in buffers:
+            self._used -= buffer.numel()
             self._free[buffer.numel()].append((buffer, read))
 
 
@@ -112,6 +129,8 @@ class HostGroup:
         self.before: Any = None
         self._store = store
         self._buffers: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        """What was put, as views of the buffers."""
         self._left: Any = None
         self._returned: dict[int, torch.Tensor] = {}
         self._arrived: Any = None
@@ -124,7 +143,7 @@ class HostGroup:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._store.device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            buffer.copy_(flat, non_blocking=True)
+            self._values.append(buffer[: flat.numel()].copy_(flat, non_blocking=True))
         if stream is not None:
             flat.record_stream(stream)  # its memory is not given to others before the copy is done
             self._left = stream.record_event()
@@ -141,8 +160,8 @@ class HostGroup:
             stream.wait_event(self._left)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._returned = {
-                index: torch.empty_like(buffer, device=self._store.device).copy_(buffer, non_blocking=True)
-                for index, buffer in enumerate(self._buffers)
+                index: torch.empty_like(value, device=self._store.device).copy_(value, non_blocking=True)
+                for index, value in enumerate(self._values)
             }
         if stream is not None:
             self._arrived = stream.record_event()
@@ -155,7 +174,8 @@ class HostGroup:
             before.prefetch()
         flat = self._returned.pop(handle, None)
         if flat is None:  # asked a second time
-            return self._buffers[handle].to(self._store.device)
+            value = self._values[handle]
+            return torch.empty_like(value, device=self._store.device).copy_(value)
         if self._arrived is not None:
             current = torch.cuda.current_stream(self._store.device)
             current.wait_event(self._arrived)

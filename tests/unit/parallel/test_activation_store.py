@@ -221,3 +221,17 @@ def test_refusals(technique: ActivationOffload, compiled: bool, device: str, sai
         technique.check(("a", "b", "c"), compiled=compiled, device_type=device)
     with pytest.raises(ModelError, match="no repeated blocks"):
         technique.check((), compiled=compiled, device_type=device)
+
+
+def test_host_buffers_serve_other_lengths() -> None:
+    """B11: a hundred lengths, and no more memory than one of them needs; what is in use at once decides."""
+    store = HostStore(CPU)
+    for size in [*range(1000, 2000, 50), *range(5000, 6000, 50), 0]:
+        group = store.open(0)
+        handles = [group.put(flat(size, seed)) for seed in range(3)]
+        assert all(torch.equal(group.get(handle), flat(size, seed)) for seed, handle in enumerate(handles))
+        assert torch.equal(group.get(handles[1]), flat(size, 1))
+        del group
+        assert sum(len(buffers) for buffers in store._free.values()) <= 6
+    assert store._held == sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers) <= store._most == 3 * 8192
+    assert store._used == 0
