@@ -2,18 +2,22 @@
 
 Forward adds up the loss and keeps the head's input alone; backward computes each piece again. One more product with the head's weight
 buys the logits' memory: about 12 bytes a token and vocabulary entry. Gradients of the weight are added in float32 or wider. While the
-model runs, its head gives back its input, so a model that works on its logits afterwards (a soft cap, a scale) is found out and refused.
+model runs, its head gives back its input. What the model does to its logits elementwise afterwards (a soft cap, a scale, a cast) is noted
+and done to each piece; anything else is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from plait._torch import tree_leaves
 from plait.engine.batch import Forward
 from plait.engine.loss import IGNORED, CausalLMLoss, cross_entropy_sum
 from plait.errors import ModelError
@@ -135,11 +139,17 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
         def give_back(hidden: torch.Tensor) -> torch.Tensor:
             # A view would be the output of the whole model, and torch warns of hooks on views; the copy is small beside the logits.
             given.append(hidden.clone() if hidden._is_view() and torch.is_grad_enabled() else hidden)
+            changes.noted.clear()
+            if len(given) == 1:  # the rest of the model runs without being watched
+                watched.enter_context(changes)
             return given[-1]
 
+        watched = ExitStack()
+        changes = _Changes(given, f"parallel.loss_chunk_tokens: {type(whole).__name__}")
         module.forward = give_back
         try:
-            output = forward(whole, batch)
+            with watched:
+                output = forward(whole, batch)
         finally:
             if own is None:
                 del module.__dict__["forward"]
@@ -147,14 +157,66 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
                 module.forward = own
         if not given or getattr(output, "logits", None) is not given[-1]:
             raise ModelError(
-                f"parallel.loss_chunk_tokens: {type(whole).__name__} changes its logits after {name} (a soft cap or a scale), so its head "
-                "cannot be left to the loss; use 0"
+                f"parallel.loss_chunk_tokens: the logits of {type(whole).__name__} are not what its {name} returns, changed "
+                "elementwise at most, so its head cannot be left to the loss; use 0"
             )
         trained = tuple(p for p in module.parameters() if p.requires_grad)
-        output.logits = DeferredLogits(given[-1], _as_now(original), trained)
+        output.logits = DeferredLogits(given[-1], changes.after(_as_now(original)), trained)
         return output
 
     return run
+
+
+class _Changes(TorchFunctionMode):
+    """Notes what is done to the one tensor of `given`, which stands for logits, and does not do it."""
+
+    def __init__(self, given: list[torch.Tensor], who: str) -> None:
+        super().__init__()
+        self.given, self.who = given, who
+        self.noted: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stands = self.given[-1] if self.given else None
+        name = getattr(func, "__name__", "")
+        if stands is None or name in _LOOKS or not any(leaf is stands for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        at = next((index for index, argument in enumerate(args) if argument is stands), None)
+        others = [leaf for index, leaf in enumerate(args) if index != at] + list(kwargs.values())
+        if at is None or name.strip("_") not in _ELEMENTWISE or not all(_is_constant(other) for other in others):
+            raise ModelError(
+                f"{self.who} does `{name}` to its logits, and with a loss in pieces they never exist as a whole: what is done to them "
+                "elementwise with constants (a scale, a soft cap, a cast) is supported; use 0"
+            )
+        self.noted.append(lambda logits: func(*args[:at], logits, *args[at + 1 :], **kwargs))
+        return stands
+
+    def after(self, head: Head) -> Head:
+        """The head, and what was noted."""
+        if not self.noted:
+            return head
+
+        def apply(hidden: torch.Tensor) -> torch.Tensor:
+            logits = head(hidden)
+            for change in self.noted:
+                logits = change(logits)
+            return logits
+
+        return apply
+
+
+_ELEMENTWISE = frozenset(
+    {"mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "idiv", "true_divide", "divide", "add", "radd", "iadd", "sub", "isub"}
+    | {"neg", "tanh", "float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous"}
+)
+_LOOKS = frozenset({"__get__", "register_hook", "is_floating_point", "is_complex", "_is_view", "__hash__"})
+"""What fully_shard and models ask a tensor for, which changes nothing."""
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.requires_grad
+    return isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.memory_format | None)
 
 
 def _as_now(head: Head) -> Head:

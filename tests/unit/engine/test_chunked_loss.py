@@ -15,6 +15,7 @@ from plait.engine.live import LiveStorages
 from plait.engine.loss import causal_lm_loss, per_sample
 from plait.errors import ConfigError, ModelError
 from tests.parity import cases
+from tests.unit.model.families import family
 
 WIDTH, VOCABULARY = 12, 31
 
@@ -106,32 +107,48 @@ class Capped(cases.PlainModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
+    def change(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = 30 * torch.tanh(logits / 30.0)
+        logits *= 0.5
+        return logits.to(torch.float64)
+
     def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
-        output = super().forward(input_ids, side)
-        return cases.Output(torch.tanh(output.logits))
+        return cases.Output(self.change(super().forward(input_ids, side).logits))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+class Cut(Capped):
+    """Changes the logits other than elementwise."""
+
+    def change(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[..., :-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "capped", "gemma2", "cohere", "granite"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_models_head_is_left_to_the_loss(kind: str, tied: bool) -> None:
-    """Also one that is tied to the embedding; and the model is as it was afterwards."""
-    model = cases.build(kind, tied=tied, device="cpu")
-    batch = cases.ragged_steps(1)[0][0]
+    """Also one that is tied to the embedding, and logits that are capped or scaled afterwards (B8); the model is as it was afterwards."""
+    if kind in ("gemma2", "cohere", "granite"):
+        model: nn.Module = family(kind, vocab_size=cases.VOCABULARY, tie_word_embeddings=tied)
+        model.config.logits_scaling = 3.0
+    else:
+        model = Capped(tied=tied).double() if kind == "capped" else cases.build(kind, tied=tied, device="cpu")
+    batch = (cases.ragged_steps(1, keys=()) if kind == "capped" else cases.ragged_steps(1))[0][0]
     wanted, weight = causal_lm_loss(default_forward(model, batch), batch)
-    gradients = torch.autograd.grad(wanted, list(model.parameters()))
+    gradients = torch.autograd.grad(wanted, list(model.parameters()), allow_unused=True, materialize_grads=True)
     loss = ChunkedCausalLMLoss(chunk_tokens=5)
     total, found_weight = loss(deferred(default_forward, model)(model, batch), batch)
     torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
     assert torch.equal(weight, found_weight)
-    for a, b in zip(gradients, torch.autograd.grad(total, list(model.parameters())), strict=True):
+    found = torch.autograd.grad(total, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    for a, b in zip(gradients, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert default_forward(model, batch).logits.shape[-1] == cases.VOCABULARY
 
 
 def test_refusals() -> None:
     batch = cases.ragged_steps(1, keys=())[0][0]
-    with pytest.raises(ModelError, match="changes its logits after head"):
-        deferred(default_forward, Capped(tied=False))(Capped(tied=False), batch)
+    with pytest.raises(ModelError, match="does `__getitem__` to its logits"):
+        deferred(default_forward, Cut(tied=False))(Cut(tied=False), batch)
     with pytest.raises(ModelError, match="does not tell which layer"):
         deferred(default_forward, cases.PlainModel(tied=False))
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"loss_chunk_tokens": 8}}
