@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -14,9 +15,10 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     """Names of the blocks, in module order.
 
     With `patterns` (`fnmatch` style, e.g. `encoder.layers.*`): the modules that match; every pattern must match something, and of nested
-    matches only the outermost counts. Without: the children of every outermost `nn.ModuleList` or `nn.Sequential` whose children are all of
-    one class and which holds at least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not). A model
-    without such a list has no blocks and is one unit. A model may name its own as `pipeline_blocks`.
+    matches only the outermost counts. Without: the children of every outermost `nn.ModuleList` or `nn.Sequential` of repeated layers that
+    holds at least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not). Repeated are layers of one class,
+    and in an `nn.ModuleList` those of several classes that take the same first argument (attention layers among state space layers). A
+    model without such a list has no blocks and is one unit. A model may name its own as `pipeline_blocks`.
     """
     if patterns is not None:
         return _match(model, patterns)
@@ -29,11 +31,32 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in lists):
             continue
-        repeated = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and len({type(child) for child in module}) == 1
-        if repeated and 0 < total <= 20 * sum(p.numel() for p in module.parameters()):
+        if _repeats(module) and 0 < total <= 20 * sum(p.numel() for p in module.parameters()):
             lists.append(name)
             blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
     return tuple(blocks)
+
+
+def _repeats(module: nn.Module) -> bool:
+    """Whether a module is a list of layers that are used one like the other."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    kinds = {type(child) for child in module}
+    if len(kinds) == 1:
+        return True
+    # Parts of one layer (a convolution, an activation) stand in a Sequential, or are torch's own; a list of an encoder and a decoder takes
+    # different arguments.
+    composed = isinstance(module, nn.ModuleList) and all(next(child.children(), None) is not None for child in module)
+    return composed and len(kinds) < len(module) + (len(module) == 2) and len({_first_argument(kind) for kind in kinds} - {None}) == 1
+
+
+def _first_argument(kind: type[nn.Module]) -> str | None:
+    """Name of what a module's forward takes; None where that cannot be read."""
+    try:
+        names = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
+    except (TypeError, ValueError):
+        return None
+    return names[0] if names else None
 
 
 def _match(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
