@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import plait
-from plait.engine.batch import to_device
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.covers import cover
@@ -291,52 +290,3 @@ def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule:
     """The verdict, the skipped update and the next scale are the same on all ranks."""
     first, second = pool.run(2, overflow, at, schedule)
     assert first == second == [(False, 256.0, True), (True, 256.0, False), (False, 128.0, True)]
-
-
-# ---- what cannot be cut -------------------------------------------------------------------------------------------------------------
-
-
-class Skip(nn.Module):
-    """Reads its embedding again after the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        first = hidden = self.embed(ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden + first)
-
-
-class EarlierBlock(Skip):
-    """A later block also reads what an earlier one returned."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        outputs = [self.embed(ids)]
-        for block in self.blocks:
-            outputs.append(block(outputs[-1] + outputs[1] if len(outputs) > 2 else outputs[-1]))
-        return self.head(outputs[-1])
-
-
-def refused(rank: int, world: int, model: type[nn.Module]) -> str:
-    """Runs in a worker: what is said, on this rank."""
-    loss = plait.per_sample(lambda output, batch: output.square().sum())
-    engine = plait.initialize(model(), {"train_micro_batch_size_per_gpu": 2, "parallel": {"pp": 2}}, loss_fn=loss)
-    piece = to_device(torch.zeros(2, 3, dtype=torch.int64), engine.device)
-    try:
-        engine.predict(piece)
-    except plait.PlaitError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("model", [Skip, EarlierBlock])
-def test_a_value_that_goes_around_the_chain_is_found(pool: Pool, model: type[nn.Module]) -> None:
-    """And never trained on: it is NaN on a later stage."""
-    first, second = pool.run(2, refused, model)
-    assert first == ""
-    assert "stage 1" in second and "does not pass through the chain of blocks" in second

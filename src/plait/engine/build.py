@@ -37,7 +37,7 @@ from plait.engine.misuse import (
     warn_of_unused_sections,
     with_callers_seed,
 )
-from plait.engine.optimizer import build_optimizer
+from plait.engine.optimizer import build_optimizer, refuse_nothing_to_train
 from plait.engine.schedules import build_scheduler
 from plait.engine.solve import recompute_of
 from plait.engine.state import dropout_seed
@@ -322,6 +322,7 @@ def split(
             second_copy=resolved.data_parallel.second_copy,
         )
     )
+    refuse_nothing_to_train(model)
     blocks = find_blocks(model, resolved.blocks or None)
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
@@ -368,7 +369,8 @@ def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module
     if not isinstance(given, torch.optim.Optimizer):
         if not callable(given):
             raise InputError(f"optimizer= takes a torch.optim.Optimizer or a function of a parameter list, not a {type(given).__name__}")
-        return checked_optimizer(given([p for p in model.parameters() if p.requires_grad]), model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return checked_optimizer(given(trained or [{"params": []}]), model)  # type: ignore[list-item]  # a pipeline stage may train nothing
     if given.state:
         raise InputError(
             "the optimizer already holds state of the unsharded parameters; pass it before its first step, "
@@ -382,5 +384,6 @@ def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module
                 f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is not the model's; "
                 "build it over model.parameters()"
             )
-        group["params"] = [now[named[id(p)]] for p in group["params"]]
+        # Those of other pipeline stages are updated there.
+        group["params"] = [now[named[id(p)]] for p in group["params"] if named[id(p)] in now]
     return given

@@ -127,7 +127,7 @@ class Engine:
 
         with self._logits_for(loss_fn):
             if self._pipeline is not None:
-                self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled)
+                self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled, loss_fn=loss_fn)
             else:
                 for index, piece in enumerate(pieces):
                     before_backward(self.parts, last=index == count - 1)

@@ -35,21 +35,26 @@ _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
 """DeepSpeed's words for what Muon leaves to AdamW, and GPT-2's names for its embeddings."""
 
 
+def refuse_nothing_to_train(model: nn.Module) -> None:
+    """Raises ModelError for a model without a parameter that requires a gradient."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            "no parameter of the model requires a gradient, so there is nothing to train; unfreeze some (requires_grad_(True))"
+        )
+
+
 def build_optimizer(spec: OptimizerSpec, named_parameters: Iterable[Named]) -> Optimizer:
-    """The optimizer that a file asks for, over the parameters that require a gradient.
+    """The optimizer that a file asks for, over the parameters that require a gradient; one without parameters for a pipeline stage that has
+    none of these.
 
     A parameter that appears under two names is updated once. Raises ConfigError for parameters that do not fit the optimizer, and
-    ModelError for a model with nothing to train or that the optimizer cannot train.
+    ModelError for a model that the optimizer cannot train.
     """
     unique: dict[int, Named] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             unique.setdefault(id(parameter), (name, parameter))
     named = list(unique.values())
-    if not named:
-        raise ModelError(
-            "no parameter of the model requires a gradient, so there is nothing to train; unfreeze some (requires_grad_(True))"
-        )
     spec = spec.resolved()
     own_names = optimizers.is_path(spec.type)  # a library's class may have a parameter of such a name, and means it
     params = {name: value for name, value in spec.params.items() if own_names or name not in optimizers.ONLY}
@@ -69,7 +74,7 @@ def _small_states(spec: OptimizerSpec, params: dict[str, Any], named: Sequence[N
         own["weight_decay"] = 0.01  # torch's default, which `torch_adam` asks for
     refuse_cut_blocks(spec.states, named)
     parameters = [parameter for _, parameter in named]
-    return SmallStateAdam(parameters, states=spec.states, decoupled=found is torch.optim.AdamW, **own)
+    return SmallStateAdam(parameters or [{"params": []}], states=spec.states, decoupled=found is torch.optim.AdamW, **own)
 
 
 def _class_and_params(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
@@ -133,7 +138,8 @@ def _groups(found: type[Optimizer], params: Mapping[str, Any], parameters: Seque
     """One group; two where plain parameters stand beside sharded ones, because one fused call cannot take both. Each with its kernel."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-    return [{"params": group, **_kernel(found, params, group)} for group in (sharded, plain) if group]
+    # torch takes no empty list of parameters, and an empty group.
+    return [{"params": group, **_kernel(found, params, group)} for group in (sharded, plain) if group] or [{"params": []}]
 
 
 def _kernel(found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
@@ -173,7 +179,7 @@ def _muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     matrices = [(name, p) for name, p in named if p.ndim == 2 and not any(word in name.lower() for word in _EMBEDDING)]
     chosen = {id(parameter) for _, parameter in matrices}
     rest = [(name, p) for name, p in named if id(p) not in chosen]
-    if not matrices:
+    if named and not matrices:
         raise ModelError("optimizer.type = 'Muon': it trains two-dimensional weights inside a model, and this one has none; use AdamW")
     shared = {"weight_decay": params.get("weight_decay", 0.0)}
     own: dict[str, Any] = {

@@ -18,9 +18,11 @@ from plait._torch import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.comm.messages import Messenger
 from plait.errors import ConfigError, Problem
+from plait.model.dataflow import Skeleton
 from plait.model.facts import ModelFacts, model_facts
-from plait.model.stages import StageCut, cut_model
+from plait.model.stages import StageCut, block_list, cut_model
 from plait.parallel.activation_offload import StagedStore
+from plait.parallel.cut_check import CutCheck
 from plait.parallel.ledger import Ledger
 from plait.parallel.runtime import Runtime
 from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
@@ -65,7 +67,9 @@ class Pipeline(Technique):
             raise ConfigError(
                 Problem("parallel.pipeline.schedule", self.schedule, f"with ZeRO stage 3: {rule}", f"use ZeRO stage 2, or one of {whole}")
             )
-        return PipelineParts(schedule, cut_model(model, blocks, self._bounds(model, blocks, schedule.stages)))
+        block_list(model, blocks)
+        bounds, skeleton = self._bounds(model, blocks, schedule.stages), Skeleton.of(model, blocks)
+        return PipelineParts(schedule, cut_model(model, blocks, bounds, skeleton=skeleton), skeleton)
 
     def _bounds(self, model: nn.Module, blocks: tuple[str, ...], stages: int) -> tuple[int, ...]:
         counts = self.blocks_per_stage
@@ -97,6 +101,8 @@ class PipelineParts:
 
     schedule: Schedule
     cut: StageCut
+    skeleton: Skeleton
+    """The uncut model without its weights, to check batches with."""
     staged: StagedModel | None = None
     """This rank's stages; None until they are taken from the model."""
 
@@ -141,16 +147,19 @@ def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineR
     assert staged is not None and upwards is not None and mesh.downwards is not None
     zero = StagedZero(staged, schedule, zero=parts.stage, reducer=parts.reducer)
     messenger = Messenger(upwards, mesh.downwards, device=mesh.device, waits=parts.waits)
-    runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, observers=[zero])
+    check = CutCheck(parts.pipeline.skeleton, found)
+    runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
     if parts.activation_store is not None:
         runtime.observers.append(StagedStore(parts.activation_store, staged.stages, parts.blocks[: parts.offloaded_blocks]))
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()
     groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
-    own = dict(parts.model.named_parameters(remove_duplicate=False))
-    for name, stages in found.shared().items():
+    own: dict[str, nn.Parameter] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        own.setdefault(found.first_names.get(name, name), parameter)
+    for name, stages in found.shared().items():  # in one order on all ranks, whichever of its names a rank has
         ranks = frozenset(schedule.stage_ranks[stage] for stage in stages)
-        if len(ranks) == 1:
+        if len(ranks) == 1 or found.first_names.get(name, name) != name:
             continue
         if ranks not in groups:
             groups[ranks] = mesh.stages_group(ranks)

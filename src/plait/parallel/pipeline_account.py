@@ -46,8 +46,10 @@ def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[
     def runs(module: str) -> bool:
         if any(module.startswith(f"{block}.") for block in cut.blocks):
             return any(module.startswith(f"{block}.") for block in blocks)
-        in_front = any(name.startswith(f"{module}.") for name in cut.front)
-        return (0 if in_front else cut.stages - 1) in own
+        inside = [name for name in cut.owners if name.startswith(f"{module}.")]
+        again = {stage for name in inside for stage in cut.recomputed.get(name, ())}
+        in_front = any(name in cut.front for name in inside)
+        return bool(({0 if in_front else cut.stages - 1} | again) & own)
 
     return replace(
         plan, modules=tuple(entry for entry in plan.modules if runs(entry.name)), norms=tuple(name for name in plan.norms if runs(name))
@@ -58,7 +60,7 @@ def stage_counts(schedule: Schedule, rank: int, *, cut: StageCut, facts: ModelFa
     """The counts of a rank, as arrays that fit `ledger` (one candidate). `facts` is the whole model's."""
     like = np.ones_like(ledger.dp_shard)
     sends = sum(len(sent) for (source, _), sent in messages(schedule).items() if source == rank)
-    ends = {0, schedule.stages - 1} & set(schedule.stages_of(rank))
+    ends = cut.outside_stages() & set(schedule.stages_of(rank))
     return StageCounts(
         root_gathers=like * _root_gathers(schedule.ranks[rank]),
         ends=like * len(ends),
@@ -122,7 +124,7 @@ def held_after(
                 blocks[unit_stage[facts.blocks[parameter.unit]]].append(parameter.name)
         elif cut.owners[parameter.name] & stages:
             root[parameter.name] = set(cut.owners[parameter.name] & stages)
-    ends = {0, schedule.stages - 1} & stages
+    ends = cut.outside_stages() & stages
     left = dict.fromkeys(stages, schedule.microbatches)
     is_gathered: set[str] = set()
     has_gradient: set[str] = set()

@@ -171,7 +171,7 @@ class Reducer:
             parameter.grad = slot.grad if used[slot.index] else None
 
     def _ask_who_used(self) -> Pending | None:
-        if not self.track_unused:
+        if not self.track_unused or not self.buckets:  # a pipeline stage may have nothing to train
             return None
         flags = torch.tensor(self._used, dtype=torch.uint8, device=self.buckets[0].flat.device)
         return Pending(flags, self.group, dist.ReduceOp.MAX)

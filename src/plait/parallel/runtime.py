@@ -2,7 +2,8 @@
 
 torch's own runtime is not used, because it fixes the shapes of a whole run, cuts batches into equal parts, and keeps a stage's parameters
 and gradients whole between micro-batches whatever ZeRO says. This one walks the same tables. Every rank of the pipeline must be given the
-same micro-batches; shapes may differ between them and between steps, and are told to the next stage once for every new one.
+same micro-batches; shapes may differ between them and between steps. What passes between two stages is described to the next one once for
+every new shape of a batch, and with every micro-batch where it may follow from the batch's values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from plait._torch import expect_backward, tree_leaves, tree_map
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
+from plait.model.unavailable import without
 from plait.parallel.containers import tensors_in
+from plait.parallel.cut_check import CutCheck, LossFunction, Verdict
 from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
 from plait.parallel.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.stage import Stage, StagedModel
@@ -51,6 +54,15 @@ class Boundary:
         """Shapes and dtypes of the gradients that come back."""
         return [(shape, dtype) for shape, dtype, needs in self.tensors if needs]
 
+    def allows(self, other: Boundary) -> bool:
+        """Whether the next stage, which knows this one, takes the other for what it is."""
+        plain = lambda structure: [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Slot | int | float | str | None)]  # noqa: E731
+        return (self.tensors, self.length) == (other.tensors, other.length) and plain(self.structure) == plain(other.structure)
+
+    def summary(self) -> str:
+        """Shapes and dtypes, for a message."""
+        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype, _ in self.tensors) or "no tensor"
+
 
 @dataclass
 class _Held:
@@ -73,6 +85,8 @@ class Runtime:
     messenger: Messenger
     weights_of: Callable[[int], Iterable[torch.nn.Parameter]]
     """Parameters of a stage, as autograd sees them now."""
+    check: CutCheck | None
+    """Asked about every kind of batch before it is used; None for a rank that runs alone."""
     observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
     listeners: list[Callable[[Message, Sequence[torch.Tensor]], None]] = field(default_factory=list)
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
@@ -84,18 +98,31 @@ class Runtime:
         structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
         length = self.staged.region.length if self.staged.region is not None else 0
         told = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
+        self.check = None
         self._boundaries[stage, _signature(piece)] = Boundary(structure, told, length)
         self._trusted.add((stage + 1, _signature(piece)))
 
-    def train(self, pieces: Sequence[Any], *, forward: Forward, loss: Loss) -> None:
-        """All forwards and backwards of a step. Gradients accumulate in the parameters. Collective over the pipeline."""
+    def train(self, pieces: Sequence[Any], *, forward: Forward, loss: Loss, loss_fn: LossFunction | None = None) -> None:
+        """All forwards and backwards of a step. Gradients accumulate in the parameters. Collective over the pipeline.
+
+        `loss_fn` is what `loss` computes with, to be checked without weights. Raises ModelError, on every rank, for what the cut model
+        would not compute right.
+        """
         if len(pieces) != self.schedule.microbatches:
             raise InputError(f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not {len(pieces)}")
-        _Pass(self, self.schedule, pieces, forward, loss).run()
+        _Pass(self, self.schedule, pieces, forward, loss, self._verdicts(pieces, forward, loss_fn)).run()
+
+    def _verdicts(self, pieces: Sequence[Any], forward: Forward, loss_fn: LossFunction | None) -> list[Verdict]:
+        if self.check is None:
+            return [Verdict({}, False)] * len(pieces)
+        training = self.staged.model.training
+        return [self.check.verdict(piece, forward=forward, loss=loss_fn, training=training) for piece in pieces]
 
     @torch.no_grad()
     def evaluate(self, piece: Any, *, forward: Forward) -> Any:
-        """The model's output for one micro-batch on the rank of the last stage, None on the others. Collective over the pipeline."""
+        """The model's output for one micro-batch on the rank of the last stage, None on the others. Collective over the pipeline.
+
+        Entries of it that follow from values of earlier stages are unavailable: their use is an error."""
         ranks = tuple(tuple(Action(s, Kind.FORWARD, 0) for s in self.schedule.stages_of(r)) for r in range(self.schedule.pp))
         once = Schedule("forward", self.schedule.pp, 1, self.schedule.stage_ranks, ranks)
         found: list[Any] = [None]
@@ -104,18 +131,22 @@ class Runtime:
             found[0] = output
             return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), torch.zeros(()))
 
-        _Pass(self, once, [piece], forward, keep).run()
+        _Pass(self, once, [piece], forward, keep, self._verdicts([piece], forward, None)).run()
         return found[0]
 
 
 class _Pass:
     """One walk over a table."""
 
-    def __init__(self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss) -> None:
+    def __init__(
+        self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss, verdicts: Sequence[Verdict]
+    ) -> None:
         self.runtime, self.schedule, self.pieces = runtime, schedule, pieces
-        self.forward, self.loss = forward, loss
+        self.forward, self.loss, self.verdicts = forward, loss, verdicts
         self.rank = runtime.messenger.rank
         self.signatures = [_signature(piece) for piece in pieces]
+        self.described: dict[tuple[int, int], Boundary] = {}
+        """Of micro-batches whose shapes follow from values: what a stage handed on."""
         self.held: dict[tuple[int, int], _Held] = {}
         self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
         """Handed on by another stage of this rank."""
@@ -144,7 +175,8 @@ class _Pass:
         received, boundary = [], None
         if not stage.first:
             received = list(self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)))
-            boundary = self.runtime._boundaries[action.stage - 1, self.signatures[action.microbatch]]
+            boundary = self._boundary(action.stage - 1, action.microbatch)
+            assert boundary is not None
             for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
                 tensor.requires_grad_(needs)
         output = self.runtime.staged.run(
@@ -154,6 +186,7 @@ class _Pass:
             length=boundary.length if boundary is not None else 0,
         )
         if stage.last:
+            output = without(output, self.verdicts[action.microbatch].missing)
             loss = self.loss(output, piece)
             # Where torch has found every tensor of the output, it makes the root ready once the loss's own backward is done.
             outputs = [expect_backward(self.runtime.staged.model, loss) if _is_opaque(output) else loss]
@@ -201,23 +234,41 @@ class _Pass:
 
     # ---- messages -------------------------------------------------------------------------------------------------------------------
 
+    def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
+        """What `stage` hands on of a micro-batch, where both sides know it."""
+        if self.verdicts[microbatch].values:
+            return self.described.get((stage, microbatch))
+        return self.runtime._boundaries.get((stage, self.signatures[microbatch]))
+
+    def _agree(self, stage: int, microbatch: int, boundary: Boundary) -> None:
+        if self.verdicts[microbatch].values:
+            self.described[stage, microbatch] = boundary
+        else:
+            self.runtime._boundaries[stage, self.signatures[microbatch]] = boundary
+
     def _hand_on(self, action: Action, output: Any) -> list[torch.Tensor]:
         """Give a block's output to the next stage; returns its tensors."""
         tensors: list[torch.Tensor] = []
         structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
-        key = (action.stage, self.signatures[action.microbatch])
         message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
         to = destination(self.schedule, message)
-        if key not in self.runtime._boundaries:
-            region = self.runtime.staged.region
-            boundary = Boundary(
-                structure,
-                tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
-                region.length if region is not None else 0,
-            )
-            self.runtime._boundaries[key] = boundary
+        region = self.runtime.staged.region
+        boundary = Boundary(
+            structure,
+            tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+            region.length if region is not None else 0,
+        )
+        agreed = self._boundary(action.stage, action.microbatch)
+        if agreed is None:
+            self._agree(action.stage, action.microbatch, boundary)
             if to is not None:
                 self.runtime.messenger.send_object(boundary, to=to)
+        elif not agreed.allows(boundary):
+            raise ModelError(
+                f"parallel.pp: stage {action.stage} handed on {agreed.summary()} for a batch of these shapes before, and now "
+                f"{boundary.summary()}: what the model passes between blocks follows from more than the batch's shapes and from what it "
+                "looks at outside of its blocks; pad the batch alike, or use parallel.pp = 1"
+            )
         self._send(message, tensors)
         return tensors
 
@@ -248,18 +299,19 @@ class _Pass:
             return
         message = waiting[0]
         if message.payload is Payload.ACTIVATION:
-            key = (message.stage, self.signatures[message.microbatch])
-            if key not in self.runtime._boundaries:
+            boundary = self._boundary(message.stage, message.microbatch)
+            if boundary is None:
                 if not may_wait:
                     return
-                self.runtime._boundaries[key] = self.runtime.messenger.receive_object(source=source)
-            like = [(shape, dtype) for shape, dtype, _ in self.runtime._boundaries[key].tensors]
+                boundary = self.runtime.messenger.receive_object(source=source)
+                self._agree(message.stage, message.microbatch, boundary)
+            like = [(shape, dtype) for shape, dtype, _ in boundary.tensors]
         else:
-            key = (message.stage - 1, self.signatures[message.microbatch])
-            if key not in self.runtime._boundaries:
+            boundary = self._boundary(message.stage - 1, message.microbatch)
+            if boundary is None:
                 assert not may_wait, f"{message} before this rank's own forward"
                 return
-            like = self.runtime._boundaries[key].differentiable
+            like = boundary.differentiable
         waiting.pop(0)
         self.arriving[message] = self.runtime.messenger.receive(like, source=source)
 

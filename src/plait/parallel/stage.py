@@ -2,8 +2,9 @@
 
 The list of blocks keeps its length. To run a stage, blocks outside of it are replaced by stand-ins for the time of the call: the one
 before the stage returns what arrived from the stage before, the last block of the stage ends the forward. What a model computes before its
-blocks is not known on later stages: it is NaN there, so a value that reaches a later block by another way than the chain of blocks is found
-at once and never trained on. Names of parameters stay; a rank has only its own.
+blocks is not known on later stages: it is NaN there, unless the cut says that a stage computes it again. Names of parameters stay; a rank
+has only its own, and in the place of others stands what cannot be used: NaN where the model's code passes over it with values that are not
+known either, an error elsewhere.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from plait._torch import leave_forward, local_tensor, tree_leaves, tree_map
 from plait.errors import ModelError
 from plait.model.stages import StageCut
+from plait.model.unavailable import Unavailable
 from plait.parallel.styles import Region
 
 Run = Callable[[nn.Module], Any]
@@ -77,6 +79,24 @@ class Stage:
     entrance: Elsewhere | None = field(repr=False)
     before: tuple[Elsewhere, ...] = field(repr=False)
     """What stands for the blocks before the entrance."""
+    unknown: tuple[nn.Embedding, ...] = field(repr=False)
+    """Embeddings of the front whose values the stage does not need: they return NaN and cost nothing."""
+
+
+@dataclass
+class Placeholder:
+    """Stands for a parameter of another stage that the model's code passes over."""
+
+    module: nn.Module
+    leaf: str
+    shape: torch.Size
+    device: torch.device
+
+    def set(self, dtype: torch.dtype) -> None:
+        """As a tensor of NaN without memory."""
+        held = self.module.__dict__.get(self.leaf)
+        if not isinstance(held, torch.Tensor) or held.dtype != dtype:
+            self.module.__dict__[self.leaf] = torch.full((), float("nan"), dtype=dtype, device=self.device).expand(self.shape)
 
 
 @dataclass
@@ -88,8 +108,7 @@ class StagedModel:
     stages: dict[int, Stage]
     region: Region | None
     """What tensor parallelism shares; it knows the length of a sequence that is split over tp."""
-    front: dict[nn.Embedding, Callable[..., Any] | None]
-    """Embeddings of the front and the `forward` that was set on each, if any. Where they do not count they return NaN and cost nothing."""
+    placeholders: tuple[Placeholder, ...] = field(repr=False)
 
     def run(self, stage: Stage, call: Run, received: Any = None, *, length: int = 0) -> Any:
         """Forward of one stage: the model's output on the last, else what its last block returns.
@@ -115,16 +134,21 @@ class StagedModel:
     def _as(self, stage: Stage, received: Any) -> Iterator[None]:
         modules = self.model.get_submodule(self.cut.container)._modules
         resident = dict(modules)
+        forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
         modules.update(stage.view)
         if stage.entrance is not None:
             stage.entrance.value = received
-            unknown = tree_map(_unknown_like, received)
+            unknown = tree_map(partial(_unknown_like, dense=self.cut.writes), received)
             # What a model makes of an embedding besides (masks) takes its dtype from it.
             dtype = next((t.dtype for t in tree_leaves(received) if isinstance(t, torch.Tensor) and t.is_floating_point()), None)
             for module in stage.before:
                 module.value = unknown
-            for embedding in self.front:
-                embedding.__dict__["forward"] = partial(_unknown_embedding, embedding.embedding_dim, dtype)
+            if dtype is not None:
+                for placeholder in self.placeholders:
+                    placeholder.set(dtype)
+            for embedding in stage.unknown:
+                forwards[embedding] = embedding.__dict__.get("forward")
+                embedding.__dict__["forward"] = partial(_unknown_embedding, embedding, embedding.forward, dtype, self.cut.writes)
         try:
             yield
         finally:
@@ -132,7 +156,7 @@ class StagedModel:
             if stage.entrance is not None:
                 for module in (stage.entrance, *stage.before):
                     module.value = None
-                for embedding, forward in self.front.items():
+                for embedding, forward in forwards.items():
                     del embedding.__dict__["forward"]
                     if forward is not None:
                         embedding.__dict__["forward"] = forward
@@ -143,11 +167,11 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
     names = {f"{cut.container}.{child}" if cut.container else child: child for child in model.get_submodule(cut.container)._modules}
     blocks = {name: model.get_submodule(name) for name in cut.blocks}
     front = {
-        module: module.__dict__.get("forward")
+        f"{name}.weight": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.front
     }
-    _drop_parameters(model, cut, set(indices), device)
+    placeholders = _drop_parameters(model, cut, set(indices), device)
     modules = model.get_submodule(cut.container)._modules
     stages = {}
     for index in indices:
@@ -159,16 +183,20 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
         others = [view[names[name]] for name in cut.blocks[:low]]
         stand_ins = tuple(module for module in others if isinstance(module, Elsewhere))
         entrance = stand_ins[-1] if index else None
-        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, entrance, stand_ins[:-1])
+        unknown = tuple(module for name, module in front.items() if index not in cut.recomputed.get(name, ()))
+        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, entrance, stand_ins[:-1], unknown)
     own = {name for stage in stages.values() for name in stage.blocks}
     for name in cut.blocks:
         if name not in own:
             modules[names[name]] = Elsewhere(blocks[name])
-    return StagedModel(model, cut, stages, region, front)
+    return StagedModel(model, cut, stages, region, placeholders)
 
 
-def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: torch.device) -> None:
-    """Parameters outside of the blocks that are used on other stages only. Those of the front are NaN here, without memory."""
+def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: torch.device) -> tuple[Placeholder, ...]:
+    """Take parameters outside of the blocks that are used on other stages only. Those that an earlier stage uses are NaN here, without
+    memory, because the model's code still passes over them; any use of another is an error."""
+    begin = max(cut.bounds[stage] for stage in own)
+    placeholders = []
     for name, stages in cut.owners.items():
         if stages & own or any(name.startswith(f"{block}.") for block in cut.blocks):
             continue
@@ -177,16 +205,40 @@ def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: tor
         parameter = module._parameters[leaf]
         assert parameter is not None
         module._parameters[leaf] = None
-        if name in cut.front:
-            shape = local_tensor(parameter.detach()).shape
-            module.__dict__[leaf] = torch.full((), float("nan"), dtype=parameter.dtype, device=device).expand(shape)
+        local = local_tensor(parameter.detach())
+        if cut.first_use(name) < begin:
+            placeholders.append(Placeholder(module, leaf, local.shape, device))
+            placeholders[-1].set(parameter.dtype)
+        else:
+            where = ", ".join(str(stage) for stage in sorted(stages))
+            module.__dict__[leaf] = Unavailable(
+                f"parallel.pp: the model uses {name} on stage {', '.join(map(str, sorted(own)))}, and it belongs to stage {where}: the "
+                "forward of this batch takes another way through the model than the one it was cut by; use parallel.pp = 1",
+                local,
+            )
+    return tuple(placeholders)
 
 
-def _unknown_like(value: Any) -> Any:
+def _nan(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool) -> torch.Tensor:
+    """NaN without memory; `dense` where the model may write to it."""
+    if dense:
+        return torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(*shape)
+
+
+def _unknown_like(value: Any, *, dense: bool) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
-    return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
+    return _nan(value.shape, value.dtype, value.device, dense=dense)
 
 
-def _unknown_embedding(width: int, dtype: torch.dtype | None, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=ids.device).expand(*ids.shape, width)
+def _unknown_embedding(
+    embedding: nn.Embedding, forward: Callable[..., Any], dtype: torch.dtype | None, dense: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """NaN of an embedding's shape; a class with a forward of its own (a table of positions) says that shape itself."""
+    if type(embedding).forward is nn.Embedding.forward and args:
+        return _nan((*args[0].shape, embedding.embedding_dim), dtype, args[0].device, dense=dense)
+    output = forward(*args, **kwargs)
+    if not isinstance(output, torch.Tensor):
+        return output
+    return _nan(output.shape, dtype or output.dtype, output.device, dense=dense)

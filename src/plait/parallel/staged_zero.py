@@ -33,8 +33,8 @@ class StagedZero:
         self._units = [unit for unit in sharded_modules(model) if unit in blocks]
         self._stage_of = {unit: blocks[unit] for unit in self._units}
         self._root = model if isinstance(model, FSDPModule) else None
-        # The root unit holds what is outside of the blocks: the front on the first stage, the back on the last.
-        self._root_stages = {index for index, stage in staged.stages.items() if stage.first or stage.last}
+        # The root unit holds what is outside of the blocks: the front on the first stage, the back on the last, rarely more on others.
+        self._root_stages = staged.cut.outside_stages() & set(staged.stages)
         self._left: Counter[int] = Counter()
         self._begun = False
         for index, unit in enumerate(self._units):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
-from plait.engine.optimizer import JoinedOptimizer, build_optimizer
+from plait.engine.optimizer import JoinedOptimizer, build_optimizer, refuse_nothing_to_train
 from plait.engine.schedules import build_scheduler
 from plait.errors import ConfigError, ModelError
 
@@ -144,7 +144,15 @@ def test_frozen_parameters_are_left_out_and_tied_ones_updated_once():
 
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ModelError, match="no parameter of the model requires a gradient.*requires_grad_"):
-        build_optimizer(OptimizerSpec(), net().requires_grad_(False).named_parameters())
+        refuse_nothing_to_train(net().requires_grad_(False))
+
+
+def test_a_pipeline_stage_may_have_nothing_to_train():
+    """B4: the other stages have."""
+    for kind in ("AdamW", "SGD", "Muon"):
+        optimizer = build_optimizer(OptimizerSpec(type=kind), net().requires_grad_(False).named_parameters())
+        optimizer.step()
+        assert optimizer.state_dict()["state"] == {}
 
 
 # ---- which kernel ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,235 @@
+"""Cutting a model into pipeline stages: all stages run in this process, one after the other, against the uncut model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait.errors import ModelError
+from plait.model.blocks import find_blocks
+from plait.model.dataflow import Skeleton, Untraceable
+from plait.model.stages import StageCut, cut_model
+from plait.model.unavailable import Unavailable, output_fields, without
+from plait.parallel.stage import StagedModel, stage_model
+from tests.unit.model.families import TOKENS, family
+
+
+def staged(model: nn.Module, cut: StageCut) -> list[StagedModel]:
+    """A copy of the model for each stage."""
+    return [stage_model(copy.deepcopy(model), cut, [index], region=None, device=torch.device("cpu")) for index in range(cut.stages)]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Next-token cross entropy."""
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def check(model: nn.Module, bounds: Sequence[int] | None = None) -> StageCut:
+    """Loss and every gradient of the stages, summed over those that share a parameter, against the uncut model."""
+    blocks = find_blocks(model)
+    cut = cut_model(model, blocks, bounds or range(len(blocks) + 1))
+    whole = copy.deepcopy(model)
+    wanted = loss_of(whole(input_ids=TOKENS))
+    wanted.backward()
+    stages, value = staged(model, cut), None
+    for index, one in enumerate(stages):
+        value = one.run(one.stages[index], lambda model: model(input_ids=TOKENS), value)
+    loss = loss_of(value)
+    loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-8, atol=1e-8)
+    for name, parameter in whole.named_parameters():
+        found = torch.zeros_like(parameter)
+        names = {name} | {other for other, first in cut.first_names.items() if first == name}
+        for one in stages:
+            own = {id(p): p for other, p in one.model.named_parameters(remove_duplicate=False) if other in names}
+            found += sum(p.grad for p in own.values() if p.grad is not None)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+    return cut
+
+
+@pytest.mark.parametrize("kind", ["bart", "mbart", "mvp", "plbart"])
+def test_a_norm_that_is_registered_after_the_blocks(kind: str) -> None:
+    """A3: `layernorm_embedding` runs before the blocks; it was on the last stage, and the first trained without its weight."""
+    cut = check(family(kind, decoder_layers=2, decoder_attention_heads=4, d_model=32, decoder_ffn_dim=53))
+    assert cut.owners["model.decoder.layernorm_embedding.weight"] == {0}
+
+
+@pytest.mark.parametrize("kind", ["blenderbot", "marian", "pegasus", "prophetnet", "roformer", "ctrl", "big_bird"])
+def test_tables_of_positions(kind: str) -> None:
+    """B7: they take a shape, not token ids; roformer's is read by every block; ctrl writes to its embeddings."""
+    small = {"decoder_layers": 2, "decoder_attention_heads": 4, "d_model": 32, "decoder_ffn_dim": 52}
+    own: dict[str, dict[str, Any]] = {
+        "ctrl": {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 53},
+        "roformer": {"is_decoder": True, "embedding_size": 32},
+        "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+        "prophetnet": {"num_hidden_layers": None, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 53},
+    }
+    check(family(kind, **own.get(kind, small)))
+
+
+@pytest.mark.parametrize("kind", ["jamba", "zamba", "olmo_hybrid"])
+def test_layers_of_several_classes(kind: str) -> None:
+    """B9: lists of attention layers and state space layers are blocks. Zamba's read the embedding again and share one transformer."""
+    own: dict[str, dict[str, Any]] = {
+        "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4}
+        | {"mamba_dt_rank": 4, "use_mamba_kernels": False},
+        "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 2}
+        | {"mamba_dt_rank": 4, "mamba_d_state": 4, "use_mamba_kernels": False, "attention_hidden_size": 64, "attention_head_dim": 16},
+        "olmo_hybrid": {"num_hidden_layers": 4},
+    }
+    model = family(kind, **own[kind])
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    assert len(find_blocks(model)) == 4
+    check(model, (0, 2, 4))
+
+
+class Net(nn.Module):
+    """A chain whose variants break rules. Not Transformers'."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, 8)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.between = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 101)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = self.drop(self.embed(input_ids))
+        for block, add in zip(self.blocks, self.between, strict=True):
+            hidden = block(hidden + add)
+        return Result(self.end(hidden, input_ids))
+
+    def end(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(hidden))
+
+
+class Result:
+    """Has logits."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class Reads(Net):
+    """The embedding is read again after the blocks, as a module or by its weight alone."""
+
+    by_weight = False
+
+    def end(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.by_weight:
+            return F.linear(self.norm(hidden), self.embed.weight)
+        return self.head(self.norm(hidden) + self.drop(self.embed.forward(input_ids)) ** 2)
+
+
+class Skips(Net):
+    """As `Reads`, of what was computed before the blocks."""
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        first = hidden = self.drop(self.embed(input_ids))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return Result(self.head(hidden * first))
+
+
+class Looks(Net):
+    """Decides by its hidden states."""
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            if index == 1 and hidden.mean() > 0:
+                hidden = hidden * 2
+            hidden = block(hidden)
+        return Result(self.end(hidden, input_ids))
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)])
+def test_parameters_between_blocks_and_read_twice(bounds: tuple[int, ...]) -> None:
+    """Each is on the stages that use it, and NaN or an error elsewhere."""
+    torch.manual_seed(1)
+    last = len(bounds) - 2
+    cut = check(Net().double(), bounds)
+    assert [cut.owners[f"between.{index}"] for index in (0, 3)] == [{0}, {last}]
+    assert cut.owners["norm.weight"] == {last}
+    assert check(Reads().double(), bounds).owners["embed.weight"] == {0, last}
+    by_weight = Reads().double()
+    by_weight.by_weight = True
+    cut = check(by_weight, bounds)
+    assert cut.owners["embed.weight"] == {0, last} and not cut.recomputed
+    cut = check(Skips().double(), bounds)
+    assert cut.recomputed == {"embed.weight": {last}}
+
+
+def test_what_is_refused() -> None:
+    """With the stage, the block and the rule."""
+    model = Looks()
+    with pytest.raises(
+        ModelError, match=r"on stage 1, which begins with blocks\.2, a decision of Looks uses a value computed inside blocks\.1"
+    ):
+        cut_model(model, find_blocks(model), (0, 2, 4))
+    model = Skips(dropout=0.1)
+    with pytest.raises(ModelError, match="on stage 1, the output `logits` of Skips follows from random numbers"):
+        cut_model(model, find_blocks(model), (0, 2, 4))
+    cut_model(model.eval(), find_blocks(model), (0, 2, 4))
+
+
+def test_a_parameter_of_another_stage_cannot_be_used() -> None:
+    """A3: it is never None, which torch's layers and a model's own code take for a layer without it."""
+    model = Net()
+    first = staged(model, cut_model(model, find_blocks(model), (0, 2, 4)))[0].model
+    norm = first.norm
+    assert isinstance(norm, nn.LayerNorm) and norm.weight.shape == (8,) and norm.weight is not None
+    for use in (lambda: norm(torch.ones(2, 8)), lambda: norm.weight + 1, lambda: bool(norm.weight), lambda: torch.ones(8) * norm.weight):
+        with pytest.raises(ModelError, match=r"uses norm\.weight on stage 0, and it belongs to stage 1"):
+            use()
+    assert "norm.weight" not in dict(first.named_parameters())
+
+
+def test_entries_of_an_output() -> None:
+    """Of the classes that models return; what is missing says so when it is used."""
+    for output in ({"a": torch.ones(2), "b": (torch.ones(1),)}, Result(torch.ones(3)), (torch.ones(1), None), torch.ones(2)):
+        names = list(output_fields(output))
+        changed = without(output, {names[0]: "it is elsewhere"})
+        entry = changed if isinstance(output, torch.Tensor) else dict(_entries_of(changed))[names[0]]
+        assert isinstance(entry, Unavailable)
+        with pytest.raises(ModelError, match="it is elsewhere"):
+            torch.sum(entry)  # type: ignore[call-overload]
+    assert without(output, {}) is output
+
+
+def _entries_of(output: Any) -> Any:
+    return output.items() if isinstance(output, dict) else enumerate(output) if isinstance(output, tuple) else vars(output).items()
+
+
+class Kernel(nn.Module):
+    """Runs where there are values only, as another library's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.device.type == "meta":
+            raise RuntimeError("no kernel")
+        return hidden * self.weight
+
+
+def test_kernels_that_run_with_values_only() -> None:
+    """Count as opaque, inside of blocks and after them; what a whole model does so is not known."""
+    model = Net()
+    model.norm = Kernel()  # type: ignore[assignment]
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), Kernel()) for _ in range(4))
+    cut = check(model.double(), (0, 2, 4))
+    assert cut.owners["norm.weight"] == {1}
+    with pytest.raises(Untraceable, match="no kernel"):
+        Skeleton.of(Kernel(), ()).trace(lambda model, _: model(model.weight), training=True)
