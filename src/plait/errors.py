@@ -19,13 +19,16 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        shown = self.field if self.value is None else f"{self.field} = {_show(self.value)}"
+        shown = _cut(self.field) if self.value is None else f"{_cut(self.field)} = {_show(self.value)}"
         return f"{shown}: {self.rule}; {self.remedy}"
 
 
 def _show(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 120 else text[:117] + "..."
+    return _cut(repr(value) if isinstance(value, str) else str(value), 120)
+
+
+def _cut(text: str, longest: int = 400) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 class PlaitError(Exception):

@@ -75,12 +75,11 @@ def test_half_precision_is_close_to_full(pool: Pool, stage: int, name: str) -> N
 
 
 def test_dtypes_on_the_wire(pool: Pool) -> None:
-    """Gathers in the compute dtype; reductions in float32 for a Plait file, in the compute dtype for a DeepSpeed file, or as told
-    (MISSION D4)."""
-    plait_file = settings(2, 2, 1, 1, bf16={"enabled": True})
-    deepspeed_file = {k: v for k, v in plait_file.items() if k not in ("run", "parallel")}
-    told = {**plait_file, "communication_data_type": "bf16"}
-    for config, reduced in ((plait_file, torch.float32), (deepspeed_file, torch.bfloat16), (told, torch.bfloat16)):
+    """Gathers in the compute dtype; reductions too, as in DeepSpeed, whether or not Plait's sections are there (A24), or as told."""
+    file = settings(2, 2, 1, 1, bf16={"enabled": True})
+    without = {k: v for k, v in file.items() if k not in ("run", "parallel")}
+    told, added_up = {**file, "communication_data_type": "fp32"}, {**file, "data_types": {"grad_accum_dtype": "fp32"}}
+    for config, reduced in ((file, torch.bfloat16), (without, torch.bfloat16), (told, torch.float32), (added_up, torch.float32)):
         dtypes = pool.run(2, run, config, None)[0]["dtypes"]
         assert dtypes["all_gather"] == {torch.bfloat16}
         assert dtypes["reduce_scatter"] == {reduced}

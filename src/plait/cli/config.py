@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_COLOURS = {"supported": "green", "renamed": "green", "meaningless": "yellow", "refused": "red", "comment": "dim"}
+_COLOURS = {"supported": "green", "renamed": "green", "ignored": "yellow", "refused": "red", "comment": "dim"}
 
 
 @app.command("explain")

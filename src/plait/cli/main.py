@@ -7,6 +7,7 @@ error, without a traceback, and its exit code is returned.
 from __future__ import annotations
 
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -72,6 +73,9 @@ def _plait(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, 2 for a wrong command line or configuration, or what the verb returns."""
+    for stream in (sys.stdout, sys.stderr):  # a name or a value that the terminal cannot show is escaped and ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name="plait")
     except PlaitError as error:

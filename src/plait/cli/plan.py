@@ -82,8 +82,8 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants of this GPU: what `plait calibrate` wrote, or measured runs (.csv, .jsonl); by default the planned runs that "
-            "`plait train` measured here, none leaves them out.",
+            help="Constants of this GPU: what `plait calibrate` wrote (.json), or measured runs (.csv, or the .jsonl of run.history); by "
+            "default those that ship.",
         ),
     ] = None,
     evaluate: Annotated[Path | None, typer.Option(metavar="CSV", help="Predict these measured runs and print the errors.")] = None,
@@ -120,7 +120,7 @@ def plan(
     require_writable("--report", report)
     require_writable("--trace", trace)
     wishes = [(text, parse_fixed([text])) for text in why or () if text != "neighbours"]
-    request, base, notes = read_request(
+    asked = read_request(
         file=file,
         model=model,
         gpus=gpus,
@@ -134,7 +134,9 @@ def plan(
         memory_gib=memory_gib,
         network=network,
         everything=everything,
+        fixed=parse_fixed(fix or []),
     )
+    request, base, notes = asked.request, asked.base, asked.notes
     for name, given in (("--rank", rank is not None), ("--whole-step", whole_step), ("--on-device", on_device)):
         if given and not dry_run:
             raise InputError(f"{name} says how a dry run is done; add --dry-run, or leave it out")
@@ -144,14 +146,14 @@ def plan(
         raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
     calibration, of_runs = read_calibration(calibrate, request)
     rehearsed = {"rank": rank, "whole_step": whole_step, "on_device": on_device} if dry_run else None
-    if rehearsed is not None and own_layout(file, base):
+    if rehearsed is not None and own_layout(file, asked.tree):
         _dry_run_of_file(request, base, rehearsed, file=file, operators=top, json_=json_)
         return
     _plan(
         request,
         base,
         [*notes, *of_runs],
-        fixed=parse_fixed(fix or []),
+        fixed=asked.fixed,
         wishes=wishes,
         neighbours="neighbours" in (why or ()),
         calibration=calibration,

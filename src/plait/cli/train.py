@@ -67,9 +67,9 @@ def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
     if checked.complete:
         console.print(_completed(checked, file, overrides), soft_wrap=True)
         return 0
-    _announce(checked, console, processes=processes)
+    _announce(checked, console, config, processes=processes)
     if processes == 1:
-        return _train(checked, console, file=file, again=_command(file, overrides), patient=True)
+        return _train(checked, console, config, file=file, again=_command(file, overrides), patient=True)
     return launch.run(["-m", "plait.cli.train", str(file), *overrides], processes=processes)
 
 
@@ -84,7 +84,8 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
     try:
         if not announced:
             refuse_auto(file, overrides)
-        checked = _check(load(file, overrides), world_size=here.world_size, console=console)
+        config = load(file, overrides)
+        checked = _check(config, world_size=here.world_size, console=console)
     except PlaitError as error:
         if here.local_rank:  # the first process of this machine reads the same files and says the same
             return error.exit_code
@@ -93,8 +94,8 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
         console.print(_completed(checked, file, overrides), soft_wrap=True)
         return 0
     if not announced:
-        _announce(checked, console, processes=here.world_size)
-    return _train(checked, console, file=file, again=_command(file, overrides), patient=False)
+        _announce(checked, console, config, processes=here.world_size)
+    return _train(checked, console, config, file=file, again=_command(file, overrides), patient=False)
 
 
 def _check(config: Config, *, world_size: int, console: Console, fresh: bool = False) -> Checked:
@@ -106,7 +107,7 @@ def _check(config: Config, *, world_size: int, console: Console, fresh: bool = F
     return check(config, world_size=world_size, cache=cache, fresh=fresh, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 
-def _train(checked: Checked, console: Console, *, file: Path, again: str, patient: bool) -> int:
+def _train(checked: Checked, console: Console, config: Config, *, file: Path, again: str, patient: bool) -> int:
     """The loop on this process. patient: nobody else tells the user that the signal was heard."""
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
@@ -121,7 +122,7 @@ def _train(checked: Checked, console: Console, *, file: Path, again: str, patien
     with StopRequest(on_request=heard if patient else None) as stop:
         try:
             signal_number = run(
-                checked, stop=stop, listeners=() if console.quiet else (metrics, progress, *_residuals(file, checked, console))
+                checked, stop=stop, listeners=() if console.quiet else (metrics, progress, *_residuals(file, checked, config, console))
             )
         finally:
             progress.close()
@@ -133,9 +134,9 @@ def _train(checked: Checked, console: Console, *, file: Path, again: str, patien
     return 0
 
 
-def _residuals(file: Path, checked: Checked, console: Console) -> tuple[Listener, ...]:
+def _residuals(file: Path, checked: Checked, config: Config, console: Console) -> tuple[Listener, ...]:
     """Who compares the run with its plan, where `plait plan --out` wrote the file."""
-    from plait.cli.planning.calibrations import default_history, live_cluster
+    from plait.cli.planning.calibrations import live_cluster
     from plait.cluster.topology import machine_name, place
     from plait.observe.residual import residual_of
 
@@ -146,9 +147,9 @@ def _residuals(file: Path, checked: Checked, console: Console) -> tuple[Listener
     except PlaitError as error:
         console.print(f"plan    not compared with this run: {error}", soft_wrap=True)
         return ()
-    machine = machine_name(place().local_world_size)
+    local = place().local_world_size
     say = partial(console.print, soft_wrap=True)
-    found = residual_of(file, checked, gpu=gpu, machine=machine, history=default_history(), say=say)
+    found = residual_of(file, checked, config, gpu=gpu, machine=machine_name(local), per_node=local, say=say)
     return (found,) if found is not None else ()
 
 
@@ -164,9 +165,12 @@ def _processes(config: Config) -> int:
     return named if named > 1 and not device_count() else default_processes()
 
 
-def _announce(checked: Checked, console: Console, *, processes: int) -> None:
+def _announce(checked: Checked, console: Console, config: Config, *, processes: int) -> None:
     from plait.observe.progress import describe
 
+    for note in (config.provenance.warning(), checked.resolved.assumed()):
+        if note is not None:
+            console.print(note, soft_wrap=True, style="yellow")
     for name, text in describe(checked, processes=processes):
         console.print(f"{name:<8}{text}", soft_wrap=True)
     for change in checked.changes:

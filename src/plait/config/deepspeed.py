@@ -1,8 +1,10 @@
 """What every key of DeepSpeed files means to Plait, as one table: supported, meaningless here and why, or refused and why.
 
 Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older releases and of published files.
-A supported key is a field of the schema, which documents it. A refused key is refused for what its value asks: `off` lists the values
-that ask for nothing. Wherever DeepSpeed accepts "auto" for a key that has no meaning here, so does Plait.
+A supported key is a field of the schema, which documents it. Meaningless here is what only tunes DeepSpeed's own implementation or prints;
+refused is what would change the numbers, the memory or an output that somebody waits for (a tracker, a checkpoint). A refused key is
+refused for what its value asks: `off` lists the values that ask for nothing. Wherever DeepSpeed accepts "auto" for a key that has no
+meaning here, so does Plait.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class Status(StrEnum):
 
     SUPPORTED = "supported"
     RENAMED = "renamed"
-    MEANINGLESS = "meaningless"
+    IGNORED = "ignored"
     REFUSED = "refused"
     COMMENT = "comment"
 
@@ -45,7 +47,7 @@ _OFFLOAD_DETAIL = "a detail of DeepSpeed's copies; what is offloaded are files i
 _PARAM_IN_CPU = "what stays in memory are the buffers, offload_param.buffer_count x buffer_size numbers; all shards are in files"
 _PARAM_PIN = "files are mapped and need no pinned memory; with device cpu, offload_optimizer.pin_memory pins shards and gradients together"
 _PRINTS = "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl"
-_MONITOR = "every step is written to metrics.jsonl in `run.folder`; no tracker is called"
+_MONITOR = "a setting of a tracker that is off; every step is written to metrics.jsonl in `run.folder`"
 _PROFILE = "a report that changes no result; Plait does not write it"
 _OPTIMIZERS = "any torch.optim.Optimizer works at every stage, so there is nothing to allow"
 _DEEPCOMPILE = "how DeepCompile works; `compile` uses torch.compile"
@@ -94,6 +96,7 @@ SUPPORTED: tuple[str, ...] = (
     "fp16.min_loss_scale",
     "bf16.enabled",
     "bf16.check_grad_overflow",
+    "data_types.grad_accum_dtype",
     "optimizer.type",
     "optimizer.states",
     "optimizer.params",
@@ -107,7 +110,7 @@ SUPPORTED: tuple[str, ...] = (
 )
 """Fields of the schema outside Plait's own sections, described there. `aliases` lists the keys that are other names of such fields."""
 
-MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
+IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     (
         _REDUCED_BY_BLOCK,
         {
@@ -154,7 +157,20 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
             "pipeline.pipe_partitioned": "flag",
             "pipeline.grad_partitioned": "flag",
             "pipeline.use_reentrant": "flag",
+            "zero_optimization.legacy_stage1": "flag",
         },
+    ),
+    (
+        "inputs of recomputed blocks are kept as they come; the allocator's expandable segments avoid fragments",
+        {"activation_checkpointing.contiguous_memory_optimization": "flag"},
+    ),
+    (
+        "gradients of embeddings are reduced dense, which gives the same sums; DeepSpeed removed the sparse form too",
+        {"sparse_gradients": "flag"},
+    ),
+    (
+        "the optimizer runs on the host once backward has finished, and computes the same",
+        {"zero_optimization.offload_optimizer.super_offload": "flag"},
     ),
     (
         "weights and optimizer states are read and written shard by shard, on any layout; nothing is gathered on one process",
@@ -234,17 +250,13 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
     (
         _MONITOR,
         {
-            "tensorboard.enabled": "flag",
             "tensorboard.output_path": "text",
             "tensorboard.job_name": "text",
-            "wandb.enabled": "flag",
             "wandb.group": "text",
             "wandb.team": "text",
             "wandb.project": "text",
-            "csv_monitor.enabled": "flag",
             "csv_monitor.output_path": "text",
             "csv_monitor.job_name": "text",
-            "comet.enabled": "flag",
             "comet.samples_log_interval": "whole",
             "comet.project": "text",
             "comet.workspace": "text",
@@ -253,7 +265,6 @@ MEANINGLESS: tuple[tuple[str, dict[str, Kind]], ...] = (
             "comet.experiment_key": "text",
             "comet.online": "flag",
             "comet.mode": "text",
-            "monitor_config": "tree",
         },
     ),
     (
@@ -401,11 +412,6 @@ _PRESENT: tuple[Kind, tuple[Any, ...]] = ("tree", ({},))
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
-        "the optimizer runs on the host once backward has finished, not piece by piece beside it",
-        'set it to false or leave it out; offload_optimizer.device = "cpu" remains',
-        {"zero_optimization.offload_optimizer.super_offload": _FLAG},
-    ),
-    Refusal(
         "compiled code offloads nothing",
         "set it to false or leave it out; parallel.activation_offload and zero_optimization.offload_optimizer work without compilation",
         {"compile.offload_activation": _FLAG, "compile.offload_opt_states": _FLAG, "compile.offload_parameters": _FLAG},
@@ -438,7 +444,6 @@ REFUSED: tuple[Refusal, ...] = (
             "zero_optimization.mics_hierarchical_params_gather": _FLAG,
         },
     ),
-    Refusal("stage 1 has one implementation; DeepSpeed removed this one too", "leave it out", {"zero_optimization.legacy_stage1": _FLAG}),
     Refusal(
         "master weights, gradients and optimizer states are kept in float32",
         "set it to false or leave it out",
@@ -447,11 +452,6 @@ REFUSED: tuple[Refusal, ...] = (
             "bf16.bf16_master_weights_and_grads": _FLAG,
             "bf16.bf16_optimizer_states": _FLAG,
         },
-    ),
-    Refusal(
-        "gradients are accumulated in the dtype of the parameters, float32",
-        'use "fp32" or leave it out',
-        {"data_types.grad_accum_dtype": ("text", ("fp32", "float32"))},
     ),
     Refusal(
         "parameters and buffers keep the dtype of the model; `fp16` and `bf16` set the dtype of the computation",
@@ -479,16 +479,6 @@ REFUSED: tuple[Refusal, ...] = (
         "the norm of all gradients is clipped by `gradient_clipping`, not by the optimizer",
         "leave it out and set gradient_clipping",
         {"optimizer.params.max_grad_norm": ("number", (0,))},
-    ),
-    Refusal(
-        "embedding gradients are reduced dense; DeepSpeed removed the sparse form too",
-        "set it to false or leave it out",
-        {"sparse_gradients": _FLAG},
-    ),
-    Refusal(
-        "inputs of recomputed blocks are kept as they come, in no common buffer",
-        "set it to false or leave it out; the allocator's expandable segments avoid fragments",
-        {"activation_checkpointing.contiguous_memory_optimization": _FLAG},
     ),
     Refusal(
         "blocks are recomputed one by one, not in groups",
@@ -559,6 +549,17 @@ REFUSED: tuple[Refusal, ...] = (
             "graph_harvesting": _FLAG,
         },
     ),
+    Refusal(
+        "no tracker is called, and who looks there would wait for ever; every step is written to metrics.jsonl in run.folder",
+        "set it to false or leave the section out, and read metrics.jsonl",
+        {
+            "tensorboard.enabled": _FLAG,
+            "wandb.enabled": _FLAG,
+            "csv_monitor.enabled": _FLAG,
+            "comet.enabled": _FLAG,
+            "monitor_config": _SWITCHED,
+        },
+    ),
     Refusal("weights are not quantised", "leave the section out", {"weight_quantization": _PRESENT}),
     Refusal(
         "the batch size does not follow the number of processes; DeepSpeed removed this too",
@@ -582,7 +583,7 @@ REFUSED: tuple[Refusal, ...] = (
 
 
 def _table() -> dict[str, Key]:
-    keys = [Key(path, Status.MEANINGLESS, kind, why) for why, group in MEANINGLESS for path, kind in group.items()]
+    keys = [Key(path, Status.IGNORED, kind, why) for why, group in IGNORED for path, kind in group.items()]
     keys += [Key(path, Status.REFUSED, kind, r.why, off, r.remedy) for r in REFUSED for path, (kind, off) in r.keys.items()]
     table = {key.path: key for key in keys}
     assert len(table) == len(keys), "a key is in the table twice"

@@ -21,7 +21,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
     if world_size % model:
         below, above = world_size // model * model, (world_size // model + 1) * model
         product = f"pp {parallel.pp} x cp {parallel.cp} x tp {parallel.tp} = {model}"
-        rule = f"{product} and {world_size} % {model} = {world_size % model}"
+        rule = f"{product} and {world_size} % {model} = {world_size % model}" if below else f"{product}, more than {processes(world_size)}"
         working = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(Problem("parallel", None, rule, f"start {working} processes, or change a degree"))
     replicate, shard = _data_degrees(parallel, stage=stage, dp=world_size // model, world_size=world_size)

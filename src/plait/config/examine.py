@@ -6,9 +6,11 @@ Nothing is dropped silently: each key of the file becomes a `Row` that says what
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import ValidationError
 
 from plait.config import keys
 from plait.config.accelerate import instead_of_accelerate, is_accelerate
@@ -38,6 +40,8 @@ class Examined:
 
     tree: Tree = field(default_factory=dict)
     """The same settings under the schema's names."""
+    raw: Tree = field(default_factory=dict)
+    """The file with the overrides applied, its keys as written."""
     rows: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
@@ -63,11 +67,22 @@ def examine(document: Document, overrides: Sequence[tuple[tuple[str, ...], Any]]
         problem = apply_override(tree, path, value)
         if problem is not None:
             found.problems.append(problem)
+    found.raw = tree
     _visit_section((), (), tree, found)
     overridden = {".".join(path) for path, _ in overrides}
     for target, candidates in found.candidates.items():
         _settle(target, candidates, found, overridden)
     return found
+
+
+def at_path(tree: Mapping[str, Any], path: str) -> Any:
+    """What stands at a dotted path; None where nothing does."""
+    here: Any = tree
+    for name in path.split("."):
+        if not isinstance(here, Mapping):
+            return None
+        here = here.get(name)
+    return here
 
 
 def is_comment(name: str) -> bool:
@@ -114,7 +129,7 @@ def _visit(written: tuple[str, ...], path: tuple[str, ...], value: Any, found: E
         _visit_known_section(written, path, SHORT_FORMS.get(dotted, lambda same: same)(value), found)
     else:
         remedy = keys.remedy_for(".".join(path[:-1]), path[-1])
-        found.problems.append(Problem(shown, value, "is no key that Plait knows", remedy))
+        found.problems.append(Problem(shown, value, "unknown key", remedy))
 
 
 def _visit_known_section(written: tuple[str, ...], path: tuple[str, ...], value: Any, found: Examined) -> None:
@@ -124,7 +139,7 @@ def _visit_known_section(written: tuple[str, ...], path: tuple[str, ...], value:
             _section(found.tree, path)  # `"run": {}` asks for the section with its defaults
         _visit_section(written, path, value, found)
     elif value is False and dotted.split(".")[0] not in PLAIT_SECTIONS:
-        found.rows.append(Row(shown, value, Status.MEANINGLESS, "false: the section is left out", dotted))
+        found.rows.append(Row(shown, value, Status.IGNORED, "false: the section is left out", dotted))
     else:
         inside = keys.inside(dotted)
         example = next((name for name in ("enabled", "stage", "type", "device", "tp_size", "path") if name in inside), inside[0])
@@ -178,7 +193,7 @@ def _visit_free(written: tuple[str, ...], dotted: str, value: Tree, found: Exami
             kept[name] = item
             only = dotted == "optimizer.params" and name in ONLY
             meaning = ONLY[name][1] if only else _FREE.get(dotted, f"part of {dotted}")
-            found.rows.append(Row(shown, item, Status.MEANINGLESS if only else Status.SUPPORTED, meaning, inner))
+            found.rows.append(Row(shown, item, Status.IGNORED if only else Status.SUPPORTED, meaning, inner))
     return kept
 
 
@@ -191,7 +206,7 @@ def _visit_table(shown: str, key: Key, value: Any, found: Examined) -> None:
     name = f"{key.path}: " if shown != key.path else ""
     status, meaning = key.status, key.why
     if key.status is Status.REFUSED and asks_for_nothing(key, value):
-        status, meaning = Status.MEANINGLESS, f"this value asks for nothing; another would be refused: {key.why}"
+        status, meaning = Status.IGNORED, f"this value asks for nothing; another would be refused: {key.why}"
     elif key.status is Status.REFUSED:
         found.problems.append(Problem(shown, value, key.why, key.remedy))
     found.rows.append(Row(shown, value, status, name + meaning, key.path))
@@ -205,7 +220,7 @@ def _settle(target: str, candidates: list[Candidate], found: Examined, overridde
     said = [c for c in candidates if c.value != "auto"] or candidates
     first = said[0]
     for other in said[1:]:
-        if other.value != first.value:
+        if not _alike(target, first.value, other.value):
             both = " and ".join(f"{c.written} = {json.dumps(c.value, default=str)}" for c in (first, other))
             found.problems.append(Problem(both, None, f"both set {target} and disagree", "keep one of them"))
             return
@@ -214,6 +229,19 @@ def _settle(target: str, candidates: list[Candidate], found: Examined, overridde
     source = _origin(first.written, overridden)
     found.origins[target] = f"{source}: {first.written}" if first.written != target else source
     found.written[target] = first.written
+
+
+def _alike(target: str, value: Any, other: Any) -> bool:
+    """Whether two values mean the same to the setting, however they are written (`8` and `"8"`, `fp32` and `float32`)."""
+    if value == other:
+        return True
+    if target not in keys.fields():
+        return False
+    reads = keys.values_of(target)
+    try:
+        return bool(reads.validate_python(value) == reads.validate_python(other))
+    except ValidationError:
+        return False
 
 
 def _section(tree: Tree, path: Sequence[str]) -> Tree:

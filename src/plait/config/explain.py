@@ -5,19 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.config.deepspeed import Status
 from plait.config.degrees import smallest_world
-from plait.config.resolve import Resolved, finish, look, resolve
+from plait.config.numbers import MOST_PROCESSES
+from plait.config.resolve import Outline, Resolved, finish, look, outline
 from plait.config.schema import Config, Row
 from plait.config.source import Source
 from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
 from plait.parallel.data import DataParallel
 from plait.parallel.parameter_offload import ParameterOffload
+from plait.parallel.precision import Precision
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB
 
@@ -42,7 +44,7 @@ class Explanation:
     keys: tuple[Row, ...]
     """One row a key, in the order of the file."""
     values: tuple[Value, ...]
-    """Empty where there are problems."""
+    """Those that can be had; where there are problems, not all."""
     problems: tuple[Problem, ...]
 
 
@@ -56,15 +58,23 @@ def explain(source: Source, overrides: Sequence[str] = (), *, world_size: int | 
     try:
         config = finish(document, found)
         world_size = world_size or _processes(config)
-        resolved = resolve(config, world_size=world_size)
     except ConfigError as error:
         return Explanation(document.name, world_size, rows, (), error.problems)
-    return Explanation(document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(resolved), ())
+    draft = outline(config, world_size=world_size)
+    if draft.problems:
+        return Explanation(document.name, world_size, rows, values_of(draft), draft.problems)
+    resolved = Resolved(**draft.values, sources=draft.sources)
+    return Explanation(document.name, world_size, tuple(_idle(row, resolved) for row in rows), values_of(draft), ())
 
 
 def _processes(config: Config) -> int:
     given = config.run.processes if config.run is not None else "auto"
-    return given if isinstance(given, int) else smallest_world(config.parallel)
+    count = given if isinstance(given, int) else smallest_world(config.parallel)
+    if count > MOST_PROCESSES:
+        raise ConfigError(
+            Problem("parallel", None, f"its degrees take {count:,} processes, and there are at most {MOST_PROCESSES:,}", "lower one")
+        )
+    return count
 
 
 # ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
@@ -122,6 +132,16 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (("activation_checkpointing.partition_activations",), lambda r: r.layout.tp == 1, "parallel.tp is 1"),
     (
+        ("activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"),
+        lambda r: r.recompute.mode == "none",
+        "no block is recomputed (parallel.recompute.mode is none), so no input of one is kept anywhere",
+    ),
+    (
+        ("data_types.grad_accum_dtype",),
+        lambda r: r.precision.compute is None,
+        "neither fp16 nor bf16 is on: gradients have the parameters' dtype",
+    ),
+    (
         ("parallel.links", "parallel.measure_seconds"),
         lambda r: r.data_parallel.all_reduce != "by-machines" or r.data_parallel.compression.gradients,
         "all_reduce or compress_gradients says how gradients are summed",
@@ -178,16 +198,17 @@ def _idle(row: Row, resolved: Resolved) -> Row:
             and row.status in (Status.SUPPORTED, Status.RENAMED)
             and is_idle(resolved)
         ):
-            return replace(row, status=Status.MEANINGLESS, meaning=why)
+            return replace(row, status=Status.IGNORED, meaning=why)
     return row
 
 
 # ---- resolved values ----------------------------------------------------------------------------------------------------------------
 
 
-def values_of(resolved: Resolved) -> tuple[Value, ...]:
-    """Every value of a Resolved with its source, under the name that sets it."""
-    named = _named(resolved)
+def values_of(resolved: Resolved | Outline) -> tuple[Value, ...]:
+    """Every value of a Resolved, or of what could be had of one, with its source, under the name that sets it."""
+    values = resolved.values if isinstance(resolved, Outline) else {name: getattr(resolved, name) for name in Resolved.model_fields}
+    named = _named(values, resolved.sources)
     return tuple(Value(name, value, resolved.sources[name]) for name, value in named.items())
 
 
@@ -201,28 +222,22 @@ def _compression_of(data: DataParallel) -> str:
     return "powersgd" if data.compression.powersgd_rank else _BITS[data.compression.gradient_bits]
 
 
-def _named(resolved: Resolved) -> dict[str, Any]:
-    scale, precision, data = resolved.precision.loss_scale, resolved.precision, resolved.data_parallel
+def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+    """A part of a configuration that could not be resolved is left out."""
+    found: dict[str, Any] = {}
+    for part, tell in _TELL.items():
+        if part in values:
+            found |= tell(values[part])
+    for section in ("model", "data", "run"):
+        found |= _flat(values[section], section, sources)
+    return found
+
+
+def _of_data(data: DataParallel) -> dict[str, Any]:
     wire = data.compression
-    values: dict[str, Any] = {
-        "train_batch_size": resolved.batch.train_batch_size,
-        "train_micro_batch_size_per_gpu": resolved.batch.micro_batch_size,
-        "gradient_accumulation_steps": resolved.batch.accumulation,
-        **{f"parallel.{axis}": degree for axis, degree in resolved.layout.degrees.items()},
-        **{f"parallel.{name}": getattr(resolved.tensor_parallel, name) for name in _TENSOR},
-        "parallel.blocks": list(resolved.blocks) or "found in the model",
+    return {
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
-        "parallel.loss_chunk_tokens": resolved.loss_chunk_tokens,
-        "parallel.recompute.mode": resolved.recompute.mode,
-        "parallel.recompute.every": resolved.recompute.every,
-        "parallel.recompute.keep": list(resolved.recompute.keep),
-        "parallel.recompute.budget_gib": resolved.recompute.budget_bytes / GIB or "none",
-        "parallel.recompute.sequence_length": resolved.recompute.sequence_length or "not needed",
-        "parallel.activation_offload.fraction": resolved.activation_offload.fraction,
-        "parallel.activation_offload.device": resolved.activation_offload.device,
-        "parallel.activation_offload.path": resolved.activation_offload.path or "none",
-        "activation_checkpointing.partition_activations": resolved.recompute.partition_inputs,
         "parallel.transport": data.transport,
         "parallel.all_reduce": data.all_reduce,
         "parallel.measure_seconds": data.measure_seconds,
@@ -232,45 +247,89 @@ def _named(resolved: Resolved) -> dict[str, Any]:
         "parallel.error_feedback": any(way.error_feedback or way.powersgd_rank for way in (wire, *data.may_compress)),
         "parallel.powersgd_rank": max(way.powersgd_rank for way in (wire, *data.may_compress)),
         "parallel.second_copy": data.second_copy,
-        "parallel.nccl_algorithm": resolved.nccl.algorithm or "NCCL decides",
-        "parallel.nccl_protocol": resolved.nccl.protocol or "NCCL decides",
         "zero_optimization.stage": data.stage,
-        "zero_optimization.offload_optimizer.device": resolved.optimizer_offload.device,
-        "zero_optimization.offload_param.device": _said(resolved.parameter_offload),
-        "zero_optimization.offload_param.nvme_path": resolved.parameter_offload.path or "none",
-        "zero_optimization.offload_param.buffer_count": resolved.parameter_offload.buffer_count,
-        "zero_optimization.offload_param.buffer_size": resolved.parameter_offload.buffer_bytes // 4 or "not needed",
-        "zero_optimization.offload_optimizer.pin_memory": resolved.optimizer_offload.pin_memory,
-        "zero_optimization.offload_optimizer.ratio": resolved.optimizer_offload.ratio,
-        "zero_optimization.offload_optimizer.nvme_path": resolved.optimizer_offload.path or "none",
-        "zero_optimization.offload_optimizer.buffer_count": resolved.optimizer_offload.buffer_count,
-        "zero_optimization.offload_optimizer.buffer_size": resolved.optimizer_offload.buffer_bytes // 4 or "not needed",
+    }
+
+
+def _of_precision(precision: Precision) -> dict[str, Any]:
+    found: dict[str, Any] = {
         "precision.compute": precision.compute or "the parameters' own",
         "precision.reduce": precision.reduce or "the gradients' own",
         "precision.check_overflow": precision.check_overflow,
     }
+    scale = precision.loss_scale
     if scale is not None:
         numbers = (scale.static, scale.initial_scale_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis, scale.minimum)
-        values |= {f"fp16.{name}": number for name, number in zip(_FP16, numbers, strict=True)}
-    values["gradient_clipping"] = resolved.gradient_clipping
-    values |= {"optimizer.type": resolved.optimizer.type, "optimizer.states": resolved.optimizer.states}
-    values |= {f"optimizer.params.{name}": value for name, value in resolved.optimizer.params.items()}
-    values["scheduler.type"] = resolved.scheduler.type if resolved.scheduler else "constant"
-    values |= {f"scheduler.params.{name}": value for name, value in (resolved.scheduler.params if resolved.scheduler else {}).items()}
-    values |= {f"compile.{name}": getattr(resolved.compile, name) for name in ("enabled", "backend", "mode")}
-    for section in ("model", "data", "run"):
-        values |= _flat(getattr(resolved, section), section, resolved)
-    return values
+        found |= {f"fp16.{name}": number for name, number in zip(_FP16, numbers, strict=True)}
+    return found
 
 
-def _flat(section: Any, path: str, resolved: Resolved) -> dict[str, Any]:
+_TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "batch": lambda batch: {
+        "train_batch_size": batch.train_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.accumulation,
+    },
+    "layout": lambda layout: {f"parallel.{axis}": degree for axis, degree in layout.degrees.items()},
+    "tensor_parallel": lambda tensor: {f"parallel.{name}": getattr(tensor, name) for name in _TENSOR},
+    "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},
+    "data_parallel": _of_data,
+    "loss_chunk_tokens": lambda tokens: {"parallel.loss_chunk_tokens": tokens},
+    "recompute": lambda recompute: {
+        "parallel.recompute.mode": recompute.mode,
+        "parallel.recompute.every": recompute.every,
+        "parallel.recompute.keep": list(recompute.keep),
+        "parallel.recompute.budget_gib": recompute.budget_bytes / GIB or "none",
+        "parallel.recompute.sequence_length": recompute.sequence_length or "not needed",
+        "activation_checkpointing.partition_activations": recompute.partition_inputs,
+    },
+    "activation_offload": lambda offload: {
+        "parallel.activation_offload.fraction": offload.fraction,
+        "parallel.activation_offload.device": offload.device,
+        "parallel.activation_offload.path": offload.path or "none",
+    },
+    "nccl": lambda nccl: {
+        "parallel.nccl_algorithm": nccl.algorithm or "NCCL decides",
+        "parallel.nccl_protocol": nccl.protocol or "NCCL decides",
+    },
+    "parameter_offload": lambda offload: {
+        "zero_optimization.offload_param.device": _said(offload),
+        "zero_optimization.offload_param.nvme_path": offload.path or "none",
+        "zero_optimization.offload_param.buffer_count": offload.buffer_count,
+        "zero_optimization.offload_param.buffer_size": offload.buffer_bytes // 4 or "not needed",
+    },
+    "optimizer_offload": lambda offload: {
+        "zero_optimization.offload_optimizer.device": offload.device,
+        "zero_optimization.offload_optimizer.pin_memory": offload.pin_memory,
+        "zero_optimization.offload_optimizer.ratio": offload.ratio,
+        "zero_optimization.offload_optimizer.nvme_path": offload.path or "none",
+        "zero_optimization.offload_optimizer.buffer_count": offload.buffer_count,
+        "zero_optimization.offload_optimizer.buffer_size": offload.buffer_bytes // 4 or "not needed",
+    },
+    "precision": _of_precision,
+    "gradient_clipping": lambda norm: {"gradient_clipping": norm},
+    "optimizer": lambda spec: {
+        "optimizer.type": spec.type,
+        "optimizer.states": spec.states,
+        **{f"optimizer.params.{name}": value for name, value in spec.params.items()},
+    },
+    "scheduler": lambda spec: {
+        "scheduler.type": spec.type if spec else "constant",
+        **{f"scheduler.params.{name}": value for name, value in (spec.params if spec else {}).items()},
+    },
+    "compile": lambda compiled: {f"compile.{name}": getattr(compiled, name) for name in ("enabled", "backend", "mode")},
+}
+"""Part of a configuration to its values, under the names that set them."""
+
+
+def _flat(section: Any, path: str, sources: Mapping[str, str]) -> dict[str, Any]:
     if section is None:
         return {}
     found: dict[str, Any] = {}
     for name in type(section).model_fields:
         inner, value = f"{path}.{name}", getattr(section, name)
-        if inner in resolved.sources:
+        if inner in sources:
             found[inner] = value
         else:
-            found |= _flat(value, inner, resolved)
+            found |= _flat(value, inner, sources)
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from plait.config.aliases import ALIASES
 from plait.config.deepspeed import TABLE, Kind
+from plait.config.degrees import PLANNED
 from plait.config.schema import Config
 
 _TYPES: dict[Kind, list[str]] = {
@@ -24,12 +25,25 @@ _TYPES: dict[Kind, list[str]] = {
 def json_schema() -> dict[str, Any]:
     """The schema as JSON values."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema(), "title": "Plait configuration"}
+    for path in PLANNED:
+        _or_auto(schema, path)
     for path, key in TABLE.items():
         types = {"type": sorted({*_TYPES[key.kind], "string"})} if key.kind in _TYPES else {}
         _add(schema, path, {**types, "description": f"{key.status}: {key.why}", "deprecated": True})
     for path, alias in ALIASES.items():
         _add(schema, path, {"description": f"Another name of {alias.target} ({alias.note})."})
     return schema
+
+
+def _or_auto(schema: dict[str, Any], path: str) -> None:
+    """ "auto" too, which `plait train` and `plait plan` answer."""
+    *parents, last = path.split(".")
+    node = schema
+    for name in parents:
+        node = _followed(schema, node["properties"][name])
+    found = node["properties"][last]
+    told = {name: found.pop(name) for name in ("description", "default", "title") if name in found}
+    node["properties"][last] = {"anyOf": [*(found.get("anyOf") or [found]), {"const": "auto", "type": "string"}], **told}
 
 
 def _add(schema: dict[str, Any], path: str, entry: dict[str, Any]) -> None:

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from pydantic import TypeAdapter
+
 from plait.config.aliases import ALIASES
 from plait.config.deepspeed import TABLE
 from plait.config.schema import Config
 from plait.policy import Policy
+
+_LONGEST_NAME = 100
+"""A longer name is no misspelt one."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Field:
     description: str
     free: bool
     """Its value is an object with keys that the schema does not list (`model.config`, `optimizer.params`)."""
+    annotation: Any
+    """Its type with everything that is asked of a value."""
 
 
 def policy_in(annotation: Any) -> type[Policy] | None:
@@ -50,7 +57,8 @@ def walk_fields(policy: type[Policy], prefix: str = "") -> Iterator[Field]:
         if section is not None:
             yield from walk_fields(section, f"{path}.")
         else:
-            yield Field(path, info.description or "", _is_free(info.annotation))
+            whole = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+            yield Field(path, info.description or "", _is_free(info.annotation), whole)
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -63,6 +71,12 @@ def _prefixes(path: str) -> Iterator[str]:
 def fields() -> dict[str, Field]:
     """Path to setting, for every setting of the schema."""
     return {field.path: field for field in walk_fields(Config)}
+
+
+@cache
+def values_of(path: str) -> TypeAdapter[Any]:
+    """What reads a value of the setting `path`, alone."""
+    return TypeAdapter(fields()[path].annotation)
 
 
 @cache
@@ -106,6 +120,8 @@ def remedy_for(section: str, name: str) -> str:
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """All candidates at the least edit distance from `name`, at most a third of its letters away; at most five."""
+    if len(name) > _LONGEST_NAME:
+        return []
     written, limit = name.lower().replace("-", "_"), max(1, len(name) // 3)
     near = [candidate for candidate in candidates if abs(len(candidate) - len(written)) <= limit]
     measured = sorted((edit_distance(written, candidate.lower()), candidate) for candidate in near)

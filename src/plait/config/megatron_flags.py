@@ -36,7 +36,7 @@ def _sets(target: str, takes: Takes = "value", convert: Callable[[Any], Any] | N
 
 
 def _ignored(why: str, names: str, takes: Takes = "value") -> dict[str, Flag]:
-    return {name: Flag(Status.MEANINGLESS, why, takes=takes) for name in names.split()}
+    return {name: Flag(Status.IGNORED, why, takes=takes) for name in names.split()}
 
 
 def _refused(why: str, remedy: str, names: str, takes: Takes = "value", off: tuple[Any, ...] = ()) -> dict[str, Flag]:
@@ -67,11 +67,25 @@ _MODEL = "describes Megatron's own model; Plait takes the model from plait.initi
 _DATA = "describes Megatron's own data loader; `plait train` reads the `data` section, an own loop brings its batches"
 _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
+_TRACKER = "no tracker is called, and who looks there would wait for ever; every step is written to metrics.jsonl in run.folder"
 _LOGGING = "every step is written to metrics.jsonl in `run.folder`"
-_SCHEDULE = "a schedule is described by the `scheduler` section"
-_SCHEDULE_REMEDY = (
-    """add for example --set 'scheduler={"type": "WarmupCosineLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}}'"""
-)
+_STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root")}
+DISTRIBUTED, LAYERS_PER_STAGE = "--use-distributed-optimizer", "--num-layers-per-virtual-pipeline-stage"
+"""Targets of flags whose meaning depends on other flags; `megatron` settles them."""
+
+DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
+"""What Megatron-LM takes where a flag is left out and Plait's default is another."""
+OF_FP16: Mapping[str, Any] = {"fp16.initial_scale_power": 32}
+"""The same with --fp16."""
+OF_BF16: Mapping[str, Any] = {"communication_data_type": "fp32"}
+"""The same with --bf16: Megatron-LM then accumulates and reduces gradients in float32."""
+OF_OPTIMIZER: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": {"weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
+    "SGD": {"weight_decay": 0.01, "momentum": 0.9},
+    "Lion": {"weight_decay": 0.01},
+    "Muon": {"weight_decay": 0.01},
+}
+"""The same with --lr: parameters of the optimizer."""
 
 FLAGS: dict[str, Flag] = {
     "tensor_model_parallel_size": _sets("parallel.tp"),
@@ -79,12 +93,19 @@ FLAGS: dict[str, Flag] = {
     "context_parallel_size": _sets("parallel.cp"),
     "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
     "recompute_granularity": _sets("parallel.recompute.mode", convert=_one_of({"full": "full", "selective": "selective"})),
+    **_refused(
+        "selective recomputation keeps the products with weights, as Megatron-LM's core_attn does",
+        "leave it out, or set parallel.recompute.keep",
+        "recompute_modules",
+        "values",
+        off=(["core_attn"],),
+    ),
     "recompute_activations": _sets("parallel.recompute.mode", "switch", lambda on: "selective"),
     "checkpoint_activations": _sets("parallel.recompute.mode", "switch", lambda on: "full"),
     "distribute_saved_activations": _sets("activation_checkpointing.partition_activations", "switch"),
     "num_layers": _sets("num_layers"),
     "num_distributed_optimizer_instances": _sets("parallel.dp_replicate"),
-    "use_distributed_optimizer": _sets("zero_optimization.stage", "switch", lambda on: 1),
+    "use_distributed_optimizer": _sets(DISTRIBUTED, "switch", lambda on: 1),
     "use_torch_fsdp2": _sets("zero_optimization.stage", "switch", lambda on: 3),
     "data_parallel_sharding_strategy": _sets("zero_optimization.stage", convert=_one_of(_STRATEGIES)),
     "ddp_bucket_size": _sets("zero_optimization.reduce_bucket_size"),
@@ -107,6 +128,12 @@ FLAGS: dict[str, Flag] = {
     "adam_beta2": _sets("optimizer.params.beta2"),
     "adam_eps": _sets("optimizer.params.eps"),
     "sgd_momentum": _sets("optimizer.params.momentum"),
+    "lr_decay_style": _sets("scheduler.params.decay_style", convert=_one_of(_STYLES)),
+    "lr_decay_iters": _sets("scheduler.params.total_num_steps"),
+    "lr_warmup_iters": _sets("scheduler.params.warmup_num_steps"),
+    "lr_warmup_fraction": _sets("scheduler.params.warmup_fraction"),
+    "lr_warmup_init": _sets("scheduler.params.init_lr"),
+    "min_lr": _sets("scheduler.params.min_lr"),
     "train_iters": _sets("run.steps"),
     "seed": _sets("run.seed"),
     "save": _sets("run.folder"),
@@ -150,9 +177,8 @@ FLAGS: dict[str, Flag] = {
     ),
     **_ignored(_DATA, "data_path train_data_path valid_data_path test_data_path", "values"),
     **_ignored(_DATA, "mock_data no_mmap_bin_files no_create_attention_mask_in_dataloader reset_position_ids eod_mask_loss", "switch"),
-    **_ignored(
-        _LOGGING, "tensorboard_dir tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir timing_log_level log_memory_interval"
-    ),
+    **_ignored(_LOGGING, "tensorboard_queue_size wandb_exp_name wandb_save_dir timing_log_level log_memory_interval"),
+    **_refused(_TRACKER, "leave it out, and read metrics.jsonl", "tensorboard_dir wandb_project", off=("",)),
     **_ignored(
         _LOGGING,
         "log_throughput log_params_norm log_num_zeros_in_grad log_timers_to_tensorboard log_validation_ppl_to_tensorboard "
@@ -162,10 +188,11 @@ FLAGS: dict[str, Flag] = {
     **_ignored("checkpoints are written by torch.distributed.checkpoint, one file a process", "ckpt_format dist_ckpt_format"),
     **_ignored("checkpoints are written by torch.distributed.checkpoint, one file a process", "use_dist_ckpt async_save", "switch"),
     "num_virtual_stages_per_pipeline_rank": _sets("parallel.pipeline.stages_per_rank"),
+    "num_layers_per_virtual_pipeline_stage": _sets(LAYERS_PER_STAGE),
     **_refused(
         "stages are given by their number, and by parallel.pipeline.blocks_per_stage",
         "give --num-virtual-stages-per-pipeline-rank",
-        "num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout",
+        "pipeline_model_parallel_layout",
     ),
     **_refused(
         "pipeline stages are balanced by their predicted time",
@@ -199,8 +226,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused("the batch size is the same at every step", "leave it out and give --global-batch-size", "rampup_batch_size", "values"),
     **_refused("the length of a run is counted in steps", "use --train-iters", "train_samples lr_decay_samples lr_warmup_samples"),
-    **_refused(_SCHEDULE, _SCHEDULE_REMEDY, "lr_decay_iters lr_warmup_iters lr_warmup_fraction lr_warmup_init min_lr lr_wsd_decay_iters"),
-    **_refused(_SCHEDULE, _SCHEDULE_REMEDY, "lr_decay_style", off=("constant",)),
+    **_refused("the style WSD is not one of Plait's", "use --lr-decay-style cosine", "lr_wsd_decay_iters lr_wsd_decay_style"),
     **_refused("weight decay is the same at every step", "use --weight-decay", "start_weight_decay end_weight_decay"),
     **_refused("weight decay is the same at every step", "use --weight-decay", "weight_decay_incr_style", off=("constant",)),
     **_refused("one learning rate for all parameters", "use --lr", "decoupled_lr decoupled_min_lr"),

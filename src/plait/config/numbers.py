@@ -20,7 +20,11 @@ Fraction = Annotated[float, BeforeValidator(_not_bool), Field(ge=0, lt=1)]
 """0 or more, below 1: a momentum."""
 Finite = Annotated[float, BeforeValidator(_not_bool), Field(allow_inf_nan=False)]
 """Any number but inf and nan."""
-Whole = Annotated[int, BeforeValidator(_not_bool)]
+LARGEST = 2**63 - 1
+"""Of a whole number: what torch and the file formats hold."""
+MOST_PROCESSES = 2**20
+"""Of one kind of parallelism, or on one machine."""
+Whole = Annotated[int, BeforeValidator(_not_bool), Field(ge=-LARGEST, le=LARGEST)]
 """A whole number; 1e3 is one, 1.5 is not."""
 Count = Annotated[Whole, Field(ge=0)]
 """0, 1, 2, ..."""

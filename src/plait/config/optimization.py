@@ -54,8 +54,8 @@ class SchedulerSpec(Policy):
     """Which learning rate schedule, and its parameters."""
 
     type: str
-    """DeepSpeed's `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` and `LRRangeTest`, Transformers' `linear`, `cosine`,
-    `constant_with_warmup` and the like, or a name in `torch.optim.lr_scheduler`."""
+    """DeepSpeed's `WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle` and `LRRangeTest`, Megatron-LM's as `MegatronLR`,
+    Transformers' `linear`, `cosine`, `constant_with_warmup` and the like, or a name in `torch.optim.lr_scheduler`."""
     params: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """Its parameters by name. The length of the run, where it is `auto` or left out, is filled in by the run."""
 

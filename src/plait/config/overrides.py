@@ -13,8 +13,8 @@ Tree = dict[str, Any]
 
 def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | None:
     """Set `path`, after removing what the file says about the same setting under any other name. `null` removes."""
-    _expand_short_forms(tree)
     dotted = ".".join(path)
+    _expand_short_forms(tree, _target(dotted))
     for other in _leaves(tree, ()):
         if ".".join(other) != dotted and _target(".".join(other)) == _target(dotted):
             _remove(tree, other)
@@ -23,7 +23,9 @@ def apply_override(tree: Tree, path: tuple[str, ...], value: Any) -> Problem | N
         return None
     here = tree
     for depth, name in enumerate(path[:-1], start=1):
-        here = here.setdefault(name, {})
+        if here.get(name) in (None, False):  # a section that is left out
+            here[name] = {}
+        here = here[name]
         if not isinstance(here, dict):
             shown = ".".join(path[:depth])
             return Problem(f"--set {dotted}", value, f"{shown} is {here!r} and has no keys in it", f"set {shown} itself")
@@ -40,9 +42,12 @@ def _target(path: str) -> str:
     return f"{ALIASES[head].target}.{rest}" if head in ALIASES else path
 
 
-def _expand_short_forms(tree: Tree) -> None:
+def _expand_short_forms(tree: Tree, target: str) -> None:
+    """Write out a section that stands as one value, where `target` may be in it."""
     for name, expand in SHORT_FORMS.items():
-        if name in tree:
+        if name in tree and (
+            target.startswith(f"{name}.") or any(path.startswith(f"{name}.") and a.target == target for path, a in ALIASES.items())
+        ):
             tree[name] = expand(tree[name])
 
 

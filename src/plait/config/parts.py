@@ -36,6 +36,12 @@ _LOSS_SCALE = {
 _REDUCE: dict[str, ReduceDtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
+ASSUMED = "auto: Transformers' default"
+"""Source of a value that a command line of Transformers would give, and whose default there is taken."""
+ACCUMULATED = "data_types.grad_accum_dtype"
+_COMMAND = "is what Transformers' TrainingArguments say"
+
+
 @dataclass
 class Findings:
     """What is known while a Config is resolved."""
@@ -69,12 +75,12 @@ class Findings:
 def layout(found: Findings, *, world_size: int) -> Layout:
     """Who does what."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
+    found.sources["zero_optimization.stage"] = found.config.origin("zero_optimization.stage")
     solved = solve_layout(parallel, stage=stage, world_size=world_size)
     for axis in AXES:
         given = isinstance(getattr(parallel, axis), int)
         rest = f"derived: {processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp {solved.tp}), ZeRO stage {stage}"
         found.sources[f"parallel.{axis}"] = found.config.origin(f"parallel.{axis}") if given else rest
-    found.sources["zero_optimization.stage"] = found.config.origin("zero_optimization.stage")
     _check_against(found, solved, world_size)
     return solved
 
@@ -112,6 +118,13 @@ def batch(found: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
         found.sources[name] = "auto: the caller's" if value == "auto" else found.config.origin(name)
     if given[TRAIN] is None and given[MICRO] is None and micro_batch_size is not None:
         given[MICRO], found.sources[MICRO] = micro_batch_size, CALLERS
+    if (
+        given[TRAIN] is None
+        and given[MICRO] is None
+        and "auto" in (found.config.train_batch_size, found.config.train_micro_batch_size_per_gpu)
+    ):
+        path, rule = MICRO if found.config.train_micro_batch_size_per_gpu == "auto" else TRAIN, f"{_COMMAND}, and none are here"
+        raise ConfigError(Problem(path, "auto", rule, f"write the samples, in {MICRO} or in {TRAIN} (dp is {dp})"))
     solved = solve_batch(given[TRAIN], given[MICRO], given[ACCUMULATION], dp)
     train, micro, accumulation = solved.train_batch_size, solved.micro_batch_size, solved.accumulation
     auto = found.config.gradient_accumulation_steps == "auto"
@@ -128,8 +141,7 @@ def batch(found: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
 def precision(found: Findings) -> Precision:
     """Dtypes, and the loss scale of float16."""
     fp16, bf16 = found.config.fp16, found.config.bf16
-    half = found.value("fp16.enabled", fp16.enabled, False, "off, the default")
-    brain = found.value("bf16.enabled", bf16.enabled, False, "off, the default")
+    half, brain = _half_or_brain(found)
     check = found.value("bf16.check_grad_overflow", bf16.check_grad_overflow, True, "DeepSpeed's default")
     if half and brain:
         raise ConfigError(
@@ -154,16 +166,47 @@ def precision(found: Findings) -> Precision:
     )
 
 
+def _half_or_brain(found: Findings) -> tuple[bool, bool]:
+    """(float16, bfloat16). "auto" is the caller's choice; without one it follows only where the other is switched on. It is never taken for
+    off: a run in float32 that nobody asked for costs several times as much and says nothing."""
+    values = {"fp16": found.config.fp16.enabled, "bf16": found.config.bf16.enabled}
+    whole = {name: found.auto.get(f"{name}.enabled") if value == "auto" else value for name, value in values.items()}
+    on = next((name for name, value in whole.items() if value), None)
+    told = any(f"{name}.enabled" in found.auto for name in values)
+    problems = []
+    for name, value in values.items():
+        path = f"{name}.enabled"
+        if value != "auto" or path in found.auto:
+            found.value(path, value, False, "")
+        elif on is not None or told:
+            found.sources[path] = f"auto: off, because {on} is on" if on else "auto: off, as the caller chose neither"
+        else:
+            rule = f"{_COMMAND} (--{name}), and none are here"
+            problems.append(Problem(path, "auto", rule, "write true or false"))
+    if problems:
+        raise ConfigError(*problems)
+    return bool(whole["fp16"]), bool(whole["bf16"])
+
+
 def _reduce(found: Findings, compute: ComputeDtype | None) -> ReduceDtype | None:
     named = found.config.communication_data_type
     if named is not None:
+        wanted, stage = found.config.data_types.grad_accum_dtype, found.config.zero_optimization.stage
+        if wanted == "fp32" and named != "fp32" and compute is not None and stage < 2:
+            rule = f"at ZeRO stage {stage} micro-batches are added up in the dtype of the reduction, and communication_data_type is {named}"
+            found.problems.append(Problem(ACCUMULATED, wanted, rule, 'set communication_data_type to "fp32", or leave this out'))
         found.sources["precision.reduce"] = f"{found.config.origin('communication_data_type')}: communication_data_type"
         return _REDUCE[named]
     if compute is None:
         found.sources["precision.reduce"] = "default: the gradients' own"
         return None
-    found.sources["precision.reduce"] = "default of DeepSpeed: the dtype of the computation" if found.config.is_deepspeed else "default"
-    return compute if found.config.is_deepspeed else "float32"
+    if found.config.data_types.grad_accum_dtype == "fp32":
+        # Gradients of a step's micro-batches are added up in what they are reduced in, until the stages shard them.
+        found.sources["precision.reduce"] = f"{found.config.origin(ACCUMULATED)}: {ACCUMULATED}"
+        return "float32"
+    # As in DeepSpeed, whatever else the file says: a default that looked at other keys would change when one is added.
+    found.sources["precision.reduce"] = "default, DeepSpeed's: the dtype of the computation"
+    return compute
 
 
 def _loss_scale(found: Findings, fp16: Fp16Section) -> LossScale:
@@ -193,7 +236,7 @@ def optimizer(found: Findings) -> OptimizerSpec:
     found.sources |= {f"optimizer.{name}": found.config.origin(f"optimizer.{name}") for name in ("type", "states")}
     if spec is None:
         return OptimizerSpec()
-    params = _callers(found, "optimizer.params", spec.params, "Transformers' default")
+    params = _callers(found, "optimizer.params", spec.params, ASSUMED.removeprefix("auto: "))
     return OptimizerSpec(type=spec.type, states=spec.states, params=params).resolved()
 
 

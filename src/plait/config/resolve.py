@@ -7,6 +7,7 @@ value where it came from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ class Resolved(Policy):
     """Where each value came from: "file", "override", "default", "auto: ...", "derived: ...". By the name in the file, else by the path in
     this class."""
 
+    def assumed(self) -> str | None:
+        """One sentence about what "auto" was filled with that a command line would decide (Transformers' TrainingArguments); None where
+        nothing was."""
+        names = [name for name, source in self.sources.items() if source == parts.ASSUMED]
+        if not names:
+            return None
+        values = {**self.optimizer.params, **(self.scheduler.params if self.scheduler else {})}
+        shown = ", ".join(f"{name} = {values.get(name.rpartition('.')[2])}" for name in names)
+        return f'"auto" is filled by Transformers\' own defaults: {shown}; write the values of your training command in the file'
+
     def pipeline_of(self, model: nn.Module, blocks: tuple[str, ...]) -> PipelineParts | None:
         """The schedule, and the cut of `model`, whose blocks are `blocks`; None for one stage. Raises ConfigError or ModelError where there
         is none."""
@@ -133,14 +144,19 @@ def look(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Exami
 
 def finish(document: Document, found: Examined) -> Config:
     """The second half of `load`: the Config. Raises ConfigError with every problem of keys and of values."""
+    return checked(found, found.tree).with_provenance(found.provenance(document.name))
+
+
+def checked(found: Examined, tree: Mapping[str, Any]) -> Config:
+    """`tree`, which is `found`'s or part of it, as a Config. Raises ConfigError with every problem of keys and of values."""
     problems = list(found.problems)
     try:
-        config = validate(found.tree, written=found.written)
+        config = validate(tree, written=found.written)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    return config.with_provenance(found.provenance(document.name))
+    return config
 
 
 def resolve(
@@ -158,6 +174,39 @@ def resolve(
     where the file gives no batch size. `auto` says what "auto" means by path ({"optimizer.params.lr": 1e-4, "bf16.enabled": True}), as
     Transformers' TrainingArguments do. Raises ConfigError with every problem.
     """
+    draft = outline(
+        config,
+        world_size=world_size,
+        hidden_size=hidden_size,
+        total_steps=total_steps,
+        micro_batch_size=micro_batch_size,
+        auto=auto,
+    )
+    if draft.problems:
+        raise ConfigError(*draft.problems)
+    return Resolved(**draft.values, sources=draft.sources)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What of a configuration can be resolved, and what is wrong with the rest."""
+
+    values: Mapping[str, Any]
+    """Field of Resolved to its value; without the fields that cannot be had."""
+    sources: Mapping[str, str]
+    problems: tuple[Problem, ...]
+
+
+def outline(
+    config: Config,
+    *,
+    world_size: int,
+    hidden_size: int | None = None,
+    total_steps: int | None = None,
+    micro_batch_size: int | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> Outline:
+    """As `resolve`, with the problems beside what is right."""
     found = parts.Findings(config, dict(auto or {}))
     layout = found.attempt(lambda: parts.layout(found, world_size=world_size))
     batch = found.attempt(lambda: parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
@@ -173,7 +222,7 @@ def resolve(
     offload = found.attempt(lambda: techniques.activation_offload(found))
     states = found.attempt(lambda: techniques.optimizer_offload(found))
     shards = found.attempt(lambda: techniques.parameter_offload(found))
-    clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, as in accelerate")
+    clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, the default of DeepSpeed and of Transformers")
     if layout and batch and precision and data_parallel and states:
         found.attempt(lambda: techniques.refuse_in_backward(data_parallel, layout, batch, precision, states, clipping=clipping))
     tensor = techniques.tensor_parallel(found)
@@ -186,32 +235,31 @@ def resolve(
     for path in fields():
         if path.split(".")[0] in ("model", "data", "run"):
             found.sources[path] = config.origin(path)
-    if found.problems:
-        raise ConfigError(*found.problems)
-    assert layout is not None and batch is not None and precision is not None and data_parallel is not None
-    assert pipeline is not None and recompute is not None and offload is not None and states is not None and shards is not None
     run = config.run or RunSection()
-    return Resolved(
-        layout=layout,
-        batch=batch,
-        tensor_parallel=tensor,
-        pipeline=pipeline,
-        data_parallel=data_parallel,
-        precision=precision,
-        compile=compiled,
-        recompute=recompute,
-        activation_offload=offload,
-        optimizer_offload=states,
-        parameter_offload=shards,
-        nccl=Nccl(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
-        loss_chunk_tokens=config.parallel.loss_chunk_tokens,
-        blocks=config.parallel.blocks,
-        gradient_clipping=clipping,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        seed=run.seed,
-        model=config.model,
-        data=config.data,
-        run=run,
-        sources=found.sources,
-    )
+    tried: dict[str, Any] = {
+        "layout": layout,
+        "batch": batch,
+        "pipeline": pipeline,
+        "data_parallel": data_parallel,
+        "precision": precision,
+        "recompute": recompute,
+        "activation_offload": offload,
+        "optimizer_offload": states,
+        "parameter_offload": shards,
+    }
+    known: dict[str, Any] = {
+        "tensor_parallel": tensor,
+        "compile": compiled,
+        "nccl": Nccl(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
+        "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
+        "blocks": config.parallel.blocks,
+        "gradient_clipping": clipping,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "seed": run.seed,
+        "model": config.model,
+        "data": config.data,
+        "run": run,
+    }
+    values = {name: value for name, value in tried.items() if value is not None} | known
+    return Outline(values, found.sources, tuple(found.problems))

@@ -1,4 +1,4 @@
-"""What each learning rate schedule can be told: DeepSpeed's five as classes, Transformers' as a table, torch's by their signatures.
+"""What each learning rate schedule can be told: DeepSpeed's and Megatron-LM's as classes, Transformers' as a table, torch's by signatures.
 
 Pure: this checks names and values, `plait.engine.schedules` holds the formulas and builds. Defaults of DeepSpeed's schedules are those of
 DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A schedule counts optimizer steps that were not skipped.
@@ -105,10 +105,28 @@ class LRRangeTest(Policy):
     """Count only full intervals."""
 
 
-DeepSpeedSchedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest
+class MegatronLR(Policy):
+    """Megatron-LM's: up to the optimizer's own `lr` with the step, then down to `min_lr`, which holds from the last step on."""
+
+    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
+    """How the rate falls."""
+    warmup_num_steps: NotNegative = 0
+    """Steps of the warm-up."""
+    warmup_fraction: Fraction | None = None
+    """The warm-up as a share of `total_num_steps`, in place of its steps."""
+    init_lr: NotNegative = 0.0
+    """The rate at the first step of a warm-up."""
+    min_lr: NotNegative = 0.0
+    """The least rate of the decay."""
+    total_num_steps: Steps | None = None
+    """The step at which the decay ends. Left out or `auto`: what the run is told."""
+
+
+DeepSpeedSchedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | MegatronLR
 DEEPSPEED: Mapping[str, type[DeepSpeedSchedule]] = MappingProxyType(
-    {schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
+    {schedule.__name__: schedule for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, MegatronLR)}
 )
+"""DeepSpeed's by their names there, and Megatron-LM's, which has none."""
 
 _WARM, _TOTAL = "num_warmup_steps", "num_training_steps"
 _TRANSFORMERS_VALUES: Mapping[str, TypeAdapter[Any]] = MappingProxyType(

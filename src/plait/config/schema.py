@@ -1,7 +1,8 @@
 """The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run` and `parallel`.
 
 A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys that DeepSpeed knows and that have no meaning here
-are not fields: they are in the table `deepspeed`. Defaults are those of DeepSpeed 0.19.8.
+are not fields: they are in the table `deepspeed`. Every key has one default, DeepSpeed 0.19.8's, whatever else stands in the file; what
+`"Left out: ..."` derives, it derives from keys of the same setting.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from plait.cluster.nccl import Algorithms, Protocols
 from plait.config.deepspeed import Status
+from plait.config.numbers import LARGEST, MOST_PROCESSES
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.parallel.selective import DEFAULT as DEFAULT_KEEP
@@ -20,7 +22,7 @@ from plait.policy import Policy
 from plait.units import SHORT_NAMES
 
 PLAIT_SECTIONS = ("model", "data", "run", "parallel")
-"""A file without any of these is a DeepSpeed file."""
+"""A file without any of these is one that DeepSpeed takes too. No default depends on it."""
 
 
 def _number(value: Any) -> Any:
@@ -47,7 +49,8 @@ def _is_auto(value: Any) -> str:
 Auto = Annotated[Literal["auto"], Tag("auto")]
 Number = BeforeValidator(_number)
 
-Count = Annotated[int, Field(ge=1), Number]
+Count = Annotated[int, Field(ge=1, le=LARGEST), Number]
+Degree = Annotated[int, Field(ge=1, le=MOST_PROCESSES), Number]
 CountOrAuto = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_is_auto)]
 PowerOrAuto = Annotated[Annotated[int, Field(ge=0, le=126), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
 SizeOrAuto = Annotated[Annotated[float, Field(ge=0, allow_inf_nan=False), Number, Tag("value")] | Auto, Discriminator(_is_auto)]
@@ -64,7 +67,7 @@ def _degree(value: Any) -> Any:
     return "auto" if value == -1 and not isinstance(value, bool) else value
 
 
-FreeDegree = Annotated[Annotated[Count, Tag("value")] | Auto, Discriminator(_is_auto), BeforeValidator(_degree)]
+FreeDegree = Annotated[Annotated[Degree, Tag("value")] | Auto, Discriminator(_is_auto), BeforeValidator(_degree)]
 
 DtypeName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 
@@ -97,6 +100,14 @@ class Bf16Section(Policy):
     """Skip an optimizer step whose gradients are not finite."""
 
 
+class DataTypesSection(Policy):
+    """Dtypes of what is kept between micro-batches."""
+
+    grad_accum_dtype: DtypeName | None = None
+    """What the gradients of a step's micro-batches are added up in. "fp32" makes their reduction float32 too, unless
+    communication_data_type says otherwise; fp16 and bf16 ask for no more than what is done: shards are added up in float32."""
+
+
 class OffloadOptimizerSection(Policy):
     """Where optimizer states, gradients and master parameters live."""
 
@@ -107,7 +118,7 @@ class OffloadOptimizerSection(Policy):
     """cpu: pin the host memory, so that copies run beside the computation."""
     nvme_path: str | None = None
     """nvme: a folder on a fast local disk."""
-    buffer_count: Annotated[int, Field(ge=4), Number] = 4
+    buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
     """nvme: pieces of the states that are in memory at once: those that arrive, one computed, those that leave."""
     buffer_size: Count = 100_000_000
     """nvme: float32 numbers in a piece, parameters, gradients and states together."""
@@ -125,7 +136,7 @@ class OffloadParamSection(Policy):
     of the block that is gathered next and given back after; not for GPUs in this release."""
     nvme_path: str | None = None
     """nvme: a folder on a fast local disk."""
-    buffer_count: Annotated[int, Field(ge=2), Number] = 5
+    buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
     """nvme: buffers in memory; together they hold the shards of the block that is gathered and of those that are read ahead."""
     buffer_size: Count = 100_000_000
     """nvme: float32 numbers in a buffer."""
@@ -209,7 +220,7 @@ class ActivationOffloadSection(Policy):
 class ParallelSection(Policy):
     """How many processes each kind of parallelism takes. The product of the degrees is the number of processes."""
 
-    pp: Count = 1
+    pp: Degree = 1
     """Processes that hold consecutive blocks of the model each."""
     pipeline: PipelineSection = PipelineSection()
     """With pp: the schedule and the stages."""
@@ -217,9 +228,9 @@ class ParallelSection(Policy):
     """Copies of the sharded model. Left out, -1 or "auto": the processes that remain; at stage 0 all of data parallelism."""
     dp_shard: FreeDegree | None = None
     """Processes over which ZeRO shards, stages 1 to 3. Left out, -1 or "auto": the processes that remain."""
-    cp: Count = 1
+    cp: Degree = 1
     """Processes that share one sequence."""
-    tp: Count = 1
+    tp: Degree = 1
     """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
     sequence_parallel: bool = False
     """With tp: shard norms and the residual stream along the sequence too."""
@@ -237,7 +248,7 @@ class ParallelSection(Policy):
     bucket_mib: PositiveOrAuto = "auto"
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets. "auto": what the measured links make
     the cheapest, and 25 where none are known."""
-    loss_chunk_tokens: Annotated[int, Field(ge=0), Number] = 0
+    loss_chunk_tokens: Annotated[int, Field(ge=0, le=LARGEST), Number] = 0
     """Compute head and cross entropy for this many tokens at a time, so that whole logits never exist; 0: all at once. For language models
     with plait.causal_lm_loss."""
     recompute: RecomputeSection = RecomputeSection()
@@ -277,7 +288,7 @@ class ParallelSection(Policy):
     optimizer_in_backward: bool = False
     """Update every parameter as soon as its gradient is complete and free the gradient, so that those of one block exist at a time. Without
     accumulation, clipping, float16 and overflow checks, which need all gradients first."""
-    second_copy: Annotated[int, Field(ge=0), Number] = 0
+    second_copy: Annotated[int, Field(ge=0, le=MOST_PROCESSES), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""
 
@@ -309,12 +320,12 @@ class Provenance:
     """Path of a field that was given -> "file", "override", "file: tensor_parallel.tp_size"."""
 
     def warning(self) -> str | None:
-        """One sentence about the keys that have no meaning here, for whoever runs the file; None where there are none."""
-        names = [row.key for row in self.rows if row.status is Status.MEANINGLESS]
+        """One sentence about the keys that are ignored, for whoever runs the file; None where there are none."""
+        names = [row.key for row in self.rows if row.status is Status.IGNORED]
         if not names:
             return None
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"{self.name}: no meaning here have {shown}; `plait config explain` says why"
+        return f"{self.name}: ignored are {shown}; `plait config explain` says why"
 
 
 class Config(Policy):
@@ -329,7 +340,8 @@ class Config(Policy):
     gradient_clipping: SizeOrAuto = 1.0
     """The largest norm of all gradients together; 0 does not clip. "auto": 1.0."""
     communication_data_type: DtypeName | None = None
-    """The dtype of the reduction of gradients. Left out: float32, or in a DeepSpeed file the dtype of the computation."""
+    """The dtype of the reduction of gradients. Left out: the dtype of the computation, as in DeepSpeed; "fp32" sums bf16 and fp16 gradients
+    without rounding them, for twice the bytes."""
     data_parallel_size: Count | None = None
     """A check: the data-parallel processes that result (dp_replicate x dp_shard) must be this many."""
     num_layers: Count | None = None
@@ -340,6 +352,8 @@ class Config(Policy):
     """float16."""
     bf16: Bf16Section = Bf16Section()
     """bfloat16."""
+    data_types: DataTypesSection = DataTypesSection()
+    """Dtypes of what is kept."""
     optimizer: OptimizerSpec | None = None
     """The optimizer. Left out: AdamW with its defaults."""
     scheduler: SchedulerSpec | None = None
@@ -372,7 +386,7 @@ class Config(Policy):
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed's defaults hold where Plait's differ: no section of Plait's was given."""
+        """Whether DeepSpeed takes such a file too: no section of Plait's was given."""
         if self._provenance.deepspeed is not None:
             return self._provenance.deepspeed
         return not self.model_fields_set & set(PLAIT_SECTIONS)

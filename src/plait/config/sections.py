@@ -6,11 +6,15 @@ Everything that depends on the file alone is checked here, so that a wrong file 
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from plait.config.numbers import MOST_PROCESSES, Fraction, NotNegative, Whole
 from plait.policy import Policy
+
+MOST_TOKENS = 2**31 - 1
+"""In a vocabulary or a sequence."""
 
 
 class ModelSection(Policy):
@@ -51,11 +55,11 @@ class DataSection(Policy):
     tokenizer: str | None = None
     """A folder, a `tokenizer.json` or a hub name. Left out: the tokenizer in `model.path`; for a model from scratch, a byte-level BPE
     with `vocab_size` entries, trained on the training text and cached."""
-    vocab_size: int = Field(default=8192, ge=257)
+    vocab_size: Annotated[Whole, Field(ge=257, le=MOST_TOKENS)] = 8192
     """Size of the tokenizer that is trained: 256 bytes, one end-of-text mark, and merges. Unused when a tokenizer is given."""
-    sequence_length: int = Field(default=256, ge=2)
+    sequence_length: Annotated[Whole, Field(ge=2, le=MOST_TOKENS)] = 256
     """Tokens in a training sequence. Documents are joined with an end-of-text mark between them and cut to this length."""
-    validation_fraction: float = Field(default=0.02, ge=0, lt=1)
+    validation_fraction: Fraction = 0.02
     """The share of documents held out for validation, chosen by a hash of each document: the same on every machine and in every run."""
     cache: str | None = None
     """Where trained tokenizers and tokenised text are kept. Left out: `$PLAIT_CACHE`, or `~/.cache/plait`."""
@@ -78,11 +82,11 @@ class SampleSection(Policy):
 
     prompt: str = Field(default="def ", min_length=1)
     """How the text begins."""
-    tokens: int = Field(default=64, ge=1)
+    tokens: Annotated[Whole, Field(ge=1)] = 64
     """How many tokens to add."""
-    temperature: float = Field(default=0.8, ge=0)
+    temperature: NotNegative = 0.8
     """0 takes the likeliest token each time; 1 samples from the model's own distribution."""
-    top_k: int = Field(default=50, ge=0)
+    top_k: Annotated[Whole, Field(ge=0)] = 50
     """Sample among the likeliest `top_k` tokens; 0 means all."""
 
 
@@ -91,25 +95,34 @@ class RunSection(Policy):
 
     folder: str = "runs/plait"
     """Where metrics, checkpoints, tokenizer and the resolved configuration are written. The same folder resumes."""
-    steps: int = Field(default=1000, ge=1)
+    steps: Annotated[Whole, Field(ge=1)] = 1000
     """Optimizer steps in the whole run."""
-    seed: int = Field(default=0, ge=0)
+    seed: Annotated[Whole, Field(ge=0)] = 0
     """Initial weights, order of the data, dropout and the sample follow from it."""
-    processes: int | Literal["auto"] = "auto"
+    processes: Annotated[Whole, Field(le=MOST_PROCESSES)] | Literal["auto"] = "auto"
     """Processes on this machine. `auto`: one a GPU; on a machine without GPUs two (one if it has a single core), or as many as the
     layout in `parallel` needs."""
-    log_every: int = Field(default=10, ge=1)
+    log_every: Annotated[Whole, Field(ge=1)] = 10
     """Steps between printed lines. The live display and `metrics.jsonl` have every step."""
-    validate_every: int = Field(default=0, ge=0)
+    validate_every: Annotated[Whole, Field(ge=0)] = 0
     """Steps between validations; 0 validates only at the end."""
-    validate_sequences: int = Field(default=256, ge=1)
+    validate_sequences: Annotated[Whole, Field(ge=1)] = 256
     """At most this many validation sequences are scored, the same ones each time and on every layout."""
-    checkpoint_every: int = Field(default=0, ge=0)
+    checkpoint_every: Annotated[Whole, Field(ge=0)] = 0
     """Steps between checkpoints; 0 writes one only at the end and when the run is interrupted."""
-    keep: int = Field(default=2, ge=1)
+    keep: Annotated[Whole, Field(ge=1)] = 2
     """How many checkpoints stay in the folder."""
     sample: SampleSection | None = None
     """A text written by the model at the end. Left out: none."""
+    history: str | None = None
+    """A file (.jsonl) to which a run of a plan adds the step and the memory that it measured, for `plait plan --calibrate FILE`. Left out:
+    they are compared with the plan and not kept."""
+
+    @model_validator(mode="after")
+    def _history(self) -> Self:
+        if self.history is not None and not self.history.endswith(".jsonl"):
+            raise ValueError(f"`history` is {self.history!r}, and --calibrate takes a history by its ending; end the name in .jsonl")
+        return self
 
     @model_validator(mode="after")
     def _processes(self) -> Self:

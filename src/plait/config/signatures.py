@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from plait.config.rules import tell
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -48,4 +50,7 @@ def _hints(found: Callable[..., object]) -> dict[str, Any]:
 
 def wrong_value(name: str, value: object, error: ValidationError) -> str:
     """One sentence; a union reports every member that did not fit, of which the first is the plain one."""
-    return f"`{name}` is {value!r}: {error.errors()[0]['msg']}"
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "number":  # of `numbers`: a sentence already
+        return f"`{name}` is {value!r}: {first['msg']}"
+    return f"`{name}` is {value!r}: it must be {tell(first)[0]}"

@@ -1,7 +1,8 @@
 """Reading a configuration: a path to JSON or YAML, a mapping, DeepSpeed's base64, Megatron flags, and `--set a.b=c`.
 
 Only text becomes a tree here; what the keys mean is not looked at. Comments (`//`, `#`, `/* */`) and trailing commas are tolerated in
-JSON as DeepSpeed does. A key given twice is refused, never the last one taken.
+JSON as DeepSpeed does. A key given twice is refused, never the last one taken. What comes out is made of objects, lists, texts, numbers and
+truth values (`plain`), so that nothing later has to expect anything else.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from typing import Any
 
 import yaml
 
+from plait.config.plain import MOST_DIGITS, TooLong, refuse_unusable
 from plait.errors import ConfigError, Problem
 
 Source = str | Path | Mapping[str, Any] | Sequence[str]
 """What a configuration can be read from."""
 
 _ROOT = "a configuration is an object of sections and keys"
+_DEEPEST_KEY = 32
+_NOT_YAML = (yaml.YAMLError, ConfigError, RecursionError, ValueError, TypeError, AttributeError, LookupError)
+"""What PyYAML raises for a text that is no YAML: `!!int x`, `!!timestamp x` and the like end in errors of Python's own."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,13 @@ class Document:
 def read(source: str | Path | Mapping[str, Any]) -> Document:
     """The tree in a file, in a base64 text or in a mapping (copied). Raises ConfigError with file, line and column where there are some."""
     if isinstance(source, Mapping):
+        refuse_unusable(source, "the configuration")
         return Document("the configuration", _as_tree(copy.deepcopy(dict(source)), "the configuration"))
     if isinstance(source, str) and not _is_file(source):
         decoded = _from_base64(source)
         if decoded is not None:
-            return Document(
-                "the base64 configuration", _as_tree(_parse_json(decoded, "the base64 configuration"), "the base64 configuration")
-            )
+            name = "the base64 configuration"
+            return Document(name, _as_tree(_parse_json(decoded, name), name))
     path = Path(source)
     text = _text_of(path)
     parse = _parse_yaml if path.suffix.lower() in (".yaml", ".yml") else _parse_json
@@ -56,24 +61,31 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     """`a.b=c` as (("a", "b"), value). The value is JSON, or a scalar of YAML (`true`, `1e-4`, `null`), or else text. Raises ConfigError."""
     path, equals, value = text.partition("=")
     keys = tuple(path.strip().split("."))
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > _DEEPEST_KEY:
         raise ConfigError(
             Problem("--set", text, "an override is a dotted key, `=` and a value", "write for example --set zero_optimization.stage=3")
         )
-    return keys, scalar(value.strip())
+    found = scalar(value.strip())
+    refuse_unusable({".".join(keys): found}, "--set")
+    return keys, found
 
 
 def scalar(text: str) -> Any:
     """The value that a text on the command line stands for."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text, parse_int=_whole)
+    except (ValueError, RecursionError):
         pass
     try:
         value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ConfigError):
+    except _NOT_YAML:
         return text
     return text if isinstance(value, dict | list) and text[:1] not in "[{" else value
+
+
+def _whole(text: str) -> Any:
+    """A whole number; one of too many digits as what `refuse_unusable` names, because Python and every dtype end before it."""
+    return int(text) if len(text) <= MOST_DIGITS else TooLong(text)
 
 
 def _is_file(text: str) -> bool:
@@ -107,14 +119,18 @@ def _near_file(path: Path) -> str:
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean {path.parent / near[0]}?"
-    return "give the path of a JSON or YAML file, or JSON encoded in base64"
+    return "give the path of a JSON or YAML file"
 
 
 def _as_tree(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        kind = "empty" if value is None else f"a {type(value).__name__}"
+        kind = "empty" if value is None else _KINDS.get(type(value), "no object")
         raise ConfigError(Problem(name, None, f"is {kind}, and {_ROOT}", 'write for example {"zero_optimization": {"stage": 2}}'))
+    refuse_unusable(value, name)
     return value
+
+
+_KINDS = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a truth value", TooLong: "a number"}
 
 
 def _from_base64(text: str) -> str | None:
@@ -150,7 +166,7 @@ def _parse_json(text: str, name: str) -> Any:
         return seen
 
     try:
-        value = json.loads(plain, object_pairs_hook=once)
+        value = json.loads(plain, object_pairs_hook=once, parse_int=_whole)
     except json.JSONDecodeError as error:
         lines = text.splitlines()
         near = lines[error.lineno - 1].strip()[:60] if error.lineno <= len(lines) else ""
@@ -166,7 +182,12 @@ def _parse_json(text: str, name: str) -> Any:
 
 
 def _given_twice(key: str, first: Any, second: Any) -> Problem:
-    return Problem(key, None, f"is given twice in one object, as {json.dumps(first)} and as {json.dumps(second)}", "keep one of them")
+    return Problem(key, None, f"is given twice in one object, as {_short(first)} and as {_short(second)}", "keep one of them")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------------------------
@@ -210,7 +231,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
     return seen
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    return _whole(str(loader.construct_scalar(node)).replace("_", ""))
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _number)
 
 
 def _parse_yaml(text: str, name: str) -> Any:
@@ -220,5 +246,9 @@ def _parse_yaml(text: str, name: str) -> Any:
         mark = error.problem_mark
         where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
         raise ConfigError(Problem(where, None, f"is no YAML here ({error.problem})", "correct it there")) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(Problem(name, None, f"is no YAML ({error})", "correct it")) from None
+    except RecursionError:
+        raise ConfigError(Problem(name, None, "is nested too deeply", "write sections of keys")) from None
+    except ConfigError:
+        raise
+    except _NOT_YAML as error:
+        raise ConfigError(Problem(name, None, f"is no YAML ({' '.join(str(error).split())[:200]})", "correct it")) from None

@@ -13,6 +13,7 @@ from plait.comm.algorithms import Name
 from plait.config.batch import CALLERS, MICRO, Batch
 from plait.config.optimization import OptimizerSpec
 from plait.config.parts import Findings, described
+from plait.config.schema import Config
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compression import Compression
@@ -272,9 +273,6 @@ def recompute(found: Findings) -> Recompute:
     if mode == "budget" and found.sources.get(MICRO) == CALLERS:
         rule = "activations grow with the micro-batch, and the file gives no batch size"
         problems.append(Problem(f"{path}.mode", "budget", rule, "set train_micro_batch_size_per_gpu"))
-    if partition and mode == "none":
-        rule = f"no block is recomputed ({path}.mode is none), so there is no checkpointed input to shard"
-        problems.append(Problem(name, "true", rule, f'set {path}.mode = "full", or false'))
     if problems:
         raise ConfigError(*problems)
     return Recompute(
@@ -283,8 +281,15 @@ def recompute(found: Findings) -> Recompute:
         keep=section.keep,
         budget_bytes=round((section.budget_gib or 0) * GIB),
         sequence_length=length or 0,
-        partition_inputs=partition,
+        partition_inputs=partition and mode != "none",  # without recomputation there is no checkpointed input, in DeepSpeed as here
     )
+
+
+def recomputes(config: Config) -> bool:
+    """Whether any block is recomputed: without, `activation_checkpointing` has no input of a block to keep anywhere, in DeepSpeed as
+    here."""
+    section = config.parallel.recompute
+    return section.mode not in (None, "none") or section.budget_gib is not None
 
 
 def activation_offload(found: Findings) -> ActivationOffload:
@@ -294,11 +299,7 @@ def activation_offload(found: Findings) -> ActivationOffload:
     to_host, name = found.config.activation_checkpointing.cpu_checkpointing, "activation_checkpointing.cpu_checkpointing"
     fraction, given = section.fraction, found.config.origin(f"{path}.fraction") != "default"
     problems = []
-    if to_host:
-        recompute = found.config.parallel.recompute
-        if recompute.mode in (None, "none") and recompute.budget_gib is None:
-            rule = "no block is recomputed (parallel.recompute.mode is none), so there is no checkpointed input to move"
-            problems.append(Problem(name, "true", rule, 'set parallel.recompute.mode = "full", or false'))
+    if to_host and recomputes(found.config):
         if (given and fraction != 1) or section.device != "cpu":
             rule = f"it means {path}.fraction = 1 on cpu, and the file says {fraction:g} on {section.device}"
             problems.append(Problem(name, "true", rule, "keep one of them"))

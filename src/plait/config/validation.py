@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from plait.config import keys
 from plait.config.degrees import PLANNED
-from plait.config.names import instead
+from plait.config.rules import tell
 from plait.config.schema import Config
 from plait.errors import ConfigError, Problem
 
@@ -54,7 +54,7 @@ def _problems(field: str, errors: list[ErrorDetails]) -> list[Problem]:
     if value == "auto" and field in PLANNED:
         remedy = "run `plait plan FILE --out planned.json` and take planned.json"
         return [Problem(field, value, "is answered by a plan, which only `plait train` makes by itself", remedy)]
-    told = [_tell(error) for error in errors]
+    told = [tell(error) for error in errors]
     return [Problem(field, value, "must be " + " or ".join(dict.fromkeys(rule for rule, _ in told)), told[0][1])]
 
 
@@ -62,38 +62,3 @@ def _split(text: str) -> tuple[str, str]:
     """`rule; remedy`, the form in which the sections write their own checks."""
     rule, semicolon, remedy = text.rpartition("; ")
     return (rule, remedy) if semicolon else (text, "correct it")
-
-
-def _tell(error: ErrorDetails) -> tuple[str, str]:
-    """(what it must be, what to do)."""
-    context: Mapping[str, Any] = error.get("ctx", {})
-    match error["type"]:
-        case "greater_than_equal":
-            return f"at least {context['ge']}", f"use {context['ge']} or more"
-        case "greater_than":
-            return f"greater than {context['gt']}", f"use more than {context['gt']}"
-        case "less_than_equal":
-            return f"at most {context['le']}", f"use {context['le']} or less"
-        case "less_than":
-            return f"less than {context['lt']}", f"use less than {context['lt']}"
-        case "int_parsing" | "int_type" | "int_from_float":
-            return "a whole number", "write a whole number"
-        case "float_parsing" | "float_type" | "finite_number":
-            return "a number", "write a number"
-        case "bool_parsing" | "bool_type":
-            return "true or false", "write true or false"
-        case "string_type":
-            return "text", "write text in quotes"
-        case "tuple_type" | "list_type":
-            return "a list", "write a list in brackets"
-        case "dict_type" | "model_type" | "model_attributes_type":
-            return "an object", "write {...}"
-        case "literal_error":
-            return str(context["expected"]), _nearest_literal(error["input"], str(context["expected"]))
-        case _:
-            return error["msg"][:1].lower() + error["msg"][1:], "correct it"
-
-
-def _nearest_literal(value: object, expected: str) -> str:
-    names = [name.strip(" '") for name in expected.replace(" or ", ",").split(",")]
-    return instead(value, names) if isinstance(value, str) else "use one of them"

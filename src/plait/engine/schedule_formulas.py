@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def learning_rate(schedule: DeepSpeedSchedule, index: int, *, low: float, high: float, total_steps: int) -> float:
@@ -25,6 +25,24 @@ def learning_rate(schedule: DeepSpeedSchedule, index: int, *, low: float, high: 
             return one_cycle_lr(schedule, index, low=low, high=high)
         case LRRangeTest():
             return lr_range_test(schedule, index, low=low)
+        case MegatronLR():
+            return megatron_lr(schedule, index + 1, high=high, total_steps=total_steps)
+
+
+def megatron_lr(schedule: MegatronLR, done: int, *, high: float, total_steps: int) -> float:
+    """Megatron-LM's rate (`core/optimizer_param_scheduler.py`) after `done` steps, which it counts in samples, to the same ratios."""
+    warm = schedule.warmup_num_steps if schedule.warmup_fraction is None else schedule.warmup_fraction * total_steps
+    if warm > 0 and done <= warm:
+        return schedule.init_lr + (high - schedule.init_lr) * done / warm
+    if schedule.decay_style == "constant":
+        return high
+    if done > total_steps:
+        return schedule.min_lr
+    if schedule.decay_style == "inverse-square-root":
+        return max(schedule.min_lr, high * float(max(warm, 1)) ** 0.5 / float(max(done, 1)) ** 0.5)
+    ratio = (done - warm) / (total_steps - warm)
+    share = 1.0 - ratio if schedule.decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return schedule.min_lr + share * (high - schedule.min_lr)
 
 
 def warmup_steps(schedule: WarmupLR | WarmupCosineLR) -> int:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait.config import schedules
 from plait.config.optimization import SchedulerSpec
-from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR
+from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR
 from plait.engine.schedule_formulas import learning_rate, one_cycle_momentum
 from plait.errors import CheckpointError, ConfigError, Problem
 
@@ -159,6 +159,9 @@ def _deepspeed(spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | 
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
         if total < schedule.warmup_num_steps:
             log.warning("%s: the run has %d steps, fewer than the %d of the warm-up", spec.type, total, schedule.warmup_num_steps)
+    if isinstance(schedule, MegatronLR):
+        total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)
+        _refuse_megatron(schedule, optimizer, total)
     bounds = _bounds(schedule, optimizer)
     momenta = _momenta(schedule, optimizer, total_steps=total_steps) if isinstance(schedule, OneCycle) else None
 
@@ -172,7 +175,7 @@ def _bounds(schedule: DeepSpeedSchedule, optimizer: Optimizer) -> list[tuple[flo
     """The lowest and highest rate of every parameter group."""
     own = [float(group["lr"]) for group in optimizer.param_groups]
     match schedule:
-        case WarmupCosineLR():
+        case WarmupCosineLR() | MegatronLR():
             return [(0.0, lr) for lr in own]
         case LRRangeTest():
             lows = highs = _per_group("lr_range_test_min_lr", schedule.lr_range_test_min_lr, len(own))
@@ -183,6 +186,26 @@ def _bounds(schedule: DeepSpeedSchedule, optimizer: Optimizer) -> list[tuple[flo
             lows = _per_group("warmup_min_lr", schedule.warmup_min_lr, len(own))
             highs = own if schedule.warmup_max_lr is None else _per_group("warmup_max_lr", schedule.warmup_max_lr, len(own))
     return list(zip(lows, highs, strict=True))
+
+
+def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> None:
+    """What Megatron-LM asserts. Raises ConfigError."""
+    highest = min(float(group["lr"]) for group in optimizer.param_groups)
+    problems = [
+        Problem(
+            f"scheduler.params.{name}", value, f"the optimizer's lr is {highest:g}, which is the highest rate", f"use at most {highest:g}"
+        )
+        for name, value in (("min_lr", schedule.min_lr), ("init_lr", schedule.init_lr))
+        if value > highest
+    ]
+    if schedule.warmup_fraction is not None and schedule.warmup_num_steps:
+        rule = f"scheduler.params.warmup_num_steps = {schedule.warmup_num_steps:g} says the same otherwise"
+        problems.append(Problem("scheduler.params.warmup_fraction", schedule.warmup_fraction, rule, "keep one of them"))
+    if schedule.warmup_num_steps >= total and schedule.decay_style != "constant":
+        rule = f"the decay ends at step {total}, before a warm-up of {schedule.warmup_num_steps:g} steps does"
+        problems.append(Problem("scheduler.params.warmup_num_steps", schedule.warmup_num_steps, rule, f"use less than {total}"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _per_group(name: str, value: float | tuple[float, ...], groups: int) -> list[float]:

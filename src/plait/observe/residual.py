@@ -1,7 +1,8 @@
-"""What a run that `plait plan --out` wrote really took, beside what the plan said: one line, and a line in the history of runs.
+"""What a run that `plait plan --out` wrote really took, beside what the plan said: one line, and where the file names one a row in a
+history.
 
 A listener for one rank. The first steps, in which buffers come into being, do not count. A run that is not the one that was planned
-(another layout, model or device) is not compared, and told so.
+(another layout, model or device, or a setting that no plan prices) is not compared, and told so.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from plait.events import Event, RunEnded, StepDone
 from plait.planner.history import Measured, append
 from plait.planner.job import SCHEDULES
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
+from plait.planner.unpriced import unpriced
 from plait.units import format_bytes
 
 if TYPE_CHECKING:
-    from plait.config.resolve import Resolved
+    from plait.config.resolve import Config, Resolved
     from plait.train.session import Checked
 
 WARM, STEPS, FEWEST = 2, 8, 3
@@ -32,7 +34,7 @@ WARM, STEPS, FEWEST = 2, 8, 3
 class Residual:
     """Hears steps; after `STEPS` of them says and keeps how far the plan was off."""
 
-    def __init__(self, planned: Measured, *, needed_bytes: float, history: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, planned: Measured, *, needed_bytes: float, history: Path | None, say: Callable[[str], None]) -> None:
         self._planned, self._needed, self._history, self._say = planned, needed_bytes, history, say
         self._seen = 0
         self._seconds: list[float] = []
@@ -65,12 +67,14 @@ class Residual:
         )
         parts = [_beside("step", planned.predicted_seconds, seconds, lambda value: f"{value:.4g} s")]
         parts += [_beside("memory", predicted_bytes, float(self._peak), format_bytes)]
-        try:
-            append(self._history, measured)
-            kept = f"kept in {self._history}"
-        except InputError as error:  # the run is worth more than the note about it
-            kept = str(error)
-        self._say(f"plan    {'; '.join(parts)}; {len(self._seconds)} steps, {kept}")
+        kept = ""
+        if self._history is not None:
+            try:
+                append(self._history, measured)
+                kept = f", kept in {self._history}"
+            except InputError as error:  # the run is worth more than the note about it
+                kept = f", {error}"
+        self._say(f"plan    {'; '.join(parts)}; {len(self._seconds)} steps{kept}")
 
 
 def _beside(name: str, predicted: float | None, measured: float, words: Callable[[float], str]) -> str:
@@ -79,17 +83,20 @@ def _beside(name: str, predicted: float | None, measured: float, words: Callable
     return f"{name} predicted {words(predicted)}, measured {words(measured)}, x {measured / predicted:.2f}"
 
 
-def residual_of(file: Path, checked: Checked, *, gpu: str, machine: str, history: Path, say: Callable[[str], None]) -> Residual | None:
+def residual_of(
+    file: Path, checked: Checked, config: Config, *, gpu: str, machine: str, per_node: int, say: Callable[[str], None]
+) -> Residual | None:
     """The listener for a run of `file`, whose plan stands beside it; None where there is none, or the run is another one.
 
-    `gpu` is the catalogue's name of the device that runs, `machine` what it is where that is a CPU.
+    `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs, `machine` what it is where that is a CPU,
+    `per_node` the processes of this machine. What is measured is kept where `run.history` says.
     """
     beside = file.with_suffix(".plan.json")
     if not beside.is_file():
         return None
     try:
         plan = json.loads(beside.read_text(encoding="utf-8"))
-        differences = _differences(plan, checked, gpu=gpu)
+        differences = _differences(plan, checked, config, gpu=gpu, per_node=per_node)
         if differences:
             say(f"plan    {beside} is not compared with this run: {differences[0]}")
             return None
@@ -107,30 +114,38 @@ def residual_of(file: Path, checked: Checked, *, gpu: str, machine: str, history
             predicted_seconds=plan["step"]["seconds"],
             predicted_bytes=plan["memory"]["allocated_bytes"],
         )
+        wanted = config.run.history if config.run is not None else None
+        history = Path(wanted).expanduser() if wanted is not None else None
         return Residual(planned, needed_bytes=plan["memory"]["needed_bytes"], history=history, say=say)
     except (OSError, ValueError, KeyError, TypeError) as error:
         say(f"plan    {beside} is not compared with this run: it cannot be read ({type(error).__name__}: {error})")
         return None
 
 
-def _differences(plan: Mapping[str, Any], checked: Checked, *, gpu: str) -> list[str]:
+_HALF = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def _differences(plan: Mapping[str, Any], checked: Checked, config: Config, *, gpu: str, per_node: int) -> list[str]:
     planned = dict(plan["priced"]["layout"])
     mine = _layout(checked.resolved)
+    cluster, precision = plan["cluster"], checked.resolved.precision
+    section = config.model.model_dump(mode="json", exclude_unset=True) if config.model is not None else None
     pairs: list[tuple[str, Any, Any]] = [
-        ("device", plan["cluster"]["device"], gpu),
-        ("processes", plan["cluster"]["devices"], checked.resolved.layout.world_size),
+        ("device", cluster["device"], gpu),
+        ("processes", cluster["devices"], checked.resolved.layout.world_size),
+        ("processes of a machine", min(cluster["devices"], cluster["devices_per_node"]), per_node),
+        ("the model", plan["priced"]["model"], section),
         ("parameters", plan["parameters"], checked.parameters),
         ("sequence", plan["sequence"], checked.data.train.length),
-        ("precision", plan["precision"], {"bfloat16": "bf16", "float16": "fp16"}.get(checked.resolved.precision.compute or "", "fp32")),
+        ("precision", plan["precision"], _HALF.get(precision.compute or "", "fp32")),
+        ("reduction", plan["priced"]["reduce"], _HALF.get(precision.reduce or "", "fp32")),
+        ("optimizer.states", plan["priced"]["optimizer_states"], checked.resolved.optimizer.states),
         ("compiled", plan["compiled"], checked.resolved.compile.enabled),
-        # What no plan prices would be taken for an error of the plan.
-        ("activation_offload", type(checked.resolved.activation_offload)(), checked.resolved.activation_offload),
-        ("parameters in files", False, checked.resolved.parameter_offload.device == "nvme"),
-        ("loss_chunk_tokens", 0, checked.resolved.loss_chunk_tokens),
-        ("recompute.every", 1, checked.resolved.recompute.every),
         *((name, planned[name], value) for name, value in mine.items()),
     ]
-    return [f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now]
+    # What no plan prices would be taken for an error of the plan.
+    left_out = [f"no plan prices {setting}" for setting in unpriced(config)]
+    return [f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now] + left_out
 
 
 def _layout(resolved: Resolved) -> dict[str, Any]:

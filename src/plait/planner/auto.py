@@ -1,21 +1,26 @@
-"""A configuration with "auto" in it, completed by a search: what it fixes is kept, "auto" is chosen, what it omits has its default.
+"""A configuration with "auto" in it, completed by a search: what it fixes is kept as it is written, "auto" is chosen.
 
-Works on the tree of a file, before the schema sees it, so any field of the layout may say "auto". Pure; who has the cluster calls it.
+`read_file` says what a file leaves open and what it fixes, in the fields of a layout; `complete` is what `plait train` does with it: what
+is left out has its default. Pure; who has the cluster calls it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.config.degrees import PLANNED
+from plait.config.examine import Examined, at_path
+from plait.config.resolve import checked
+from plait.config.schema import Config
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
-from plait.planner.job import RECOMPUTE
+from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, find_model, from_config
-from plait.planner.offers import RECOMPUTE_NAMES
+from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
 from plait.planner.output import config_of
 from plait.planner.search import Plan, Request, plan
 
@@ -30,23 +35,183 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "train_micro_batch_size_per_gpu": ("micro_batch", "auto"),
     "gradient_accumulation_steps": ("accumulation", "auto"),
 }
-"""Path in a file to the field of a layout, and what it means to leave the path out."""
+"""Path in a file to the field of a layout, and what it means to leave the path out. Any of them may say "auto"."""
+
+DETAILS: dict[str, tuple[str, str]] = {
+    "parallel.pipeline.schedule": ("schedule", "parallel.pp"),
+    "parallel.pipeline.stages_per_rank": ("vpp", "parallel.pp"),
+    "zero_optimization.offload_optimizer.device": ("offload", "zero_optimization.stage"),
+}
+"""Path in a file to the field of a layout, and the path of which it is a detail: left out, it is chosen where that one is."""
+
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class File:
+    """A configuration to plan for."""
+
+    raw: Mapping[str, Any]
+    """As it is written, with the overrides of the command line."""
+    tree: Mapping[str, Any]
+    """The same settings under the schema's names."""
+    config: Config
+    """The same without what a search answers."""
 
 
 def asks(tree: Mapping[str, Any]) -> tuple[str, ...]:
     """The paths that say "auto" and that a search can answer."""
-    return tuple(path for path in FIELDS if _at(tree, path) == "auto")
+    return tuple(path for path in FIELDS if at_path(tree, path) == "auto")
 
 
 def searched(tree: Mapping[str, Any]) -> tuple[str, ...]:
     """The paths that say "auto" and that nothing but a search answers."""
-    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    open_sizes = [path for path in sizes if _at(tree, path) == "auto"]
-    follows = len(open_sizes) < 2 and all(_at(tree, path) is not None for path in sizes)  # one from the other and the whole batch
-    return tuple(path for path in asks(tree) if path in PLANNED or (path in open_sizes and not follows))
+    open_sizes = [path for path in _SIZES if at_path(tree, path) == "auto"]
+    follows = len(open_sizes) < 2 and all(at_path(tree, path) is not None for path in _SIZES)  # one from the other and the whole batch
+    given = isinstance(at_path(tree, "train_batch_size"), int | float | str) and at_path(tree, "train_batch_size") != "auto"
+    return tuple(path for path in asks(tree) if path in PLANNED or (path in open_sizes and given and not follows))
 
 
-def without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+def read_file(found: Examined) -> File:
+    """What was looked up of a file, as something to plan for. Raises ConfigError with every problem but what a search answers."""
+    return File(found.raw, found.tree, checked(found, _without(found.tree, asks(found.tree))))
+
+
+def complete(file: File, *, cluster: Cluster, calibration: Calibration | None = None) -> tuple[dict[str, Any], Plan]:
+    """(the configuration with nothing of the layout left open, the plan it comes from).
+
+    Raises ConfigError where the file has no model or no batch to plan for, or fixes what cannot be, and InputError where nothing fits.
+    """
+    request = request_of(file, cluster)
+    found = plan(request, fixed=fixed_by(file) | _defaults(file), calibration=calibration, best=1)
+    if not found.best:
+        least = min(found.shortages, key=lambda shortage: shortage.needed, default=None)
+        why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
+        raise InputError(f'"auto": nothing fits on {cluster}: {why}; use more or larger GPUs, or fix less')
+    return config_of(request, found.best[0], file.raw), found
+
+
+def request_of(file: File, cluster: Cluster) -> Request:
+    """What is planned for a file. Raises ConfigError where it does not say enough."""
+    config, problems = file.config, []
+    batch, section = config.train_batch_size, config.model
+    if not isinstance(batch, int):
+        problems.append(Problem("train_batch_size", batch, 'what "auto" is planned for', "give the samples of an optimizer step"))
+    if section is None:
+        problems.append(Problem("model", None, 'what "auto" is planned for', "give model.config or model.path"))
+    for name in ("bf16", "fp16"):
+        if getattr(config, name).enabled == "auto" and not _one_half(config):
+            rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
+            problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
+    if problems:
+        raise ConfigError(*problems)
+    assert isinstance(batch, int)
+    model = model_of(config)
+    assert model is not None
+    sequence = config.data.sequence_length if config.data is not None else 256
+    return with_settings_of(config, Request(model, cluster, batch, sequence, precision_of(config) or "fp32"))
+
+
+def model_of(config: Config) -> Model | None:
+    """The model that a file describes or names, by its section as it is written; None where it has none."""
+    section = config.model
+    if section is None:
+        return None
+    written = section.model_dump(exclude_unset=True)
+    if section.config is not None:
+        vocab = config.data.vocab_size if config.data is not None else 8192
+        return Model(from_config(section.config, source="model.config", vocab=vocab), written)
+    assert section.path is not None
+    return Model(find_model(section.path).architecture, written)
+
+
+def precision_of(config: Config) -> str | None:
+    """bf16, fp16 or fp32, as a file says; None where it leaves the choice to its caller ("auto")."""
+    found = next((name for name in ("bf16", "fp16") if getattr(config, name).enabled is True), None)
+    return found or (None if "auto" in (config.bf16.enabled, config.fp16.enabled) else "fp32")
+
+
+def _one_half(config: Config) -> bool:
+    return True in (config.bf16.enabled, config.fp16.enabled)
+
+
+def with_settings_of(config: Config, request: Request) -> Request:
+    """`request` with what a file says beside the layout and is priced: compilation, the form of the moments, the reduction's dtype."""
+    states = config.optimizer.states if config.optimizer is not None else request.optimizer_states
+    reduce = config.communication_data_type or request.precision
+    return replace(request, compile=request.compile or config.compile.enabled is True, optimizer_states=states, reduce=reduce)
+
+
+def fixed_by(file: File) -> dict[str, int]:
+    """The fields of a layout that a file gives a value. Raises ConfigError for a value that no plan can keep."""
+    fixed: dict[str, int] = {}
+    config, problems = file.config, []
+    for path, (name, _) in FIELDS.items():
+        value = _value(config, path)
+        if at_path(file.tree, path) in (None, "auto") or value in (None, "auto"):
+            continue
+        if name == "recompute":
+            named = {RECOMPUTE_NAMES[kind]: index for index, kind in enumerate(RECOMPUTE) if RECOMPUTE_NAMES[kind] != "attention"}
+            if value not in named:
+                problems.append(Problem(path, value, "not a mode that a plan can keep", f'use "auto" or {", ".join(named)}'))
+                continue
+            value = named[value]
+        fixed[name] = int(value)
+    if config.parallel.recompute.budget_gib is not None and config.parallel.recompute.mode is None:
+        remedy = f'leave it out, or set parallel.recompute.mode to "auto" or {RECOMPUTE_NAMES["full"]}'
+        problems.append(Problem("parallel.recompute.budget_gib", config.parallel.recompute.budget_gib, "a plan prices no budget", remedy))
+    problems += _fix_details(config, fixed)
+    if problems:
+        raise ConfigError(*problems)
+    return fixed
+
+
+def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
+    pipeline, offload, problems = config.parallel.pipeline, config.zero_optimization.offload_optimizer, []
+    several = fixed.get("pp") != 1
+    if pipeline.schedule is not None and several:
+        priced = {name: SCHEDULES.index(key) for key, name in SCHEDULE_NAMES.items()}
+        if pipeline.schedule in priced:
+            fixed["schedule"] = priced[pipeline.schedule]
+        else:
+            rule = "not a schedule that a plan prices"
+            problems.append(Problem("parallel.pipeline.schedule", pipeline.schedule, rule, f"use {', '.join(priced)}"))
+    if pipeline.stages_per_rank is not None and several:
+        fixed["vpp"] = pipeline.stages_per_rank
+    if pipeline.blocks_per_stage is not None and "pp" not in fixed:
+        rule = "it fixes the stages, which parallel.pp leaves open"
+        problems.append(Problem("parallel.pipeline.blocks_per_stage", None, rule, "give parallel.pp, or leave it out"))
+    if "device" in offload.model_fields_set:
+        fixed["offload"] = int(offload.device != "none")
+    return problems
+
+
+def _defaults(file: File) -> dict[str, int]:
+    """What a file leaves out has its default, but for the details of what it leaves open."""
+    found = {name: default for path, (name, default) in FIELDS.items() if at_path(file.tree, path) is None and default != "auto"}
+    if found.get("recompute") is not None:
+        found["recompute"] = RECOMPUTE.index("none")
+    open_paths = asks(file.tree)
+    plain = {"schedule": SCHEDULES.index("1f1b"), "vpp": 1, "offload": 0}
+    fixed = fixed_by(file)
+    for name, owner in DETAILS.values():
+        if name not in fixed and owner not in open_paths:
+            found[name] = plain[name]
+    if fixed.get("vpp", 1) > 1 and "schedule" not in fixed:
+        found["schedule"] = SCHEDULES.index("interleaved")
+    elif "schedule" in fixed and "vpp" not in fixed:
+        found.pop("vpp", None)  # the schedule's own number
+    return {name: int(value) for name, value in found.items()}
+
+
+def _value(config: Config, path: str) -> Any:
+    here: Any = config
+    for name in path.split("."):
+        here = getattr(here, name)
+    return here
+
+
+def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     """A copy in which some paths are left out."""
     whole = copy.deepcopy(dict(tree))
     for path in paths:
@@ -56,66 +221,3 @@ def without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
             here = here[section]
         del here[name]
     return whole
-
-
-def complete(tree: Mapping[str, Any], *, cluster: Cluster, calibration: Calibration | None = None) -> tuple[dict[str, Any], Plan]:
-    """(the configuration with nothing of the layout left open, the plan it comes from).
-
-    Raises ConfigError where the file has no model or no batch to plan for, or fixes what cannot be, and InputError where nothing fits.
-    """
-    request = request_of(tree, cluster)
-    found = plan(request, fixed=_fixed(tree), calibration=calibration, best=1)
-    if not found.best:
-        least = min(found.shortages, key=lambda shortage: shortage.needed, default=None)
-        why = f"{least.region} {least}" if least else "no layout fits with enough certainty"
-        raise InputError(f'"auto": nothing fits on {cluster}: {why}; use more or larger GPUs, or fix less')
-    return config_of(request, found.best[0], tree), found
-
-
-def request_of(tree: Mapping[str, Any], cluster: Cluster) -> Request:
-    """What is planned for a file. Raises ConfigError where it does not say enough."""
-    section = tree.get("model")
-    data = tree.get("data") or {}
-    problems = []
-    batch = tree.get("train_batch_size")
-    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-        problems.append(Problem("train_batch_size", batch, 'what "auto" is planned for', "give the samples of an optimizer step"))
-    if not isinstance(section, Mapping) or not (section.get("config") or section.get("path")):
-        problems.append(Problem("model", None, 'what "auto" is planned for', "give model.config or model.path"))
-    if problems:
-        raise ConfigError(*problems)
-    assert isinstance(section, Mapping) and isinstance(batch, int)
-    if section.get("config"):
-        architecture = from_config(section["config"], source="model.config", vocab=data.get("vocab_size", 8192))
-        model = Model(architecture, dict(section))
-    else:
-        model = Model(find_model(section["path"]).architecture, dict(section))
-    precision = next((name for name in ("bf16", "fp16") if (tree.get(name) or {}).get("enabled") is True), "fp32")
-    compiled = (tree.get("compile") or {}).get("enabled") is True
-    states = (tree.get("optimizer") or {}).get("states", "own")
-    return Request(model, cluster, batch, data.get("sequence_length", 256), precision, compiled, optimizer_states=states)
-
-
-def _fixed(tree: Mapping[str, Any]) -> dict[str, int]:
-    fixed = {}
-    for path, (field, default) in FIELDS.items():
-        value = _at(tree, path)
-        value = default if value is None else value
-        if value == "auto" or value == -1:
-            continue
-        if field == "recompute":
-            named = {RECOMPUTE_NAMES[name]: index for index, name in enumerate(RECOMPUTE)}
-            if value not in named:
-                raise ConfigError(Problem(path, value, "not a mode that a plan can keep", f'use "auto" or {", ".join(named)}'))
-            value = named[value]
-        fixed[field] = int(value)
-    return fixed
-
-
-def _at(tree: Mapping[str, Any], path: str) -> Any:
-    here: Any = tree
-    for name in path.split("."):
-        if not isinstance(here, Mapping):
-            return None
-        here = here.get(name)
-    return here

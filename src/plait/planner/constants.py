@@ -1,7 +1,7 @@
 """The rates that datasheets do not print: fitted constants with the width of what is believed of them.
 
 Every constant is positive and used as a factor; what is fitted is its logarithm, with a normal prior. `data/constants.json` holds the
-values fitted to published runs by `tools/fit_planner.py`; `calibrate` moves them for one machine and framework.
+values fitted to published runs by `python -m benchmarks.planner_accuracy --learn`; `calibrate` moves them for one machine and framework.
 """
 
 from __future__ import annotations

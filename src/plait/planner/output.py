@@ -1,7 +1,7 @@
 """What a plan leaves behind: the configuration that `plait train` runs, and a sidecar with every predicted term.
 
-The configuration has no "auto" left in what was planned. Invariant: it loads and resolves, for the planned number of processes, to the
-layout that was priced.
+The configuration is the file that was planned for, with values in place of "auto" and of what it left out; no value in it changes.
+Invariant: it loads and resolves, for the planned number of processes, to the layout that was priced.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.config.examine import at_path, examine
+from plait.config.overrides import apply_override
+from plait.config.source import Document
 from plait.errors import InputError
 from plait.planner.history import facts_of, layout_facts
 from plait.planner.job import RECOMPUTE, SCHEDULES
@@ -22,37 +25,64 @@ from plait.planner.step import TERMS
 
 
 def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of a choice. What `base` says of anything that is not planned is kept."""
+    """The configuration of a choice: `base`, a file's tree as it is written, with what the plan chose where the file has nothing or "auto".
+
+    What the file gives a value stays as it is written, whatever its name for it, planned or not: the choice was made for it.
+    """
+    tree = copy.deepcopy(dict(base or {}))
+    for path, value in chosen(request, choice, base).items():
+        problem = apply_override(tree, tuple(path.split(".")), value)
+        assert problem is None, problem
+    return tree
+
+
+def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `config_of` writes into `base`: the key, under the name that the file has for it where it says "auto", and the value."""
+    found = examine(Document("the file", dict(base or {})))
     at = choice.layout
-    config: dict[str, Any] = copy.deepcopy(dict(base or {}))
-    for name in ("gradient_accumulation_steps", "fp16", "bf16"):
-        config.pop(name, None)
-    config["train_batch_size"] = request.global_batch
-    config["train_micro_batch_size_per_gpu"] = int(at["micro_batch"])
-    config["gradient_accumulation_steps"] = int(at["accumulation"])
-    zero = dict(config.get("zero_optimization") or {})
-    config["zero_optimization"] = zero | {"stage": int(at["stage"])}
-    if request.precision in ("bf16", "fp16"):
-        config[request.precision] = {"enabled": True}
-    parallel = dict(config.get("parallel") or {})
-    for name in ("pp", "dp_replicate", "dp_shard", "tp"):
-        parallel[name] = int(at[name])
-    parallel["sequence_parallel"] = bool(at["sp"])
-    parallel.pop("pipeline", None)
+    planned: dict[str, Any] = {
+        "train_batch_size": request.global_batch,
+        "train_micro_batch_size_per_gpu": int(at["micro_batch"]),
+        "gradient_accumulation_steps": int(at["accumulation"]),
+        "zero_optimization.stage": int(at["stage"]),
+        **{f"parallel.{name}": int(at[name]) for name in ("pp", "dp_replicate", "dp_shard", "tp")},
+        "parallel.sequence_parallel": bool(at["sp"]),
+        "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]],
+        "zero_optimization.offload_optimizer.device": "cpu" if at["offload"] else "none",
+        **{f"{name}.enabled": request.precision == name for name in ("fp16", "bf16")},
+        "compile.enabled": request.compile,
+        "data.sequence_length": request.sequence,
+    }
     if at["pp"] > 1:
-        parallel["pipeline"] = {"schedule": SCHEDULE_NAMES[choice.schedule], "stages_per_rank": int(at["vpp"])}
-    parallel.pop("recompute", None)
-    if at["recompute"]:
-        parallel["recompute"] = {"mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]]}
-    config["parallel"] = parallel
-    if at["offload"]:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    if request.compile:
-        config["compile"] = dict(config.get("compile") or {}) | {"enabled": True}
-    config.setdefault("model", dict(request.model.section))
-    data = dict(config.get("data") or {})
-    config["data"] = data | {"sequence_length": request.sequence}
-    return config
+        planned |= {
+            "parallel.pipeline.schedule": SCHEDULE_NAMES[choice.schedule],
+            "parallel.pipeline.stages_per_rank": int(at["vpp"]),
+        }
+    if request.precision != request.reduce:
+        planned["communication_data_type"] = request.reduce
+    if "model" not in found.tree:
+        planned["model"] = dict(request.model.section)
+    told = {path: at_path(found.tree, path) for path in planned}
+    return {
+        found.written.get(path, path): value
+        for path, value in planned.items()
+        if (told[path] is None and value != _UNSAID.get(path)) or _open(path, told[path])
+    }
+
+
+_UNSAID: dict[str, Any] = {
+    "parallel.recompute.mode": "none",
+    "zero_optimization.offload_optimizer.device": "none",
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "compile.enabled": False,
+}
+"""Values that a file says by leaving the key out."""
+
+
+def _open(path: str, value: Any) -> bool:
+    """Whether a file leaves the choice to the plan. -1 is a degree's "auto"."""
+    return value == "auto" or (path in ("parallel.dp_replicate", "parallel.dp_shard") and value in (-1, "-1"))
 
 
 def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
@@ -71,7 +101,13 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
         "sequence": request.sequence,
         "precision": request.precision,
         "compiled": request.compile,
-        "priced": {"architecture": facts_of(request.model.architecture), "layout": layout_facts(choice.layout)},
+        "priced": {
+            "architecture": facts_of(request.model.architecture),
+            "model": dict(request.model.section),
+            "layout": layout_facts(choice.layout),
+            "reduce": request.reduce,
+            "optimizer_states": request.optimizer_states,
+        },
         **choice_as_json(choice),
     }
 

@@ -59,6 +59,8 @@ class Request:
     """Also what this version does not run."""
     optimizer_states: str = "own"
     """The form of AdamW's averages (`optimizer.states`)."""
+    reduce: str = "fp32"
+    """What gradients are reduced in: bf16, fp16 or fp32."""
 
     @property
     def offers(self) -> Offers:
@@ -185,6 +187,7 @@ def job_of(request: Request, layouts: Layouts) -> Job:
     found = framework("plait", precision=request.precision)
     if request.compile:
         found = with_compiled_blocks(found)
+    found = replace(found, wire_reduce=4 if request.reduce == "fp32" else 2)
     return Job(
         model=model,
         device=request.cluster.device,
@@ -223,8 +226,11 @@ def _check(request: Request) -> None:
         raise InputError(f"--precision {request.precision}: {device.title} does not compute so; it has {has}")
 
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def _compute_dtype(request: Request) -> str | None:
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(request.precision)
+    return _DTYPES[request.precision] if request.precision != "fp32" else None
 
 
 def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
@@ -236,7 +242,8 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
 def states_of(request: Request, job: Job, *, inner: int | None = None) -> States:
     """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the rank to price between the ends of a
     pipeline, by default the one that keeps most."""
-    return account_states(job, compute=_compute_dtype(request), inner=inner, form=request.optimizer_states)
+    reduce = _DTYPES[request.reduce]
+    return account_states(job, compute=_compute_dtype(request), reduce=reduce, inner=inner, form=request.optimizer_states)
 
 
 def layouts_of(choice: Choice) -> Layouts:

@@ -137,9 +137,11 @@ def _tensor_degrees(
 
 def _stages(model: Architecture, ranks: int, offers: Offers, fixed: Mapping[str, int], excluded: dict[str, Excluded]) -> list[int]:
     if not offers.pipeline:
+        rule = offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
         if fixed.get("pp", 1) > 1:
-            _note(excluded, f"pp = {fixed['pp']}", "this version runs no pipeline")
+            _note(excluded, f"pp = {fixed['pp']}", rule)
             return []
+        _note(excluded, "pp > 1", rule)
         return [1]
     found = []
     for pp in [fixed["pp"]] if "pp" in fixed else divisors(ranks):

@@ -123,12 +123,14 @@ def _stacked(parts: Sequence[tuple[np.ndarray, Any]], size: int) -> Any:
     return whole
 
 
-def account_states(job: Job, *, compute: str | None = "bfloat16", inner: int | None = None, form: str = "own") -> States:
+def account_states(
+    job: Job, *, compute: str | None = "bfloat16", reduce: str = "float32", inner: int | None = None, form: str = "own"
+) -> States:
     """Bytes of weights, gradients, optimizer states and gathered copies on the first, the last and an inner rank, for every candidate of
     one model.
 
-    `compute` is the dtype of forward and backward; None computes in float32. `inner` is the rank to price between the ends; by default the
-    one that keeps most; `form` is what AdamW's averages are kept in.
+    `compute` is the dtype of forward and backward, `reduce` that of the reduction; None computes in float32. `inner` is the rank to price
+    between the ends; by default the one that keeps most; `form` is what AdamW's averages are kept in.
     """
     at, model = job.layouts, job.model
     size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp))
@@ -148,7 +150,7 @@ def account_states(job: Job, *, compute: str | None = "bfloat16", inner: int | N
         ledger = Ledger.start(tp=tp, dp_replicate=replicate, dp_shard=shard, accumulation=accumulation, optimizer_states=form)
         ledger = ledger.with_(tensor_dims=dims)
         if compute:
-            ledger = Precision.sweep(compute=compute, reduce="float32").account(ledger, facts)
+            ledger = Precision.sweep(compute=compute, reduce=reduce).account(ledger, facts)
         memory = DataParallel.sweep(stage=stage).account(ledger, facts).memory
         width = 2 if compute else 4
         whole = np.zeros(len(unique))

@@ -95,6 +95,10 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
     except (ValueError, KeyError) as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(f"model: {config.model_type!r} is not a causal language model of Transformers ({first})") from error
+    except Exception as error:  # sizes and numbers that a module cannot have end in whatever it raises
+        first = next(iter(str(error).strip().splitlines()), "")[:200]
+        rule = f"no {config.model_type} can be built of it ({type(error).__name__}: {first})"
+        raise ConfigError(Problem("model.config", None, rule, "correct its sizes")) from error
     identity = {f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE}
     return Built(model.train(), weights, config.model_type, getattr(config, "hidden_size", None), identity | {"model.dtype": section.dtype})
 

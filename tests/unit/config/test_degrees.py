@@ -64,7 +64,7 @@ def test_processes_that_remain() -> None:
     ("world", "stage", "parallel", "message"),
     [
         (6, 0, {"tp": 4}, "parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree"),
-        (2, 0, {"tp": 2, "pp": 2}, "parallel: pp 2 x cp 1 x tp 2 = 4 and 2 % 4 = 2; start 4 processes, or change a degree"),
+        (2, 0, {"tp": 2, "pp": 2}, "parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree"),
         (
             8,
             2,

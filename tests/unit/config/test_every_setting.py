@@ -68,6 +68,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "fp16.min_loss_scale": (FP16, 1, 2),
     "bf16.enabled": ({}, False, True),
     "bf16.check_grad_overflow": ({"bf16.enabled": True}, True, False),
+    "data_types.grad_accum_dtype": ({"bf16.enabled": True}, "bf16", "fp32"),
     "optimizer.type": ({}, "AdamW", "SGD"),
     "optimizer.params": ({}, {"lr": 1e-3}, {"lr": 1e-4}),
     "optimizer.states": ({}, "own", "int8"),

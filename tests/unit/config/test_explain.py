@@ -25,7 +25,7 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
     assert [(row.key, str(row.status)) for row in explanation.keys] == [
         ("tensor_parallel.tp_size", "renamed"),
         ("_comment", "comment"),
-        ("zero_optimization.overlap_comm", "meaningless"),
+        ("zero_optimization.overlap_comm", "ignored"),
         ("zero_optimization.stage", "supported"),
         ("train_micro_batch_size_per_gpu", "supported"),
     ]
@@ -37,30 +37,30 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
     ("tree", "key", "status"),
     [
         ({"zero_optimization": {"reduce_bucket_size": 1000}}, "zero_optimization.reduce_bucket_size", "supported"),
-        ({"zero_optimization": {"reduce_bucket_size": 1000, "stage": 1}}, "zero_optimization.reduce_bucket_size", "meaningless"),
+        ({"zero_optimization": {"reduce_bucket_size": 1000, "stage": 1}}, "zero_optimization.reduce_bucket_size", "ignored"),
         (
             {"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": True}},
             "zero_optimization.reduce_bucket_size",
-            "meaningless",
+            "ignored",
         ),
-        ({"parallel": {"bucket_mib": 10}, "zero_optimization": {"stage": 3}}, "parallel.bucket_mib", "meaningless"),
+        ({"parallel": {"bucket_mib": 10}, "zero_optimization": {"stage": 3}}, "parallel.bucket_mib", "ignored"),
         ({"fp16": {"enabled": True, "hysteresis": 3}}, "fp16.hysteresis", "supported"),
-        ({"fp16": {"enabled": False, "hysteresis": 3}}, "fp16.hysteresis", "meaningless"),
-        ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.hysteresis", "meaningless"),
+        ({"fp16": {"enabled": False, "hysteresis": 3}}, "fp16.hysteresis", "ignored"),
+        ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.hysteresis", "ignored"),
         ({"fp16": {"enabled": True, "hysteresis": 3, "loss_scale": 128}}, "fp16.loss_scale", "supported"),
         ({"parallel": {"all_reduce": "ring", "dp_replicate": 2}}, "parallel.all_reduce", "supported"),
         ({"parallel": {"links": "a.json", "dp_replicate": 2}}, "parallel.links", "supported"),
-        ({"parallel": {"links": "a.json", "dp_replicate": 2, "all_reduce": "ring"}}, "parallel.links", "meaningless"),
-        ({"parallel": {"links": "a.json"}, "zero_optimization": {"stage": 2}}, "parallel.links", "meaningless"),
-        ({"parallel": {"all_reduce": "ring", "dp_replicate": 2, "compress_gradients": "int8"}}, "parallel.all_reduce", "meaningless"),
-        ({"parallel": {"all_reduce": "ring", "dp_shard": 2}, "zero_optimization": {"stage": 1}}, "parallel.all_reduce", "meaningless"),
-        ({"parallel": {"all_reduce": "ring", "dp_replicate": 2, "transport": "torch"}}, "parallel.transport", "meaningless"),
-        ({"parallel": {"compress_weights": "int8", "dp_replicate": 2}}, "parallel.compress_weights", "meaningless"),
+        ({"parallel": {"links": "a.json", "dp_replicate": 2, "all_reduce": "ring"}}, "parallel.links", "ignored"),
+        ({"parallel": {"links": "a.json"}, "zero_optimization": {"stage": 2}}, "parallel.links", "ignored"),
+        ({"parallel": {"all_reduce": "ring", "dp_replicate": 2, "compress_gradients": "int8"}}, "parallel.all_reduce", "ignored"),
+        ({"parallel": {"all_reduce": "ring", "dp_shard": 2}, "zero_optimization": {"stage": 1}}, "parallel.all_reduce", "ignored"),
+        ({"parallel": {"all_reduce": "ring", "dp_replicate": 2, "transport": "torch"}}, "parallel.transport", "ignored"),
+        ({"parallel": {"compress_weights": "int8", "dp_replicate": 2}}, "parallel.compress_weights", "ignored"),
         ({"parallel": {"compress_gradients": "int8", "dp_replicate": 2}}, "parallel.compress_gradients", "supported"),
-        ({"parallel": {"compress_gradients": "int8", "dp_replicate": 1}}, "parallel.compress_gradients", "meaningless"),
-        ({"parallel": {"powersgd_rank": 2, "dp_replicate": 2}}, "parallel.powersgd_rank", "meaningless"),
-        ({"parallel": {"error_feedback": True, "compress_gradients": "powersgd"}}, "parallel.error_feedback", "meaningless"),
-        ({"parallel": {"second_copy": 2, "dp_shard": 2}, "zero_optimization": {"stage": 3}}, "parallel.second_copy", "meaningless"),
+        ({"parallel": {"compress_gradients": "int8", "dp_replicate": 1}}, "parallel.compress_gradients", "ignored"),
+        ({"parallel": {"powersgd_rank": 2, "dp_replicate": 2}}, "parallel.powersgd_rank", "ignored"),
+        ({"parallel": {"error_feedback": True, "compress_gradients": "powersgd"}}, "parallel.error_feedback", "ignored"),
+        ({"parallel": {"second_copy": 2, "dp_shard": 2}, "zero_optimization": {"stage": 3}}, "parallel.second_copy", "ignored"),
         ({"parallel": {"second_copy": 2, "dp_shard": 4}, "zero_optimization": {"stage": 3}}, "parallel.second_copy", "supported"),
         (
             {"zero_optimization": {"zero_quantized_weights": True, "stage": 3}, "parallel": {"dp_shard": 2}},
@@ -70,29 +70,29 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         (
             {"parallel": {"transport": "torch", "compress_gradients": "int8", "dp_replicate": 2}},
             "parallel.transport",
-            "meaningless",
+            "ignored",
         ),
         ({"parallel": {"transport": "torch", "dp_shard": 2}, "zero_optimization": {"stage": 1}}, "parallel.transport", "supported"),
-        ({"parallel": {"transport": "torch", "dp_shard": 1}}, "parallel.transport", "meaningless"),
+        ({"parallel": {"transport": "torch", "dp_shard": 1}}, "parallel.transport", "ignored"),
         ({"parallel": {"transport": "torch", "dp_replicate": 2}}, "parallel.transport", "supported"),
-        ({"parallel": {"transport": "torch", "dp_replicate": 2}, "bf16": {"enabled": True}}, "parallel.transport", "meaningless"),
-        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow", "meaningless"),
-        ({"bfloat16": {"check_overflow": False}}, "bfloat16.check_overflow", "meaningless"),
+        ({"parallel": {"transport": "torch", "dp_replicate": 2}, "bf16": {"enabled": True}}, "parallel.transport", "ignored"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow", "ignored"),
+        ({"bfloat16": {"check_overflow": False}}, "bfloat16.check_overflow", "ignored"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow", "supported"),
-        ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel", "meaningless"),
+        ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel", "ignored"),
         ({"parallel": {"sequence_parallel": True, "tp": 2}}, "parallel.sequence_parallel", "supported"),
-        ({"parallel": {"plan": {"x": "colwise"}}}, "parallel.plan.x", "meaningless"),
+        ({"parallel": {"plan": {"x": "colwise"}}}, "parallel.plan.x", "ignored"),
         ({"parallel": {"recompute": {"mode": "full", "every": 2}}}, "parallel.recompute.every", "supported"),
-        ({"parallel": {"recompute": {"every": 2}}}, "parallel.recompute.every", "meaningless"),
-        ({"parallel": {"recompute": {"mode": "full", "keep": ["matmul"]}}}, "parallel.recompute.keep", "meaningless"),
-        ({"parallel": {"recompute": {"mode": "full", "sequence_length": 8}}}, "parallel.recompute.sequence_length", "meaningless"),
+        ({"parallel": {"recompute": {"every": 2}}}, "parallel.recompute.every", "ignored"),
+        ({"parallel": {"recompute": {"mode": "full", "keep": ["matmul"]}}}, "parallel.recompute.keep", "ignored"),
+        ({"parallel": {"recompute": {"mode": "full", "sequence_length": 8}}}, "parallel.recompute.sequence_length", "ignored"),
         (
             {"parallel": {"recompute": {"mode": "full"}}, "activation_checkpointing": {"partition_activations": True}},
             "activation_checkpointing.partition_activations",
-            "meaningless",
+            "ignored",
         ),
-        ({"parallel": {"activation_offload": {"path": "a"}}}, "parallel.activation_offload.path", "meaningless"),
-        ({"parallel": {"activation_offload": {"path": "a", "fraction": 1}}}, "parallel.activation_offload.path", "meaningless"),
+        ({"parallel": {"activation_offload": {"path": "a"}}}, "parallel.activation_offload.path", "ignored"),
+        ({"parallel": {"activation_offload": {"path": "a", "fraction": 1}}}, "parallel.activation_offload.path", "ignored"),
         (
             {"parallel": {"activation_offload": {"path": "a", "fraction": 1, "device": "disk"}}},
             "parallel.activation_offload.path",
@@ -101,7 +101,7 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         (
             {"zero_optimization": {"offload_optimizer": {"buffer_size": 9}}},
             "zero_optimization.offload_optimizer.buffer_size",
-            "meaningless",
+            "ignored",
         ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_size": 9}}},
@@ -111,16 +111,16 @@ def test_one_row_a_key_in_the_order_of_the_file() -> None:
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"buffer_size": 9}}},
             "zero_optimization.offload_param.buffer_size",
-            "meaningless",
+            "ignored",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_size": 9}}},
             "zero_optimization.offload_param.buffer_size",
             "supported",
         ),
-        ({"compile": {"backend": "inductor"}}, "compile.backend", "meaningless"),
+        ({"compile": {"backend": "inductor"}}, "compile.backend", "ignored"),
         ({"compile": {"backend": "inductor", "enabled": True}}, "compile.backend", "supported"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "meaningless"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "set_grad_none": True}}}, "optimizer.params.set_grad_none", "ignored"),
     ],
 )
 def test_a_setting_that_is_not_read_in_this_configuration_is_meaningless(tree: dict[str, Any], key: str, status: str) -> None:
@@ -148,7 +148,7 @@ def test_every_resolved_value_has_a_source() -> None:
     assert found["gradient_clipping"] == (0.5, "override")
     assert found["optimizer.params.lr"] == (5e-5, "auto: Transformers' default")
     assert found["precision.compute"] == ("bfloat16", "file: bf16.enabled")
-    assert found["precision.reduce"] == ("bfloat16", "default of DeepSpeed: the dtype of the computation")
+    assert found["precision.reduce"] == ("bfloat16", "default, DeepSpeed's: the dtype of the computation")
     assert found["run.steps"] == (1000, "default")
 
 
@@ -171,7 +171,9 @@ def test_the_number_of_processes_is_the_files_or_the_least() -> None:
 def test_what_cannot_be_resolved_still_shows_its_keys() -> None:
     explanation = explain({"zero_optimization": {"stage": 2, "overlap_comm": True}})
     assert len(explanation.keys) == 2
-    assert not explanation.values
+    # E4: what can be resolved is told beside what cannot.
+    found = values(explanation)
+    assert found["zero_optimization.stage"] == (2, "file") and found["optimizer.type"][0] == "AdamW" and "train_batch_size" not in found
     assert [problem.field for problem in explanation.problems] == ["train_micro_batch_size_per_gpu"]
     explanation = explain({"zero_optimization": {"stag": 2, "cpu_offload": True}})
     assert [(row.key, str(row.status)) for row in explanation.keys] == [("zero_optimization.cpu_offload", "renamed")]

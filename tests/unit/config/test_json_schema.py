@@ -7,6 +7,7 @@ from typing import Any
 
 from plait.config.aliases import ALIASES
 from plait.config.deepspeed import TABLE
+from plait.config.degrees import PLANNED
 from plait.config.json_schema import json_schema
 from plait.config.keys import fields
 
@@ -38,9 +39,16 @@ def test_types_bounds_and_auto_are_in_it() -> None:
     schema = json_schema()
     options = find(schema, "train_batch_size")["anyOf"]
     assert {"const": "auto", "type": "string"} in options[0]["oneOf"]
-    assert {"minimum": 1, "type": "integer"} in options[0]["oneOf"]
-    assert find(schema, "zero_optimization.stage")["enum"] == [0, 1, 2, 3]
+    assert {"minimum": 1, "maximum": 2**63 - 1, "type": "integer"} in options[0]["oneOf"]
+    assert find(schema, "zero_optimization.stage")["anyOf"][0]["enum"] == [0, 1, 2, 3]
     assert schema["additionalProperties"] is False
+
+
+def test_auto_is_allowed_where_train_plans_it() -> None:
+    """D7."""
+    schema = json_schema()
+    for path in PLANNED:
+        assert {"const": "auto", "type": "string"} in find(schema, path)["anyOf"], path
 
 
 def test_it_is_json_and_does_not_change() -> None:

@@ -22,12 +22,13 @@ def problems(tree: dict[str, Any], **context: Any) -> list[str]:
 # ---- precision ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_deepspeed_file_reduces_in_the_dtype_of_the_computation_and_a_plait_file_in_float32() -> None:
+def test_gradients_are_reduced_in_the_dtype_of_the_computation_whatever_else_a_file_says() -> None:
+    """A24: a default depends on no key that has nothing to do with it."""
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
-        precision = resolved({name: {"enabled": True}}).precision
-        assert (precision.compute, precision.reduce) == (dtype, dtype)
-        precision = resolved({name: {"enabled": True}, "parallel": {}}).precision
-        assert (precision.compute, precision.reduce) == (dtype, "float32")
+        for more in ({}, {"parallel": {}}, {"run": {}}, {"data": {}}, {"model": {"config": {"model_type": "llama"}}}, {"_comment": "x"}):
+            made = resolved({name: {"enabled": True}, **more})
+            assert (made.precision.compute, made.precision.reduce) == (dtype, dtype)
+            assert made.sources["precision.reduce"] == "default, DeepSpeed's: the dtype of the computation"
     for section in ({}, {"run": {}}):
         precision = resolved(section).precision
         assert (precision.compute, precision.reduce, precision.loss_scale, precision.check_overflow) == (None, None, None, False)
@@ -135,17 +136,37 @@ def test_auto_is_what_the_caller_says() -> None:
 
 
 def test_auto_without_a_caller_follows_the_published_rules() -> None:
-    made = resolved({**HF_FILE, **BATCH}, total_steps=700)
-    assert (made.batch.accumulation, made.gradient_clipping, made.precision.compute) == (1, 1.0, None)
+    made = resolved({**HF_FILE, **BATCH, "bf16": {"enabled": True}}, total_steps=700)
+    assert (made.batch.accumulation, made.gradient_clipping, made.precision.compute) == (1, 1.0, "bfloat16")
+    assert made.sources["fp16.enabled"] == "auto: off, because bf16 is on"
+    assert "optimizer.params.lr = 5e-05" in (made.assumed() or "")
     assert made.optimizer.params == {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert made.sources["gradient_accumulation_steps"] == "auto: 1"
-    assert made.sources["gradient_clipping"] == "auto: 1.0, as in accelerate"
+    assert made.sources["gradient_clipping"] == "auto: 1.0, the default of DeepSpeed and of Transformers"
     assert "auto" not in str(made.model_dump(exclude={"sources", "run"}))
 
 
 def test_auto_that_nothing_decides_names_the_field() -> None:
     found = problems(HF_FILE)
-    assert [text.split(":")[0] for text in found] == ["train_micro_batch_size_per_gpu", "scheduler.params.total_num_steps = 'auto'"]
+    assert [text.split(":")[0] for text in found] == [
+        "train_micro_batch_size_per_gpu = 'auto'",
+        "fp16.enabled = 'auto'",
+        "bf16.enabled = 'auto'",
+        "scheduler.params.total_num_steps = 'auto'",
+    ]
+
+
+def test_half_precision_left_open_is_never_float32_in_silence() -> None:
+    """E4: "auto" is a command line's choice. What follows from the other key is taken, what does not is refused by name."""
+    for tree, refused in (
+        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled"]),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}, ["fp16.enabled"]),
+    ):
+        assert [text.split(" ")[0] for text in problems({**BATCH, **tree})] == refused
+    made = resolved({**BATCH, "bf16": {"enabled": "auto"}, "fp16": {"enabled": True}})
+    assert (made.precision.compute, made.sources["bf16.enabled"]) == ("float16", "auto: off, because fp16 is on")
+    neither = resolved({**BATCH, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, auto={"bf16.enabled": False})
+    assert (neither.precision.compute, neither.sources["fp16.enabled"]) == (None, "auto: off, as the caller chose neither")
 
 
 def test_the_length_of_the_schedule_is_the_callers_or_that_of_the_run() -> None:
@@ -288,7 +309,7 @@ def test_the_warning_names_the_keys_that_mean_nothing() -> None:
     names = ("overlap_comm", "contiguous_gradients", "sub_group_size", "reduce_scatter", "allgather_partitions")
     values = {**dict.fromkeys(names, True), "sub_group_size": 1e9}
     assert load({"zero_optimization": values}).provenance.warning() == (
-        "the configuration: no meaning here have zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
+        "the configuration: ignored are zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
         "zero_optimization.sub_group_size, zero_optimization.reduce_scatter and 1 more; `plait config explain` says why"
     )
 

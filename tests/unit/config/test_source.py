@@ -134,7 +134,7 @@ def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
 def test_a_folder_a_list_and_binary_data_are_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder and not a file"):
         read(tmp_path)
-    for content, said in (("[1]", "is a list"), ("3", "is a int"), ("null", "is empty")):
+    for content, said in (("[1]", "is a list"), ("3", "is a number"), ("null", "is empty")):
         (tmp_path / "x.json").write_text(content)
         with pytest.raises(ConfigError, match=said):
             read(tmp_path / "x.json")

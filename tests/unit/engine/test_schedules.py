@@ -426,3 +426,48 @@ def test_what_a_schedule_itself_refuses_is_a_config_error():
         make("LinearLR", {"start_factor": 7})
     with pytest.raises(ConfigError, match="cosine_with_min_lr says: .*min_lr"):
         make("cosine_with_min_lr", total_steps=10)
+
+
+# ---- Megatron-LM's --------------------------------------------------------------------------------------------------------------------
+
+
+def megatron(done, *, samples, high, low, warm, total, style, init):
+    """As its scheduler computes it: in samples of which a step takes `samples`."""
+    steps, warm, total = done * samples, warm * samples, total * samples
+    if warm > 0 and steps <= warm:
+        return init + (high - init) * float(steps) / float(warm)
+    if style == "constant":
+        return high
+    if steps > total:
+        return low
+    if style == "inverse-square-root":
+        return max(low, high * max(warm, 1) ** 0.5 / (max(steps, 1) ** 0.5))
+    ratio = float(steps - warm) / float(total - warm)
+    share = 1.0 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return low + share * (high - low)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
+@pytest.mark.parametrize("warm", [0, 7])
+def test_every_rate_is_megatrons(style, warm):
+    """D6, E8: by its own formula, which counts samples, past the end of the decay."""
+    params = {"decay_style": style, "warmup_num_steps": warm, "min_lr": 0.004, "init_lr": 0.001, "total_num_steps": 40}
+    samples = 1 if style == "inverse-square-root" and not warm else 16  # without a warm-up that style depends on the batch
+    seen = [lr for lr, _ in run(make("MegatronLR", params, lr=0.05), 50)]
+    expected = [megatron(n, samples=samples, high=0.05, low=0.004, warm=warm, total=40, style=style, init=0.001) for n in range(50)]
+    assert seen == pytest.approx(expected, rel=1e-12)
+    share = {"decay_style": "cosine", "warmup_fraction": 0.25}
+    assert run(make("MegatronLR", share, total_steps=40), 11)[10][0] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"min_lr": 1}, "which is the highest rate"),
+        ({"warmup_num_steps": 50}, "before a warm-up of 50 steps does"),
+        ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "says the same otherwise"),
+    ],
+)
+def test_what_megatron_asserts_is_refused(params, words):
+    with pytest.raises(ConfigError, match=words):
+        make("MegatronLR", {"total_num_steps": 40, **params})

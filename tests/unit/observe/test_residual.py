@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 
+from plait.config.resolve import load
 from plait.events import RunEnded
-from plait.observe.residual import WARM, residual_of
+from plait.observe.residual import WARM, Residual, residual_of
 from plait.planner.history import read
+from plait.planner.search import Plan
 from tests.unit.observe.planned import checked, planned, step
+
+
+def listened(
+    file: Path, found: Plan, said: list[str], *overrides: str, gpu: str = "cpu", machine: str = "", per_node: int = 2, **changes: Any
+) -> Residual | None:
+    """The listener of a run with some overrides."""
+    run = checked(file, found, *overrides, **changes)
+    config = load(file, list(overrides))
+    return residual_of(file, run, config, gpu=gpu, machine=machine, per_node=per_node, say=said.append)
 
 
 @pytest.mark.parametrize("fixed", [{"tp": 2}, {"pp": 2, "recompute": 2}, {"stage": 3, "micro_batch": 2}, {"stage": 0}])
@@ -19,7 +30,7 @@ def test_a_planned_run_is_compared_and_kept(tmp_path: Path, fixed: dict[str, int
     file, found = planned(tmp_path, fixed)
     said: list[str] = []
     history = tmp_path / "cache" / "history.jsonl"
-    listener = residual_of(file, checked(file, found), gpu="cpu", machine="EPYC", history=history, say=said.append)
+    listener = listened(file, found, said, f"run.history={history}", machine="EPYC")
     assert listener is not None and not said
     for number, seconds in enumerate([9.0] * WARM + [0.5] * 4 + [0.7, 0.7, 7.0, 0.6], start=1):
         listener(step(number, seconds, skipped=seconds == 7.0))
@@ -40,7 +51,7 @@ def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path
     file, found = planned(tmp_path, {})
     for steps, lines in ((WARM + 2, 0), (WARM + 3, 1)):
         said: list[str] = []
-        listener = residual_of(file, checked(file, found), gpu="cpu", machine="", history=tmp_path / "h.jsonl", say=said.append)
+        listener = listened(file, found, said)
         assert listener is not None
         for number in range(steps):
             listener(step(number, 0.5))
@@ -57,30 +68,38 @@ def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path
         ((), {"parameters": 7}, "and is 7"),
         ((), {"length": 32}, "sequence was planned as 64 and is 32"),
         (("bf16.enabled=true",), {}, "precision was planned as fp32 and is bf16"),
-        (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk_tokens was planned as 0 and is 16"),
+        (("parallel.loss_chunk_tokens=16",), {}, "no plan prices parallel.loss_chunk_tokens = 16"),
+        # D10: what a comparison of layouts alone let through.
+        (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
+        (("optimizer.states=int8",), {}, "optimizer.states was planned as own and is int8"),
+        (("optimizer.type=SGD", "optimizer.params.lr=1"), {}, "no plan prices optimizer.type = SGD"),
+        (("parallel.compress_gradients=int8",), {}, "no plan prices parallel.compress_gradients = int8"),
+        (("model.dtype=bfloat16",), {}, "the model was planned as"),
     ],
 )
 def test_another_run_is_not_compared(tmp_path: Path, overrides: tuple[str, ...], changes: dict[str, Any], words: str) -> None:
     file, found = planned(tmp_path, {"stage": 3, "micro_batch": 4})
     said: list[str] = []
-    run = checked(file, found, *overrides, **changes)
-    assert residual_of(file, run, gpu="cpu", machine="", history=tmp_path / "h.jsonl", say=said.append) is None
+    assert listened(file, found, said, *overrides, **changes) is None
     assert len(said) == 1 and words in said[0]
 
 
 def test_another_device_and_a_broken_plan_are_told(tmp_path: Path) -> None:
     file, found = planned(tmp_path, {})
     said: list[str] = []
-    assert residual_of(file, checked(file, found), gpu="h100", machine="", history=tmp_path / "h", say=said.append) is None
+    assert listened(file, found, said, gpu="h100") is None
     assert "device was planned as cpu and is h100" in said[-1]
+    assert listened(file, found, said, per_node=1) is None
+    assert "processes of a machine was planned as 2 and is 1" in said[-1]
     run = checked(file, found)
+    config = load(file)
     for text in ("{", json.dumps({"cluster": {}}), "[]"):
         file.with_suffix(".plan.json").write_text(text)
-        assert residual_of(file, run, gpu="cpu", machine="", history=tmp_path / "h", say=said.append) is None
+        assert residual_of(file, run, config, gpu="cpu", machine="", per_node=2, say=said.append) is None
         assert "cannot be read" in said[-1]
     file.with_suffix(".plan.json").unlink()
     count = len(said)
-    assert residual_of(file, run, gpu="cpu", machine="", history=tmp_path / "h", say=said.append) is None
+    assert residual_of(file, run, config, gpu="cpu", machine="", per_node=2, say=said.append) is None
     assert len(said) == count
 
 
@@ -89,7 +108,7 @@ def test_a_history_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -
     said: list[str] = []
     blocked = tmp_path / "file"
     blocked.write_text("")
-    listener = residual_of(file, checked(file, found), gpu="cpu", machine="", history=blocked / "h.jsonl", say=said.append)
+    listener = listened(file, found, said, f"run.history={blocked / 'h.jsonl'}")
     assert listener is not None
     for number in range(WARM + 8):
         listener(step(number, 0.5))

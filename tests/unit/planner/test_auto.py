@@ -1,13 +1,18 @@
 import pytest
 
-from plait.config.resolve import load, resolve
+from plait.config.resolve import load, look, resolve
 from plait.errors import ConfigError, InputError
-from plait.planner.auto import asks, complete
+from plait.planner import auto
+from plait.planner.auto import asks
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 
 MODEL = dict(find_model("llama-3-8b", sequence=2048).section)
 TREE = {"train_batch_size": 64, "bf16": {"enabled": True}, "model": MODEL, "data": {"sequence_length": 2048}, "run": {"steps": 5}}
+
+
+def complete(tree, *, cluster):
+    return auto.complete(auto.read_file(look(tree)[1]), cluster=cluster)
 
 
 def completed(gpus=16, **changes):

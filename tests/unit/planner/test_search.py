@@ -107,10 +107,11 @@ def test_what_the_base_file_says_of_other_things_is_kept():
         "run": {"steps": 7},
         "bf16": {"enabled": False},
         "parallel": {"tp": 16, "bucket_mib": 9.0},
+        "fp16": {"hysteresis": 4},
     }
     config = output.config_of(asked, plan(asked).best[0], base)
     assert config["optimizer"] == base["optimizer"] and config["run"] == {"steps": 7} and config["parallel"]["bucket_mib"] == 9.0
-    assert config["bf16"] == {"enabled": True} and base["parallel"]["tp"] == 16
+    assert config["bf16"] == {"enabled": False} and config["fp16"] == {"hysteresis": 4} and config["parallel"]["tp"] == 16
 
 
 def test_what_does_not_fit_says_by_how_much():

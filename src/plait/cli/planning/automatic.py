@@ -18,29 +18,33 @@ def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable
     """The file with nothing of the layout left open; None where `file` leaves nothing open that takes a search. Raises ConfigError or
     InputError for what cannot be planned."""
     from plait.config.resolve import look
-    from plait.planner.auto import complete, request_of, searched
+    from plait.planner.auto import complete, read_file, searched
+    from plait.planner.unpriced import unpriced
 
     _, found = look(file, overrides)
     asked = searched(found.tree)
-    if found.problems or not asked:
+    if not asked:
         return None
-    from plait.cli.planning.request import cluster_for, read_calibration
+    told = read_file(found)
+    from plait.cli.planning.request import cluster_for
     from plait.planner.explain import describe
     from plait.planner.output import write
 
-    run = found.tree.get("run") or {}
-    path = Path(str(run.get("folder") or f"runs/{file.stem}") + ".planned.json").expanduser()
-    if not fresh and _asked(path) == found.tree:
+    run = told.config.run
+    path = Path(
+        (run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}") + ".planned.json"
+    ).expanduser()
+    if not fresh and _asked(path) == found.raw:
         say(f'{", ".join(asked)}: "auto" was planned before ({path})')
         return path
-    processes = run.get("processes")
+    processes = run.processes if run is not None else "auto"
     cluster = cluster_for(gpus=processes if isinstance(processes, int) else None)
-    calibration, notes = read_calibration(None, request_of(found.tree, cluster))
-    _, plan = complete(found.tree, cluster=cluster, calibration=calibration)
-    write(plan, path, found.tree)
+    _, plan = complete(told, cluster=cluster)
+    write(plan, path, found.raw)
     best = plan.best[0]
-    for note in notes:
-        say(note)
+    left_out = unpriced(told.config)
+    if left_out:
+        say(f"no plan prices {', '.join(left_out)}: what they change is not in the prediction")
     chosen = f"{describe(best.layout)}, {best.seconds:.3g} s a step predicted, of {plan.candidates:,} layouts"
     say(f'{", ".join(asked)}: "auto" is {chosen} ({path})')
     return path

@@ -31,11 +31,6 @@ def default_cache() -> Path:
     return Path(os.environ.get("PLAIT_CACHE") or Path.home() / ".cache" / "plait").expanduser()
 
 
-def default_history() -> Path:
-    """Where `plait train` adds what it measured of planned runs, and `plait plan` looks."""
-    return default_cache() / "history.jsonl"
-
-
 def live_devices() -> tuple[Topology, str]:
     """The machines of the processes that run now, and what their devices call themselves."""
     from plait.cluster.topology import discover

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.errors import InputError
+from plait.errors import ConfigError, InputError, Problem
 
 if TYPE_CHECKING:
+    from plait.planner.auto import File
     from plait.planner.calibrate import Calibration
     from plait.planner.hardware import Cluster
     from plait.planner.search import Request
 
 _TOKENS = 4 * 2**20
 """Tokens of a step where no batch is given: usual for models of more than a few billion parameters."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line and a file ask to be planned."""
+
+    request: Request
+    base: dict[str, Any]
+    """The file as it is written, with the options of the command line in it; empty without a file."""
+    tree: dict[str, Any]
+    """The same under the schema's names."""
+    fixed: dict[str, int]
+    """Fields of the layout that file and options fix."""
+    notes: list[str]
+
+
+_FIELDS = {
+    "tp": "parallel.tp",
+    "pp": "parallel.pp",
+    "sp": "parallel.sequence_parallel",
+    "dp_replicate": "parallel.dp_replicate",
+    "dp_shard": "parallel.dp_shard",
+    "stage": "zero_optimization.stage",
+    "recompute": "parallel.recompute.mode",
+    "offload": "zero_optimization.offload_optimizer.device",
+    "schedule": "parallel.pipeline.schedule",
+    "vpp": "parallel.pipeline.stages_per_rank",
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
+"""Field of a layout, as `--fix` has it, to the key of a file."""
 
 
 def read_request(
@@ -31,52 +65,52 @@ def read_request(
     memory_gib: float | None,
     network: float | None,
     everything: bool,
-) -> tuple[Request, dict[str, Any], list[str]]:
-    """(what is planned, the configuration that it changes, what was assumed). Raises InputError for what is missing or cannot be."""
-    from plait.planner.models import Model, find_model, from_config
+    fixed: Mapping[str, int] | None = None,
+) -> Asked:
+    """What is planned: for the values that a file gives (an option wins over the file, and a note says so), the rest open.
+
+    Raises ConfigError for a file that cannot be run, InputError for what is missing or cannot be."""
+    from plait.planner.auto import model_of, precision_of, with_settings_of
+    from plait.planner.models import find_model
     from plait.planner.search import Request
+    from plait.planner.unpriced import unpriced
 
-    base: dict[str, Any] = {}
+    options = {"batch": batch, "seq": seq}
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ConfigError(Problem(f"--{name}", value, f"{_LEAST[name]}", "give 1 or more"))
+    if precision not in (None, "bf16", "fp16", "fp32"):
+        raise InputError(f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32")
     notes: list[str] = []
-    planned = None
-    per_device = None
-    states = "own"
-    if file is not None:
-        from plait.config.resolve import load
-        from plait.config.source import read
-        from plait.planner.auto import searched, without
-
-        base = dict(read(file).tree)
-        answered = searched(base)
-        config = load(without(base, answered) if answered else file)
+    found = _read_file(
+        file, _overrides(batch=batch, seq=seq, precision=precision, compiled=compiled, model=model, fixed=fixed or {}), notes
+    )
+    planned, per_device, sequence = None, None, seq
+    if found is not None:
+        config = found.config
         if isinstance(config.train_batch_size, int):
-            batch = batch or config.train_batch_size
+            batch = config.train_batch_size
         elif isinstance(config.train_micro_batch_size_per_gpu, int):
             accumulation = config.gradient_accumulation_steps
             per_device = config.train_micro_batch_size_per_gpu * (accumulation if isinstance(accumulation, int) else 1)
-        if config.data is not None:
-            seq = seq or config.data.sequence_length
-        if config.model is not None and config.model.config is not None:
-            vocab = config.data.vocab_size if config.data is not None else None
-            planned = Model(from_config(config.model.config, source=str(file), vocab=vocab), {"config": dict(config.model.config)})
-        elif config.model is not None and config.model.path is not None and model is None:
-            planned = find_model(config.model.path)
-        compiled = compiled or config.compile.enabled is True
-        states = config.optimizer.states if config.optimizer is not None else states
-    sequence = seq or 4096
+        if sequence is None and config.data is not None:
+            sequence = config.data.sequence_length
+        planned = model_of(config)
+    sequence = sequence or 4096
     if model is not None:
         planned = find_model(model, sequence=sequence)
-        base.pop("model", None)
     if planned is None:
         raise InputError(
             "--model: nothing to plan for; name a public model (`plait plan --list`), a config.json, or a training configuration"
         )
     machines = cluster_for(gpus=gpus, gpu=gpu, per_node=per_node, file=cluster, memory_gib=memory_gib, network=network)
+    if precision is None and found is not None:
+        precision = precision_of(found.config)
+        if precision == "fp32":
+            notes.append(f"fp32: {file} switches neither bf16 nor fp16 on; --precision bf16 plans and writes that")
     if precision is None:
         precision = next(p for p in ("bf16", "fp16", "fp32") if p in machines.device.flops)
         precision = "fp32" if machines.device.name == "cpu" else precision
-    elif precision not in ("bf16", "fp16", "fp32"):
-        raise InputError(f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32")
     if batch is None and per_device is not None:
         batch = per_device * machines.devices
         notes.append(f"batch {batch}: {per_device} samples a device, as {file} has it; set another with --batch")
@@ -85,7 +119,66 @@ def read_request(
         notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
     if machines.device.name == "cpu" and gpu is None:
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --gpus")
-    return Request(planned, machines, batch, sequence, precision, compiled, everything, states), base, notes
+    request = Request(planned, machines, batch, sequence, precision, compiled, everything)
+    if found is None:
+        return Asked(request, {}, {}, dict(fixed or {}), notes)
+    from plait.planner.auto import fixed_by
+
+    request = with_settings_of(found.config, request)
+    layout = fixed_by(found)
+    if layout:
+        from plait.planner.space import written
+
+        notes.append(f'{file} fixes {written(layout)}; leave a key out or write "auto" to have it chosen')
+    left_out = unpriced(found.config)
+    if left_out:
+        notes.append(f"no plan prices {', '.join(left_out)}: what they change is not in the times and bytes")
+    return Asked(request, dict(found.raw), dict(found.tree), layout | dict(fixed or {}), notes)
+
+
+_LEAST = {"batch": "a step has at least one sample", "seq": "a sample has at least one token"}
+
+
+def _overrides(
+    *, batch: int | None, seq: int | None, precision: str | None, compiled: bool, model: str | None, fixed: Mapping[str, int]
+) -> dict[str, Any]:
+    """What options say of the keys of a file; None takes the key out."""
+    found: dict[str, Any] = {} if batch is None else {"train_batch_size": batch}
+    if seq is not None:
+        found["data.sequence_length"] = seq
+    if precision is not None:
+        found |= {f"{name}.enabled": True if name == precision else None for name in ("fp16", "bf16")}
+    if compiled:
+        found["compile.enabled"] = True
+    if model is not None:
+        found["model"] = None
+    return found | {_FIELDS[name]: None for name in fixed}
+
+
+def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:
+    """A training file with the options of the command line in it; a note for every value of the file that gives way."""
+    if file is None:
+        return None
+    from plait.config.examine import at_path, examine
+    from plait.config.source import read
+    from plait.planner.auto import read_file
+
+    document = read(file)
+    before = examine(document)
+    after = examine(document, [(tuple(path.split(".")), value) for path, value in options.items() if _says(before.tree, path, value)])
+    for path in options:
+        was, now = at_path(before.tree, path), at_path(after.tree, path)
+        if was not in (None, "auto") and was != now:
+            shown = "a section" if isinstance(was, dict) else was
+            notes.append(f"{before.written.get(path, path)} = {shown} of {file} gives way to the command line")
+    return read_file(after)
+
+
+def _says(tree: Mapping[str, Any], path: str, value: Any) -> bool:
+    """Whether an option changes what a file says; a section that stays out is not made for it."""
+    from plait.config.examine import at_path
+
+    return value is not None or at_path(tree, path) is not None
 
 
 def cluster_for(
@@ -101,11 +194,17 @@ def cluster_for(
     from plait.planner.hardware import cluster, cluster_of
     from plait.units import GIB
 
+    for name, value in (("--memory-gib", memory_gib), ("--network", network)):
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"{name} {value:g}: a device has some; give a number greater than 0, or leave it out")
     changes: dict[str, float | None] = {
         "memory_bytes": memory_gib * GIB if memory_gib else None,
         "nic_bandwidth": network * 1e9 if network else None,
     }
     if file is not None:
+        for name, count in (("--gpus", gpus), ("--per-node", per_node)):
+            if count is not None:
+                raise InputError(f"{name} {count}: --cluster {file} says how many there are; leave one of the two out")
         from plait.cluster.machines import load
 
         topology = load(file)
@@ -128,9 +227,11 @@ def cluster_for(
 
 
 def read_calibration(path: Path | None, request: Request) -> tuple[Calibration | None, list[str]]:
-    """(constants of this device, notes): from a calibration file (.json), a history of runs (.jsonl) or a table (.csv); without a path from
-    the runs that `plait train` has measured here, if there are any. Raises InputError for a file that says nothing of this device."""
-    from plait.cli.planning.calibrations import default_history, from_history, runs_of_table
+    """(constants of this device, notes): from a calibration file (.json), a history of runs (.jsonl) or a table (.csv); those that ship
+    without a path. Raises InputError for a file that says nothing of this device."""
+    if path is None:
+        return None, []
+    from plait.cli.planning.calibrations import from_history, runs_of_table
     from plait.cluster.topology import machine_name
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import load, refuse_other
@@ -138,11 +239,6 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
     gpu = str(request.cluster.device.name)
     together = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
     machine = machine_name(together) if gpu == "cpu" else ""
-    if path is None:
-        history = default_history()
-        return from_history(history, gpu=gpu, machine=machine) if history.is_file() else (None, [])
-    if str(path) == "none":
-        return None, []
     if path.suffix == ".json":
         calibration, origin = load(path)
         refuse_other(path, origin, gpu=gpu, machine=machine)

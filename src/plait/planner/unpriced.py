@@ -1,0 +1,92 @@
+"""Settings that change how long a step takes or what it needs, and that no plan prices: named with a plan, and no reason to calibrate by.
+
+A setting is priced, or changes neither time nor memory, if it stands in one of the two lists; every other that is not at its default is
+unpriced, so that a new one cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.config.keys import fields
+from plait.config.schema import Config
+
+PRICED = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "communication_data_type",
+        "zero_optimization.stage",
+        "fp16.enabled",
+        "bf16.enabled",
+        "compile.enabled",
+        "optimizer.states",
+        "parallel.pp",
+        "parallel.dp_replicate",
+        "parallel.dp_shard",
+        "parallel.tp",
+        "parallel.sequence_parallel",
+        "parallel.pipeline.schedule",
+        "parallel.pipeline.stages_per_rank",
+        "data.sequence_length",
+        "data.vocab_size",
+        "model.config",
+        "model.path",
+    }
+)
+"""What a plan's times and bytes follow."""
+
+WITHOUT_EFFECT = (
+    "data_parallel_size",
+    "num_layers",
+    "gradient_clipping",
+    "optimizer.params",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "data",
+    "run",
+    "parallel.blocks",
+    "parallel.unused_parameters",
+)
+"""Settings and sections that change neither time nor memory by more than a plan's own error."""
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.offload_optimizer.device": ("cpu",),
+    "parallel.recompute.mode": ("full", "selective", "none"),
+    "optimizer.type": ("Adam", "AdamW"),
+}
+"""Priced values, beside the default."""
+_OWNERS = {
+    "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param": "zero_optimization.offload_param.device",
+    "parallel.activation_offload": "parallel.activation_offload.fraction",
+    "compile": "compile.enabled",
+    "parallel.recompute": "parallel.recompute.mode",
+}
+"""Section to the setting without which nothing in it counts."""
+
+
+def unpriced(config: Config) -> tuple[str, ...]:
+    """The settings of a file that are so, as `key = value`."""
+    default = Config()
+    found = []
+    for path in fields():
+        if path in PRICED or any(path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT):
+            continue
+        value, usual = _at(config, path), _at(default, path)
+        if value in (None, usual, *_VALUES.get(path, ())):
+            continue
+        owner = next((o for section, o in _OWNERS.items() if path.startswith(f"{section}.") and path != o), None)
+        if owner is not None and _at(config, owner) == _at(default, owner):
+            continue
+        found.append(f"{path} = {value}")
+    return tuple(found)
+
+
+def _at(config: Config, path: str) -> Any:
+    here: Any = config
+    for name in path.split("."):
+        here = getattr(here, name, None)
+    return here
