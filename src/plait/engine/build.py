@@ -34,6 +34,7 @@ from plait.engine.misuse import (
     checked_optimizer,
     refuse_trained_loss,
     refuse_unfit_layers,
+    warn_of_no_blocks,
     warn_of_unused_sections,
     with_callers_seed,
 )
@@ -324,6 +325,7 @@ def split(
     )
     refuse_nothing_to_train(model)
     blocks = find_blocks(model, resolved.blocks or None)
+    warn_of_no_blocks(model, blocks, stage=resolved.data_parallel.stage)
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")

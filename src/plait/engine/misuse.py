@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,21 @@ def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
                     "not sum its gradient; build it over the parameters that the function is given, or over model.parameters() inside of it"
                 )
     return made
+
+
+GATHERED_AT_ONCE = 2**24
+"""Parameters of a model without blocks from which on ZeRO stage 3 warns."""
+
+
+def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) -> None:
+    """ZeRO stage 3 gathers block by block, and a model without blocks as a whole. Said once, by rank 0."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
+        warnings.warn(
+            f"zero_optimization.stage = 3: {type(model).__name__} has no list of repeated layers, so all of its {size:,} parameters are "
+            "gathered at once; name its layers in parallel.blocks",
+            stacklevel=2,
+        )
 
 
 def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler: Any) -> None:
