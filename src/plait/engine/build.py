@@ -47,6 +47,7 @@ from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
+from plait.parallel.buffers import ChangingBuffers, bind_sync_batch_norm, buffers_of, synchronise_in_forward
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.full_state import accept_full_tensors
@@ -152,7 +153,7 @@ def initialize(
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
     """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel
     ranks, as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with
-    `plait.clip_grad_norm`."""
+    `plait.clip_grad_norm`. Buffers that the forward changes are rank 0's at the start of every step."""
     _refuse_wrapped(model)
     resolved = _resolve(model, config)
     if resolved.precision.loss_scale is not None:
@@ -181,6 +182,7 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         parts.reducer.mean = True
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and mesh.layout.dp > 1:
         reduce_unused_parameters(model)
+    synchronise_in_forward(model, ChangingBuffers(model, parts.blocks, mesh))
     _remember(model, parts, mesh)
     return model
 
@@ -193,10 +195,12 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """
     parts, _ = _recall(model)
     before_backward(parts, last=False)
+    buffers_of(model).accumulating = True
     try:
         yield
     finally:
         before_backward(parts, last=True)
+        buffers_of(model).accumulating = False
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -342,6 +346,7 @@ def split(
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)
+    bind_sync_batch_norm(model, mesh)
     techniques = (
         resolved.tensor_parallel,
         resolved.pipeline,

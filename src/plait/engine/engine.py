@@ -27,6 +27,7 @@ from plait.engine.step import Outcome, Stepper
 from plait.engine.weight_check import WeightCheck
 from plait.errors import InputError, PlaitError
 from plait.parallel import compression
+from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.pipeline import PipelineRank
 from plait.parallel.technique import Parts
@@ -92,6 +93,7 @@ class Engine:
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._weight_check = WeightCheck()
+        self._buffers = ChangingBuffers(parts.model, parts.blocks, mesh)
         self._outcome: Outcome | None = None
         self.waited_seconds: dict[str, float] = {}
         """What this rank stood waiting in during the last step (see `StepResult`)."""
@@ -232,6 +234,7 @@ class Engine:
             self._pipeline.reduce_shared()
         scale = self.stepper.loss_scale
         outcome = self._outcome = self.stepper(divisor=divisor)
+        self._buffers.after_step()
         compression.settle(self.parts, skipped=outcome.skipped, factor=self.stepper.loss_scale / scale)
         if self.parts.reducer is not None:
             self.parts.reducer.start_step()
@@ -319,7 +322,9 @@ class Engine:
 
     def load_checkpoint(self, folder: str | Path, *, tag: str | None = None) -> tuple[Path, dict[str, Any]] | None:
         """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective."""
-        return load_engine(self, Path(folder), tag=tag)
+        found = load_engine(self, Path(folder), tag=tag)
+        self._buffers.look()
+        return found
 
     def close(self) -> None:
         """End the process group, if `initialize` made it."""

@@ -1,0 +1,178 @@
+"""Buffers that a forward changes (running means, moving averages): every data-parallel rank has rank 0's, as under DistributedDataParallel.
+
+Data-parallel ranks see other samples, so their buffers drift apart. After every step the first data-parallel rank's values are sent to the
+others, so the next forward, an evaluation and a checkpoint find the same. Which buffers change is seen, not guessed: a tensor counts its
+writes, and who assigns another tensor leaves another object. The ranks compare what they saw after the first step, and again when one of
+them sees another persistent buffer change; a model whose buffers never change (rotary frequencies, masks) sends nothing after that.
+
+Buffers that are not persistent are taken only if they change in place in the first step: one made anew may be a cache of this rank's
+lengths.
+In a pipeline the lowest stage that changed a buffer outside of the blocks has the right values; later ones saw no inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.cluster.mesh import Mesh
+
+_DATA = ("dp_replicate", "dp_shard")
+_ATTRIBUTE = "_plait_buffers"
+
+
+@dataclass
+class _Seen:
+    module: nn.Module
+    leaf: str
+    persistent: bool
+    tensor: torch.Tensor
+    version: int
+
+    def changed(self) -> bool:
+        """Since it was looked at last."""
+        now = self.module._buffers.get(self.leaf)
+        if now is None:
+            return False
+        found = now._version != self.version if now is self.tensor else self.persistent
+        self.tensor, self.version = now, now._version
+        # torch's batch_norm writes these without counting it.
+        return found or (self.leaf in ("running_mean", "running_var") and self.module.training)
+
+
+class ChangingBuffers:
+    """Call `after_step` once a step, on all ranks."""
+
+    def __init__(self, model: nn.Module, blocks: Collection[str], mesh: Mesh) -> None:
+        self.names: tuple[str, ...] = ()
+        """Those that are sent after every step."""
+        self.accumulating = False
+        """In a loop of one's own: the step goes on after this micro-batch."""
+        self._mesh, self._blocks = mesh, tuple(blocks)
+        real = mesh.layout.world_size > 1 and dist.get_backend() != "fake"
+        self._data, self._stages = (mesh.group(*axes) if real else None for axes in (_DATA, ("pp",)))
+        self._all = mesh.group("pp", *_DATA) if real else None
+        self._seen: dict[str, _Seen] = {}
+        for owner_name, owner in model.named_modules() if self._all is not None else ():
+            for leaf, tensor in owner._buffers.items():
+                if tensor is not None:
+                    persistent = leaf not in owner._non_persistent_buffers_set
+                    name = f"{owner_name}.{leaf}" if owner_name else leaf
+                    self._seen[name] = _Seen(owner, leaf, persistent, tensor, tensor._version)
+        self._from_stage: dict[int, list[str]] = {}
+        """Rank over pp to the buffers outside of blocks whose values are right there."""
+        self._new: set[str] = set()
+        """Seen to change here, and not sent yet."""
+        self._asked: tuple[torch.Tensor, Any] | None = None
+        """Whether any rank saw another buffer change, and what says that the answer is there."""
+        self._watches = self._agreed = False
+        """Whether on any rank another persistent buffer may begin to change; whether the first step is over."""
+
+    def look(self) -> None:
+        """What was written so far was the same on all ranks (a checkpoint)."""
+        for seen in self._seen.values():
+            seen.changed()
+
+    def after_step(self) -> None:
+        """Send the first data-parallel rank's values. Collective."""
+        if self._all is None:
+            return
+        self._new |= {name for name, seen in self._seen.items() if seen.changed()} - set(self.names)
+        if not self._agreed or self._somebody_saw():
+            self._agree()
+        elif self._watches:
+            self._ask()
+        self._send()
+
+    def _ask(self) -> None:
+        """Travels beside the next step, which finds the answer."""
+        flag = torch.tensor([bool(self._new)], dtype=torch.uint8, device=self._mesh.device)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._all, async_op=True)
+        assert work is not None
+        if flag.device.type == "cpu":
+            self._asked = flag, work.wait
+            return
+        work.wait()  # the stream does, not this thread
+        host = torch.empty(1, dtype=torch.uint8, pin_memory=True).copy_(flag, non_blocking=True)
+        self._asked = host, torch.cuda.current_stream(flag.device).record_event().synchronize
+
+    def _somebody_saw(self) -> bool:
+        if self._asked is None:
+            return False
+        (answer, wait), self._asked = self._asked, None
+        wait()
+        return bool(answer)
+
+    def _agree(self) -> None:
+        """What any rank saw is sent from here on. Stages of a pipeline have buffers of their own in their blocks, and share the others."""
+        self._agreed, every = True, sorted(self._seen)
+        found = {*self.names, *self._new}
+        if self._data is not None and every:
+            flags = torch.tensor([name in found for name in every], dtype=torch.uint8, device=self._mesh.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._data)
+            found = {name for name, flag in zip(every, flags.tolist(), strict=True) if flag}
+        self._new, self.names = set(), tuple(sorted(found))
+        self._watches = any(seen.persistent and name not in found for name, seen in self._seen.items())
+        if self._stages is None:
+            return
+        outside = [name for name in every if not any(name.startswith(f"{block}.") for block in self._blocks)]
+        told: list[Any] = [None] * self._stages.size()
+        dist.all_gather_object(told, (self.names, outside, self._watches), group=self._stages)
+        self._watches = any(watches for *_, watches in told)
+        shared = set.intersection(*(set(theirs) for _, theirs, _ in told))
+        first = {name: rank for rank in reversed(range(len(told))) for name in told[rank][0] if name in shared}
+        self._from_stage = {rank: sorted(name for name in first if first[name] == rank) for rank in sorted(set(first.values()))}
+
+    def _send(self) -> None:
+        if self._data is not None and self.names:
+            self._broadcast(self.names, self._data, 0)
+        for source, names in self._from_stage.items():
+            assert self._stages is not None
+            self._broadcast(names, self._stages, source)
+
+    @torch.no_grad()
+    def _broadcast(self, names: Sequence[str], group: dist.ProcessGroup, source: int) -> None:
+        """In one message, as bytes."""
+        tensors = [self._seen[name].tensor for name in names]
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        dist.broadcast(flat, group_src=source, group=group)
+        if group.rank() == source:
+            return
+        parts = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
+        for name, tensor, part in zip(names, tensors, parts, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a part of bytes is not aligned
+            self._seen[name].changed()
+
+
+def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
+    """SyncBatchNorm without a group of its own takes all processes; its batch is that of the data-parallel ranks."""
+    if mesh.layout.world_size == mesh.layout.dp:
+        return
+    group = mesh.group(*_DATA) or mesh.sub("dp_shard").get_group()
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.process_group = group
+
+
+def synchronise_in_forward(model: nn.Module, buffers: ChangingBuffers) -> None:
+    """For a loop of one's own, whose steps nobody sees: in training, before the first forward of every step but the first."""
+    due = [False]
+
+    def before(module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            if due[0]:
+                buffers.after_step()
+            due[0] = not buffers.accumulating
+
+    model.register_forward_pre_hook(before)
+    object.__setattr__(model, _ATTRIBUTE, buffers)
+
+
+def buffers_of(model: nn.Module) -> ChangingBuffers:
+    """Of a model in a loop of one's own."""
+    return getattr(model, _ATTRIBUTE)

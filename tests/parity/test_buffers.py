@@ -1,0 +1,130 @@
+"""Buffers that a forward changes are those of the first data-parallel rank, as torch's DistributedDataParallel has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import plait
+from plait.parallel.buffers import ChangingBuffers
+from plait.verify.traffic import count_traffic
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+STEPS, LATE = 6, 2
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "gradient_clipping": 0.0}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.linear(x)).tanh()
+
+
+class Net(nn.Module):
+    """Running means, an average that is assigned anew and used, one that only begins later and on one rank, and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("late", torch.zeros(2))
+        self.register_buffer("constant", torch.ones(4))
+        self.register_buffer("frequencies", torch.ones(5), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        if self.training:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+            self.calls += 1
+            if self.calls > 2 * LATE:
+                self.late.add_(x.detach().mean())
+        return self.head(x + self.average) * self.frequencies[0] * self.constant[0]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return Net().double()
+
+
+def pieces(step: int, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two micro-batches of 4 for a rank."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [(torch.randn(4, 3, generator=generator).double(), torch.randn(4, 2, generator=generator).double()) for _ in range(2)]
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def under_ddp(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """torch's own: no_sync for the first micro-batch of a step. Rank 0's buffers after the last step."""
+    model = net()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        first, last = pieces(step, rank)
+        with wrapped.no_sync():
+            (F.mse_loss(wrapped(first[0]), first[1]) / 2).backward()
+        (F.mse_loss(wrapped(last[0]), last[1]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return buffers(model)
+
+
+def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """Runs in a worker: whole steps; then a loop of one's own."""
+    loss = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum") / 2)
+    engine = plait.initialize(net(), settings(world, stage, 1, 2, **SGD), loss_fn=loss)
+    for step in range(STEPS):
+        engine.train_batch(pieces(step, rank))
+    found = {"names": engine._buffers.names, "engine": buffers(engine.model), "ddp": under_ddp(rank, world)}
+    config = settings(world, stage, 1, 1)
+    model = plait.parallelize(net(), config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        first, last = pieces(step, rank)
+        with plait.accumulate(model):
+            (F.mse_loss(model(first[0]), first[1]) / 2).backward()
+        (F.mse_loss(model(last[0]), last[1]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found["loop"] = buffers(model)
+    return {**found, "constant": constants(rank, world)}
+
+
+def constants(rank: int, world: int) -> list[dict[str, int]]:
+    """What a model sends whose buffers do not change, after its first step."""
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_buffer("frequencies", torch.ones(5), persistent=False)
+    mesh = plait.initialize(model, settings(world, 0, 1, 1, **SGD)).mesh
+    watched = ChangingBuffers(model, (), mesh)
+    sent = []
+    for _ in range(3):
+        with count_traffic() as traffic:
+            watched.after_step()
+        sent.append(dict(traffic.bytes()))
+    return sent
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_are_the_first_ranks(pool: Pool, stage: int) -> None:
+    """A15: against DistributedDataParallel, at the end of every step; constant buffers send nothing after the first."""
+    first, second = pool.run(2, under_plait, stage)
+    for name, wanted in first["ddp"].items():
+        for found in (first["engine"], second["engine"], first["loop"]):
+            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    assert {"average", "late", "blocks.0.norm.running_mean", "blocks.1.norm.num_batches_tracked"} <= set(first["names"])
+    assert not {"constant", "frequencies"} & set(first["names"])
+    assert first["constant"][1:] == [{}, {}]
