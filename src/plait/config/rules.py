@@ -26,6 +26,8 @@ def tell(error: ErrorDetails) -> tuple[str, str]:
             return "a whole number", "write a whole number"
         case "float_parsing" | "float_type" | "finite_number":
             return "a number", "write a number"
+        case "number":
+            return "a number, not true or false", "write a number"
         case "bool_parsing" | "bool_type":
             return "true or false", "write true or false"
         case "string_type":

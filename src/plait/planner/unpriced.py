@@ -70,7 +70,7 @@ _OWNERS = {
 
 def unpriced(config: Config) -> tuple[str, ...]:
     """The settings of a file that are so, as `key = value`."""
-    default = Config()
+    default = Config.model_validate({"model": {"path": "any"}, "optimizer": {}, "data": {}, "run": {}})
     found = []
     for path in fields():
         if path in PRICED or any(path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT):
