@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,13 +223,22 @@ def unsharded_gradient_bytes(model: nn.Module) -> int:
 
 
 def reduce_unused_parameters(model: nn.Module) -> None:
-    """Make every unit reduce a zero gradient for parameters that a backward did not reach, so that ranks that used different
-    parameters of a unit issue the same collective. torch >= 2.13; before, such steps must not happen."""
+    """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
     for module in sharded_modules(model):
         setter = getattr(module, "set_reduce_scatter_unused_params", None)
-        if setter is None:
-            raise NotImplementedError(f"torch {torch.__version__} cannot reduce parameters that only some ranks used")
-        setter(True, recurse=False)
+        if setter is not None:
+            setter(True, recurse=False)
+        for group in _groups(module) if setter is None else ():  # torch < 2.13
+            group.post_backward = partial(reduce_with_zeros, group, group.post_backward)
+
+
+def reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """`post_backward` of a group, with zeros for gathered parameters without a gradient: what torch 2.13 can be told to do."""
+    for p in group.fsdp_params if group.reduce_grads else ():
+        gathered = getattr(p, "_unsharded_param", None)
+        if gathered is not None and gathered.requires_grad and gathered.grad is None and p.unsharded_accumulated_grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+    post_backward(*unused)
 
 
 def local_window(tensor: DTensor) -> tuple[slice, ...]:
@@ -319,15 +329,6 @@ def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
     for device in group._device_types:
         if hasattr(source := of._get_backend(device), "options"):
             group._get_backend(device)._set_default_timeout(source.options._timeout)
-
-
-def like_parameter(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as what stands beside `parameter`: itself, or this rank's part of a DTensor with the parameter's placements."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
 
 
 def schedule_actions(name: str, *, pp: int, stages_per_rank: int, microbatches: int) -> list[list[tuple[int, str, int]]]:

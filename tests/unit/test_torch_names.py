@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,6 +60,23 @@ def test_sharded_state() -> None:
     assert _torch.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), "padded to whole rows a rank"
     assert _torch.unsharded_gradient_bytes(model) == 4 * (3 * 4 + 3 + 4 * 3 + 4)
     _torch.reduce_unused_parameters(model)
+
+
+def test_zeros_are_reduced_for_unused_parameters() -> None:
+    """B2: on a torch that cannot be told to, and on one that can, a unit reduces zeros for what a backward did not reach."""
+    for emulated in (False, True):
+        unit = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 2)})
+        unit.forward = lambda x, unit=unit: unit["used"](x)  # type: ignore[method-assign]
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+        if emulated:
+            for group in _torch._groups(unit):  # type: ignore[arg-type]
+                group.post_backward = partial(_torch.reduce_with_zeros, group, group.post_backward)
+        else:
+            _torch.reduce_unused_parameters(unit)
+        unit(torch.ones(1, 3)).sum().backward()
+        grad = unit["unused"].weight.grad
+        assert grad is not None and not grad.to_local().any()
+        assert unit["used"].weight.grad is not None
 
 
 def test_windows_and_locals() -> None:

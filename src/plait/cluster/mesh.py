@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait._torch import give_timeout
+from plait.cluster.ending import end_groups, finish_at_exit
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
-from plait.cluster.topology import Place, place, tell_nccl
+from plait.cluster.topology import Place, init_method, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -117,9 +118,9 @@ class Mesh:
         return nodes
 
     def close(self) -> None:
-        """Destroy the default group, if this mesh made it."""
-        if self.owns_default_group and dist.is_initialized():
-            dist.destroy_process_group()
+        """End all process groups, if this mesh made the default one."""
+        if self.owns_default_group:
+            end_groups()
 
 
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
@@ -168,6 +169,7 @@ def build_mesh(
     here = place()
     device = local_device(device_type, here)
     owns = not dist.is_initialized()
+    finish_at_exit()
     if nccl is not None and (owns or dist.get_backend() != "fake"):
         tell_nccl(nccl, device_type=device.type, group_exists=not owns)
     if owns:
@@ -212,4 +214,5 @@ def _make_default_group(here: Place, device: torch.device, timeout: timedelta, *
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     device_id = device if device.type == "cuda" else None
-    dist.init_process_group(backend, rank=here.rank, world_size=here.world_size, timeout=timeout, device_id=device_id)
+    world = here.world_size
+    dist.init_process_group(backend, init_method=init_method(), rank=here.rank, world_size=world, timeout=timeout, device_id=device_id)

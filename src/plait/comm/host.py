@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from plait._torch import timeout_of
+from plait.comm.system_calls import memfd_create, pidfd_open
 from plait.errors import CommunicationError
 from plait.units import format_bytes
 
@@ -63,7 +64,7 @@ class Host:
         with suppress(OSError):  # without them only the deadline ends a wait
             for rank, (pid, _) in enumerate(self._pids):
                 if rank != self.rank:
-                    lives[rank] = os.pidfd_open(pid)
+                    lives[rank] = pidfd_open(pid)
         weakref.finalize(self, _close, list(lives.values()))
         return lives
 
@@ -186,7 +187,7 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
     if free is not None and total > free * _SHARE_OF_FREE_MEMORY:
         return None, f"{format_bytes(total)} to share, and {format_bytes(free)} of memory are free"
     try:
-        descriptor = os.memfd_create("plait", os.MFD_CLOEXEC)
+        descriptor = memfd_create("plait")
     except OSError as error:
         return None, f"memfd_create: {error.strerror}"
     nonce = secrets.token_bytes(_NONCE_BYTES)

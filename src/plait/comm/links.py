@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError
+from plait.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def describe(axis: str, *, machines: int, per_machine: int, inside: Link, networ
 
 def save(path: Path, groups: Sequence[GroupLinks], *, facts: Mapping[str, Any]) -> None:
     """Write what was measured, with `facts` about when and where."""
-    path.write_text(json.dumps({"facts": dict(facts), "groups": [asdict(group) for group in groups]}, indent=1) + "\n")
+    write_whole(path, json.dumps({"facts": dict(facts), "groups": [asdict(group) for group in groups]}, indent=1) + "\n")
 
 
 def load(path: Path) -> dict[str, GroupLinks]:

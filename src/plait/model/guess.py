@@ -2,8 +2,8 @@
 
 Of each module that owns linear layers, the split that can be justified: columns and rows where a trial proves it (`trial`), or, where the
 module cannot be tried, for an MLP with the usual names and fitting shapes; else every layer with its output gathered, which is right for
-any layer that is called as a module. What even that is not known of stays whole. The caller compares forward and backward of the whole plan
-on a tiny copy of the model before it relies on it.
+any layer that is called as a module. What even that is not known of stays whole. The plan as a whole is proven by `plait verify`,
+which nobody calls for the user.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import after_backward, like_parameter, local_tensor
+from plait._torch import after_backward, local_tensor
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.pending import Pending
 from plait.comm.waits import Waits
 from plait.parallel.bucket_account import partition
+from plait.parallel.placed import like_parameter
 
 GRADIENTS = "all_reduce dp_replicate"
 """The name of its waits."""

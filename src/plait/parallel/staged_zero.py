@@ -36,6 +36,7 @@ class StagedZero:
         # The root unit holds what is outside of the blocks: the front on the first stage, the back on the last, rarely more on others.
         self._root_stages = staged.cut.outside_stages() & set(staged.stages)
         self._left: Counter[int] = Counter()
+        self._first = next(row[0] for row in schedule.ranks if row and row[0].stage in staged.stages)
         self._begun = False
         for index, unit in enumerate(self._units):
             # The first unit of a stage must not gather ahead what ran before it: that is the end of another micro-batch.
@@ -56,6 +57,8 @@ class StagedZero:
         if not self._begun:  # with all blocks of the rank in the model, and with their weights
             self._begun = True
             begin_sharded(self.staged.model)
+        if action == self._first and not done:
+            self._left.clear()  # of a step that an error ended
         if action.kind is Kind.FORWARD:
             return
         if not done:

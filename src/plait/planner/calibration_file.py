@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError
+from plait.files import write_whole
 from plait.planner.calibrate import Calibration, Fit
 from plait.planner.constants import Rates, knowledge
 
@@ -44,7 +45,7 @@ def save(path: Path, calibration: Calibration, origin: Origin) -> None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 

@@ -16,6 +16,7 @@ from plait.config.examine import at_path, examine
 from plait.config.overrides import apply_override
 from plait.config.source import Document
 from plait.errors import InputError
+from plait.files import write_whole
 from plait.planner.history import facts_of, layout_facts
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.memory import TERMS as MEMORY_TERMS
@@ -166,8 +167,8 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     sidecar = sidecar_of(plan, best) | {"asked": base}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(config_of(plan.request, best, base), indent=2) + "\n", encoding="utf-8")
-        beside.write_text(json.dumps(sidecar, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(config_of(plan.request, best, base), indent=2) + "\n")
+        write_whole(beside, json.dumps(sidecar, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return path, beside

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster import topology
+from plait.cluster import mesh, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
 from plait.cluster.topology import Node, Place, Topology, default_processes, discover, init_method, load, place, thread_count
 from plait.errors import ConfigError, InputError
@@ -332,3 +332,20 @@ class TestThreads:
         assert default_processes() == 2
         monkeypatch.setattr(topology, "cpu_count", lambda: 1)
         assert default_processes() == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [(SRUN, "tcp://gpu007:"), ({**TORCHRUN, "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "env://"), (OPENMPI, "MASTER_ADDR: not set")],
+)
+def test_groups_meet_where_the_launcher_implies(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str) -> None:
+    """B3: the default group is made at the meeting point that is known, and refused by name where none is."""
+    _set(monkeypatch, variables)
+    _gpus(monkeypatch, 0)
+    asked: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, init_method, **__: asked.append(init_method))
+    try:
+        mesh._make_default_group(place(), torch.device("cpu"), mesh.DEFAULT_TIMEOUT, host_tensors=False)
+    except ConfigError as error:
+        asked.append(str(error))
+    assert len(asked) == 1 and asked[0].startswith(expected)
