@@ -21,6 +21,8 @@ class RunStarted:
     folder: str
     communication: str = ""
     """How data-parallel ranks exchange gradients and parameters, and why so."""
+    resumed: tuple[str, ...] = ()
+    """What goes on otherwise than the checkpoint was written, one sentence each."""
 
 
 @dataclass(frozen=True)

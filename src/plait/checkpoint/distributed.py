@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from plait.errors import CheckpointError
 
 LATEST = "latest"
 FACTS = "plait.json"
-# Flattened, optimizer states are keyed by parameter name, so they load on any layout, pipeline stages included.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(
@@ -40,24 +32,22 @@ def save(
     tag: str,
     *,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Mapping[str, torch.Tensor],
     random: dict[str, torch.Tensor],
     facts: dict[str, Any],
     private: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `folder/tag`. Collective; returns when it is complete on disk and named in `latest`.
 
-    `random` holds this rank's generator states under keys that are unique to the rank, `private` whatever else only this rank has;
-    `facts` must be JSON and the same on every rank.
+    `optimizer` holds its states by name (`optimizer_content`), `random` this rank's generator states under keys that are unique to the
+    rank, `private` whatever else only this rank has; `facts` must be JSON, and the first rank's are written.
     """
     target, temporary = folder / tag, folder / f".{tag}.part"
     if _first():
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
     _barrier()
-    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_OPTIONS), "random": random}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "random": random, "optimizer": dict(optimizer)}
     if private:
         state["private"] = {f"{_rank()}.{name}": tensor for name, tensor in private.items()}
     dcp.save(state, checkpoint_id=temporary)
@@ -89,29 +79,36 @@ def read_facts(checkpoint: Path) -> dict[str, Any]:
     return dict(json.loads((checkpoint / FACTS).read_text()))
 
 
-def load(checkpoint: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, random: dict[str, torch.Tensor]) -> bool:
-    """Fill model and optimizer in place, whatever layout they were saved on. Collective.
+def read_stored(checkpoint: Path) -> dict[str, Any]:
+    """What tensors a checkpoint holds: name to shape and dtype."""
+    return dict(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
 
-    `random` is filled too if the checkpoint holds this rank's generators (it may come from fewer ranks); returns whether it did.
-    """
-    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_OPTIONS)}
-    _check_shapes(state["model"], stored, checkpoint)
-    has_random = all(f"random.{key}" in stored for key in random)
-    if has_random:
-        state["random"] = random
-    fresh: dict[str, Any] = {}
-    if optimizer is not None:
-        optimizer.state.clear()  # so that torch makes the states of every parameter anew, to be filled
-        fresh = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-        _check_state_form(fresh, stored, checkpoint)
-        state["optimizer"] = {key: value for key, value in fresh.items() if f"optimizer.{key}" in stored}
+
+def check(checkpoint: Path, stored: Mapping[str, Any], *, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise CheckpointError where checkpoint and model do not have the same tensors, naming the first; nothing is changed. Collective over
+    `group`, the ranks that hold different parts of the model."""
+    here = {name: tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None for name, tensor in get_model_state_dict(model).items()}
+    if group is not None:
+        parts: list[dict[str, Any]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(parts, here, group=group)
+        here = {name: shape for part in parts for name, shape in part.items()}
+    there = {
+        name.removeprefix("model."): tuple(meta.size) if isinstance(meta, TensorStorageMetadata) else None
+        for name, meta in stored.items()
+        if name.startswith("model.")
+    }
+    _refuse_other_names(checkpoint, "lacks", [name for name in here if name not in there], "this model has")
+    _refuse_other_names(checkpoint, "has", [name for name in there if name not in here], "this model lacks")
+    for name, shape in here.items():
+        if there[name] != shape:
+            raise CheckpointError(f"{checkpoint} is of another model: {name} has shape {there[name]} there and {shape} here")
+
+
+def load(checkpoint: Path, *, model: nn.Module, optimizer: Mapping[str, torch.Tensor], random: Mapping[str, torch.Tensor]) -> None:
+    """Fill the model, `optimizer`'s states and `random` in place, whatever layout they were saved on. Collective."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "optimizer": dict(optimizer), "random": dict(random)}
     dcp.load(state, checkpoint_id=checkpoint)
-    set_model_state_dict(model, state["model"], options=_OPTIONS)
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, {**fresh, **state["optimizer"]}, options=_OPTIONS)
-        _forget_states(model, optimizer, {key for key in fresh if key not in state["optimizer"]})
-    return has_random
+    set_model_state_dict(model, state["model"])
 
 
 def load_private(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -129,43 +126,10 @@ def load_private(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {key.removeprefix(f"{_rank()}."): tensor for key, tensor in mine.items()}
 
 
-def _forget_states(model: nn.Module, optimizer: torch.optim.Optimizer, keys: set[str]) -> None:
-    """A parameter that had no state when it was saved (no step had used it) has none now."""
-    for name, parameter in model.named_parameters():
-        if any(key.startswith(f"state.{name}.") for key in keys):
-            optimizer.state.pop(parameter, None)
-
-
-def _check_shapes(wanted: dict[str, Any], stored: dict[str, Any], checkpoint: Path) -> None:
-    missing = [name for name in wanted if f"model.{name}" not in stored]
-    if missing:
-        raise CheckpointError(f"{checkpoint} is of another model: it lacks {len(missing)} tensors, the first is {missing[0]}")
-    for name, tensor in wanted.items():
-        shape = tuple(stored[f"model.{name}"].size)
-        if shape != tuple(tensor.shape):
-            raise CheckpointError(f"{checkpoint} is of another model: {name} has shape {shape} there and {tuple(tensor.shape)} here")
-
-
-def _check_state_form(wanted: Mapping[str, Any], stored: Mapping[str, Any], checkpoint: Path) -> None:
-    """States in codes are told by their names, and none of them is read as another. Parameters without stored states were never used."""
-    stored_names, own_names = _states_by_parameter(stored, "optimizer.state."), _states_by_parameter(wanted, "state.")
-    for parameter, names in own_names.items():
-        there = stored_names.get(parameter, names)
-        if there != names:
-            raise CheckpointError(
-                f"{checkpoint} keeps the optimizer's averages of {parameter} as {', '.join(sorted(there))}, and this run as "
-                f"{', '.join(sorted(names))}; set optimizer.states to what the run was saved with"
-            )
-
-
-def _states_by_parameter(keys: Iterable[str], start: str) -> dict[str, set[str]]:
-    """Names of states that begin with `exp_avg`, by parameter."""
-    found: dict[str, set[str]] = {}
-    for key in keys:
-        parameter, _, name = key.removeprefix(start).rpartition(".")
-        if key.startswith(start) and name.startswith("exp_avg"):
-            found.setdefault(parameter, set()).add(name)
-    return found
+def _refuse_other_names(checkpoint: Path, verb: str, names: list[str], what: str) -> None:
+    if names:
+        first = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise CheckpointError(f"{checkpoint} is of another model: it {verb} {len(names)} tensors that {what}: {first}")
 
 
 def remove_old(folder: Path, *, keep: int) -> None:

@@ -39,9 +39,10 @@ from plait.engine.misuse import (
     with_callers_seed,
 )
 from plait.engine.optimizer import build_optimizer, refuse_nothing_to_train
+from plait.engine.resume import ScheduleSource, check_scheduler, configured_groups
 from plait.engine.schedules import build_scheduler
 from plait.engine.solve import recompute_of
-from plait.engine.state import dropout_seed
+from plait.engine.state import generator_seed
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
@@ -118,8 +119,13 @@ def initialize(
         parts.disk_tier.drive(made)
     elif mesh.device.type == "cpu":
         keep_host_memory()  # who keeps states in files wants the rest for others
+    configured = configured_groups(made)
     scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
-    if scheduler is None and resolved.scheduler is not None:
+    source = None
+    if scheduler is not None:
+        check_scheduler(scheduler)
+    elif resolved.scheduler is not None:
+        source = ScheduleSource(resolved.scheduler, total_steps)
         scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
     if optimizer is not None or lr_scheduler is not None:
         refuse_different_optimizers(made, scheduler, mesh)
@@ -129,6 +135,8 @@ def initialize(
         mesh=mesh,
         optimizer=made,
         scheduler=scheduler,
+        configured=configured,
+        schedule_source=source,
         clipping=resolved.gradient_clipping,
         counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
@@ -136,7 +144,7 @@ def initialize(
         tier=parts.disk_tier,
         in_backward=BackwardOptimizer(made) if resolved.data_parallel.update_in_backward else None,
     )
-    torch.manual_seed(dropout_seed(resolved.seed, mesh))
+    torch.manual_seed(generator_seed(resolved.seed, mesh))
     return Engine(
         parts=parts,
         mesh=mesh,

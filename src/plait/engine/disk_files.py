@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from plait._torch import shard_buffers, sharded_modules
 from plait.config.resolve import Resolved
-from plait.engine.disk_optimizer import DiskTier, large_states
+from plait.engine.disk_optimizer import DiskTier
 from plait.engine.optimizer import build_optimizer
 from plait.errors import ConfigError, Problem
 from plait.parallel.arena import Arena
@@ -50,3 +52,17 @@ def _refuse_small_pool(offload: ParameterOffload, model: nn.Module) -> None:
         raise ConfigError(
             Problem("zero_optimization.offload_param.buffer_size", offload.buffer_bytes // 4, rule, f"set it to {least} or more")
         )
+
+
+def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
+    """How many states shaped like a parameter an optimizer keeps at most, found by one step of a small one: matrices and vectors differ
+    in some (Adafactor, Muon)."""
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in (("weight", (8, 8)), ("bias", (8,)))}
+    optimizer = make(list(parameters.items()))
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return max(
+        sum(isinstance(value, torch.Tensor) and value.shape == p.shape for value in optimizer.state[p].values())
+        for p in parameters.values()
+    )

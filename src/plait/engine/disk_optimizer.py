@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait._torch import like_parameter, local_tensor, replace_shard_buffers, shard_buffers, sharded_modules
+from plait._torch import local_tensor, replace_shard_buffers, shard_buffers, sharded_modules
 from plait.engine.gradient_math import multiply_all
 from plait.errors import ModelError
 from plait.parallel.arena import Arena, in_pages
+from plait.parallel.placed import like_parameter
 from plait.parallel.shard_reader import ShardReader
 
 T = TypeVar("T")
@@ -346,11 +347,13 @@ class DiskTier:
 
     # ---- states -----------------------------------------------------------------------------------------------------------------------
 
-    def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None) -> torch.Tensor:
+    def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer. Where the parameter's
         states stay in memory: `value` itself, or an empty tensor."""
         if self.arena is None or parameter not in self._gradients:
-            return like_parameter(torch.empty_like(local_tensor(parameter.detach())), parameter) if value is None else value
+            if value is not None:
+                return value
+            return like_parameter(torch.empty_like(local_tensor(parameter.detach()), dtype=dtype), parameter)
         if value is not None and type(local_tensor(value.detach())) is not torch.Tensor:
             kind = type(local_tensor(value.detach())).__name__
             raise ModelError(
@@ -360,12 +363,16 @@ class DiskTier:
         place = self._places.get((parameter, name))
         if place is None:
             local = local_tensor(parameter.detach())
-            dtype = parameter.dtype if value is None else value.dtype
-            place = self._places[parameter, name] = self.arena.empty(local.shape, dtype)
+            form = value.dtype if value is not None else dtype or parameter.dtype
+            place = self._places[parameter, name] = self.arena.empty(local.shape, form)
         if value is not None and local_tensor(value).data_ptr() != place.data_ptr():
             place.copy_(local_tensor(value))
             self.arena.put_away(place)
         return like_parameter(place, parameter)
+
+    def place(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """An empty state shaped like the parameter, where its states are kept; for a checkpoint to fill."""
+        return self._mapped(parameter, name, None, dtype=dtype)
 
     def _map_made(self) -> None:
         """States that others made: a checkpoint that was loaded, an optimizer that makes them when it is built."""
@@ -379,20 +386,6 @@ class DiskTier:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it is one of torch's that update every element by itself."""
     return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
-
-
-def large_states(make: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]) -> int:
-    """How many states shaped like a parameter an optimizer keeps at most, found by one step of a small one: matrices and vectors differ
-    in some (Adafactor, Muon)."""
-    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in (("weight", (8, 8)), ("bias", (8,)))}
-    optimizer = make(list(parameters.items()))
-    for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    return max(
-        sum(isinstance(value, torch.Tensor) and value.shape == p.shape for value in optimizer.state[p].values())
-        for p in parameters.values()
-    )
 
 
 def _own(value: Any) -> Any:

@@ -6,7 +6,7 @@ samples are cut over ranks and micro-batches); the three calls take DeepSpeed's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -316,13 +316,19 @@ class Engine:
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective. `client_state` must be JSON and equal on
-        every rank."""
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed.
+        `client_state` is plain data, equal on every rank, and comes back as the types that it was (tuples, integer keys, small tensors)."""
         return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
 
-    def load_checkpoint(self, folder: str | Path, *, tag: str | None = None) -> tuple[Path, dict[str, Any]] | None:
-        """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective."""
-        found = load_engine(self, Path(folder), tag=tag)
+    def load_checkpoint(
+        self, folder: str | Path, *, tag: str | None = None, on_note: Callable[[str], None] | None = None
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective.
+
+        What the configuration says otherwise than when the checkpoint was written (learning rate, weight decay, betas, schedule) is the
+        configuration's from here on; all else goes on as it was. `on_note` is told of every such change, on every rank; without it the
+        first rank warns. Raises CheckpointError for a checkpoint of another model or optimizer."""
+        found = load_engine(self, Path(folder), tag=tag, on_note=on_note)
         self._buffers.look()
         return found
 

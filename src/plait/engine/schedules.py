@@ -115,23 +115,8 @@ def _torch(spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *,
     if spec.type == "OneCycleLR" and not {"total_steps", "epochs"} & set(params):
         params["total_steps"] = _run_length(spec, "total_steps", total_steps)
     found = schedules.TORCH[spec.type]
-    build: Callable[..., LRScheduler] = type(found.__name__, (_PlainState, found), {})
+    build: Callable[..., LRScheduler] = found
     return build(optimizer, **params)
-
-
-class _PlainState:
-    """Before one of torch's schedules: only what JSON can hold is saved. The rest is made of the parameters (MultiStepLR keeps its
-    milestones under integer keys, which JSON would bring back as text that never matches a step)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return {name: value for name, value in state.items() if _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _transformers(spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *, total_steps: int | None) -> LRScheduler:

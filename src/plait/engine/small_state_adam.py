@@ -118,6 +118,12 @@ class SmallStateAdam(Optimizer):
             state[f"{name}_{self.states}"] = _beside(parameter, codes, parameter.shape)
             state[f"{name}_{self.states}_scale"] = _beside(parameter, scales, (parameter.shape[0], whole_row // block))
 
+    def fresh_states(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Those of a parameter before its first step, for a checkpoint to fill."""
+        state: dict[str, Any] = {}
+        self._make(parameter, state)
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore from `state_dict()`. torch's own gives states the parameter's dtype, which codes and scales do not have."""
         super().load_state_dict(state_dict)

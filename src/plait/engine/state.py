@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from plait.checkpoint import distributed
+from plait.checkpoint import distributed, exact, optimizer_content
 from plait.cluster.mesh import Mesh
+from plait.engine.resume import Resume, schedule_facts
 from plait.parallel import compression
 from plait.parallel.data import free_gathered
 
@@ -17,59 +21,113 @@ if TYPE_CHECKING:
 
 
 def save_engine(engine: Engine, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Path:
-    """Model, optimizer, schedule, loss scale, counters, generators."""
+    """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing."""
     stepper = engine.stepper
+    client = exact.encode(client_state, "client_state")
+    content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
     facts = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
-        "scheduler": stepper.scheduler.state_dict() if stepper.scheduler is not None else None,
+        "optimizer": optimizer_content.merged(content.record, engine.mesh.group("pp")),
+        "scheduler": schedule_facts(stepper.scheduler, stepper.schedule_source),
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "layout": engine.mesh.layout.degrees,
         "zero_stage": engine.parts.stage,
-        "client_state": client_state,
+        "client_state": client,
     }
     free_gathered(engine.model)
     return distributed.save(
         folder,
         tag or f"step-{engine.global_steps:08d}",
         model=engine.model,
-        optimizer=stepper.optimizer,
+        optimizer=content.tensors,
         random=_random_states(engine),
         facts=facts,
         private=compression.states(engine.parts),
     )
 
 
-def load_engine(engine: Engine, folder: Path, *, tag: str | None) -> tuple[Path, dict[str, Any]] | None:
-    """The inverse, on any layout. Generators are restored only where this rank existed when it was saved; else they are seeded anew from
-    the configuration, the step and the rank."""
+def load_engine(
+    engine: Engine, folder: Path, *, tag: str | None, on_note: Callable[[str], None] | None = None
+) -> tuple[Path, dict[str, Any]] | None:
+    """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` is told, for people, what goes
+    on otherwise than it was saved; without it the first rank warns whoever called the caller. On the same layout generators go on where
+    they were; on another one they are seeded anew (`generator_seed`)."""
     found = distributed.find(folder, tag)
     if found is None:
         return None
-    stepper = engine.stepper
-    free_gathered(engine.model)
+    stepper, model, mesh = engine.stepper, engine.model, engine.mesh
+    free_gathered(model)
+    facts, stored = distributed.read_facts(found), distributed.read_stored(found)
+    client = exact.decode(facts["client_state"], where="client_state")
+    distributed.check(found, stored, model=model, group=mesh.group("pp"))
+    record = facts["optimizer"]
+    names = optimizer_content.parameter_names(model)
+    resume = Resume(
+        optimizer=stepper.optimizer,
+        configured=stepper.configured,
+        names=[[names[p][0] for p in group["params"]] for group in stepper.optimizer.param_groups],
+        saved_groups=record["groups"],
+        scheduler=stepper.scheduler,
+        source=stepper.schedule_source,
+        saved_schedule=facts["scheduler"],
+        steps=facts["global_steps"] - facts["skipped_steps"],
+    )
+    groups = resume.groups()
+    resume.notes += _training_changes(names, [p for group in stepper.optimizer.param_groups for p in group["params"]], record["groups"])
+    place = stepper.tier.place if stepper.tier is not None else None
+    fill = optimizer_content.allocate(model, stepper.optimizer, stored, record, place=place)
+    same_layout = facts["layout"] == mesh.layout.degrees
     random = _random_states(engine)
-    facts = distributed.read_facts(found)
-    if distributed.load(found, model=engine.model, optimizer=stepper.optimizer, random=random):
+    goes_on = same_layout and all(f"random.{key}" in stored for key in random)
+    distributed.load(found, model=model, optimizer=fill.tensors, random=random if goes_on else {})
+    optimizer_content.put(stepper.optimizer, model, fill, record, groups)
+    resume.restore_schedule()
+    if goes_on:
         _restore_random(engine, random)
     else:
-        torch.manual_seed(dropout_seed(engine.config.seed, engine.mesh, step=facts["global_steps"]))
+        torch.manual_seed(generator_seed(engine.config.seed, mesh, step=facts["global_steps"]))
+        resume.notes.append(
+            "generators (dropout) are seeded anew from the seed and the step, because the checkpoint was written on another layout"
+            if not same_layout
+            else "generators (dropout) are seeded anew from the seed and the step: the checkpoint has none for these devices"
+        )
     saved = distributed.load_private(found)
     # Errors belong to a rank's own gradients: on another layout they start anew, which costs what one step loses.
-    if saved and facts["layout"] == engine.mesh.layout.degrees and facts["zero_stage"] == engine.parts.stage:
-        compression.restore(engine.parts, saved)
+    if saved and same_layout and facts["zero_stage"] == engine.parts.stage:
+        compression.restore(engine.parts, saved, device=engine.device)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
-    if stepper.scheduler is not None and facts["scheduler"] is not None:
-        stepper.scheduler.load_state_dict(facts["scheduler"])
     if stepper.scaler is not None and facts["loss_scaler"] is not None:
         stepper.scaler.load_state_dict(facts["loss_scaler"])
-    return found, facts["client_state"]
+    for note in resume.notes:
+        if on_note is not None:
+            on_note(note)
+        elif engine.rank == 0:
+            warnings.warn(f"{found.name}: {note}", stacklevel=3)
+    return found, client
 
 
-def dropout_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
-    """The seed of this rank's generators: different where activations are, over data-parallel ranks and pipeline stages, equal over tp."""
-    return seed + 1_000_003 * (mesh.dp_index + 1) + 7_919_000_003 * mesh.coordinates["pp"] + step
+def _training_changes(
+    names: Mapping[torch.nn.Parameter, list[str]], trained: Sequence[torch.nn.Parameter], groups: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Parameters that are trained only now, or no longer."""
+    were, now = {name for group in groups for name in group["params"]}, set(trained)
+    began = [aliases[0] for parameter, aliases in names.items() if parameter in now and not were & set(aliases)]
+    ended = [aliases[0] for parameter, aliases in names.items() if parameter not in now and were & set(aliases)]
+    verbs = (
+        (began, "trained now and were not then: their optimizer states begin anew"),
+        (ended, "no longer trained: their states are dropped"),
+    )
+    return [f"{len(found)} parameters, first {found[0]}, are {verb}" for found, verb in verbs if found]
+
+
+def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
+    """The seed of this rank's generators at a step: another one wherever activations are others (data-parallel ranks, slices of sequences,
+    pipeline stages), the same over tp, where they are replicated. It follows from the layout alone."""
+    at = mesh.coordinates
+    words = f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}"
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()[:8], "little") >> 1
 
 
 def _random_states(engine: Engine) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from plait.engine.disk_optimizer import DiskTier
 from plait.engine.gradient_math import multiply_all, norms_of
 from plait.errors import InputError
 from plait.parallel.loss_scale import LossScaler
+
+if TYPE_CHECKING:
+    from plait.engine.resume import ScheduleSource
 
 
 class Scheduler(Protocol):
@@ -59,6 +62,10 @@ class Stepper:
     """Where gradients and optimizer states are, if not in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called with unscaled, clipped gradients in place, just before the optimizer (for inspection)."""
+    configured: list[dict[str, Any]] = field(default_factory=list)
+    """The values of the optimizer's groups before any schedule or step changed them; a checkpoint keeps them (see `engine.resume`)."""
+    schedule_source: ScheduleSource | None = None
+    """What `scheduler` was built from; None where it was passed."""
     in_backward: BackwardOptimizer | None = None
     """What has updated the parameters by the end of the backward, if not this."""
     counted_elsewhere: frozenset[nn.Parameter] = frozenset()

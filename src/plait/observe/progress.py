@@ -107,6 +107,8 @@ class ProgressLines:
         self._last_step = event.last_step
         if event.communication:
             self._console.print(f"{'ranks':<8}{event.communication}", soft_wrap=True)
+        for note in event.resumed:
+            self._console.print(f"{'resume':<8}{note}", soft_wrap=True)
         if self._console.is_terminal:
             # One row however narrow the terminal is: what does not fit is cut off at the end.
             words = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))

@@ -113,8 +113,8 @@ def states(parts: Parts) -> dict[str, torch.Tensor]:
     return found | {f"{name}.{key}": tensor for name, scatter in parts.compressors.items() for key, tensor in scatter.carried.state.items()}
 
 
-def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `states` gave, where it has the same form; the rest starts anew."""
+def restore(parts: Parts, saved: Mapping[str, torch.Tensor], *, device: torch.device) -> None:
+    """Put back what `states` gave, on the device of gradients, where it has the same form; the rest starts anew."""
     decided = int(saved.get(_VERDICT, torch.tensor(-1)))
     if parts.trial is not None and decided in (0, *(option.code for option in parts.trial.options)):
         parts.trial.conclude(decided)
@@ -123,7 +123,8 @@ def restore(parts: Parts, saved: Mapping[str, torch.Tensor]) -> None:
             if name in saved and saved[name].shape == tensor.shape:
                 tensor.copy_(saved[name])
     for name, scatter in parts.compressors.items():
-        scatter.carried.state = {key.removeprefix(f"{name}."): tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
+        mine = {key.removeprefix(f"{name}."): tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
+        scatter.carried.state = {key: tensor.to(device) for key, tensor in mine.items()}
 
 
 def _carriers(parts: Parts) -> list[Carried]:

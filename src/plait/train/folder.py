@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.checkpoint import exact
 from plait.checkpoint.distributed import find, read_facts
 from plait.errors import CheckpointError, ConfigError, InputError, Problem
+from plait.files import write_whole
 from plait.train.loop import Position
 
 if TYPE_CHECKING:
@@ -55,10 +57,10 @@ class RunFolder:
         checkpoint = find(self.checkpoints)
         if checkpoint is None:
             return Position()
-        state = read_facts(checkpoint)["client_state"]
+        state = exact.decode(read_facts(checkpoint)["client_state"], where="client_state")
         if not {"identity", "step", "samples"} <= state.keys():
             raise CheckpointError(f"{checkpoint} was not written by plait train; set run.folder to a folder of its own")
-        _refuse_differences(checkpoint, state["identity"], json.loads(json.dumps(identity)))
+        _refuse_differences(checkpoint, state["identity"], identity)
         return Position(state["step"], state["samples"])
 
     def changes(self, resolved: Resolved) -> list[str]:
@@ -71,7 +73,7 @@ class RunFolder:
     def write(self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase) -> None:
         """Keep the configuration and the tokenizer beside the checkpoints."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(resolved.model_dump_json(indent=2) + "\n")
+        write_whole(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
         tokenizer.save_pretrained(self.path / "tokenizer")
 
     def set_aside(self) -> Path | None:

@@ -133,8 +133,9 @@ def run(checked: Checked, *, stop: StopRequest, listeners: Sequence[Listener]) -
     engine = initialize(checked.built.model, made, loss_fn=causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
     try:
         _same_everywhere(checked)
+        notes: list[str] = []
         if checked.position.step:
-            engine.load_checkpoint(checked.folder.checkpoints)
+            engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
         if engine.rank == 0:
             checked.folder.write(resolved, checked.data.tokenizer)
 
@@ -142,7 +143,7 @@ def run(checked: Checked, *, stop: StopRequest, listeners: Sequence[Listener]) -
             for listener in listeners:
                 listener(event)
 
-        return train(_job(checked, engine, stop, emit), checked.position)
+        return train(_job(checked, engine, stop, emit, notes), checked.position)
     finally:
         engine.close()
 
@@ -163,7 +164,7 @@ def _same_everywhere(checked: Checked) -> None:
             )
 
 
-def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener) -> Job:
+def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener, notes: Sequence[str]) -> Job:
     resolved, section, data = checked.resolved, checked.section, checked.data
 
     def validation() -> Iterator[Mapping[str, torch.Tensor]]:
@@ -201,6 +202,7 @@ def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener) ->
             layout=str(resolved.layout),
             folder=str(checked.folder.path),
             communication=engine.parts.communication,
+            resumed=tuple(notes),
         ),
         stop=stop,
         emit=emit,

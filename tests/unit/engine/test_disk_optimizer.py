@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from plait.config.optimization import OptimizerSpec
-from plait.engine.disk_optimizer import ALIGNED, DiskTier, large_states
+from plait.engine.disk_files import large_states
+from plait.engine.disk_optimizer import ALIGNED, DiskTier
 from plait.engine.optimizer import build_optimizer
 from plait.errors import ModelError
 from plait.parallel.arena import Arena

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.checkpoint import exact
 from plait.errors import CheckpointError, ConfigError, InputError
 from plait.train.folder import RunFolder
 from plait.train.loop import Position
@@ -17,7 +18,7 @@ IDENTITY = {"model.hidden_size": 64, "model.rope": {"theta": 1.5}, "run.seed": 0
 def _checkpoint(folder: Path, state: dict[str, object]) -> None:
     (folder / "checkpoints" / "step-7").mkdir(parents=True)
     (folder / "checkpoints" / "latest").write_text("step-7")
-    (folder / "checkpoints" / "step-7" / "plait.json").write_text(json.dumps({"client_state": state}))
+    (folder / "checkpoints" / "step-7" / "plait.json").write_text(json.dumps({"client_state": exact.encode(state)}))
 
 
 def test_an_empty_folder_starts_at_the_beginning(tmp_path: Path) -> None:
