@@ -120,13 +120,9 @@ def initialize(
     elif mesh.device.type == "cpu":
         keep_host_memory()  # who keeps states in files wants the rest for others
     configured = configured_groups(made)
-    scheduler = lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler
-    source = None
-    if scheduler is not None:
-        check_scheduler(scheduler)
-    elif resolved.scheduler is not None:
-        source = ScheduleSource(resolved.scheduler, total_steps)
-        scheduler = build_scheduler(resolved.scheduler, made, total_steps=total_steps)
+    scheduler = check_scheduler(lr_scheduler(made) if callable(lr_scheduler) else lr_scheduler)
+    source = ScheduleSource(resolved.scheduler, total_steps) if scheduler is None and resolved.scheduler is not None else None
+    scheduler = build_scheduler(source.spec, made, total_steps=total_steps) if source is not None else scheduler
     if optimizer is not None or lr_scheduler is not None:
         refuse_different_optimizers(made, scheduler, mesh)
     precision = resolved.precision

@@ -324,10 +324,8 @@ class Engine:
         self, folder: str | Path, *, tag: str | None = None, on_note: Callable[[str], None] | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
         """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective.
-
-        What the configuration says otherwise than when the checkpoint was written (learning rate, weight decay, betas, schedule) is the
-        configuration's from here on; all else goes on as it was. `on_note` is told of every such change, on every rank; without it the
-        first rank warns. Raises CheckpointError for a checkpoint of another model or optimizer."""
+        What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
+        is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         found = load_engine(self, Path(folder), tag=tag, on_note=on_note)
         self._buffers.look()
         return found

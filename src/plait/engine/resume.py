@@ -56,9 +56,11 @@ def configured_groups(optimizer: Optimizer) -> list[Group]:
     return found
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise InputError for a schedule that is passed to `plait.initialize` and cannot be stepped or saved here."""
+def check_scheduler(scheduler: Scheduler | None) -> Scheduler | None:
+    """The same. Raises InputError for a schedule that is passed to `plait.initialize` and cannot be stepped or saved here."""
     given: object = scheduler
+    if scheduler is None:
+        return None
     if isinstance(given, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InputError(
             "lr_scheduler: ReduceLROnPlateau follows a metric, and a schedule here is stepped by the step alone; leave it out, build it "
@@ -68,6 +70,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         exact.encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
     except CheckpointError as error:
         raise InputError(f"lr_scheduler: {error}, or leave it out of its state_dict()") from error
+    return scheduler
 
 
 def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -> Any:
