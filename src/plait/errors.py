@@ -20,7 +20,7 @@ class Problem:
 
     def __str__(self) -> str:
         shown = _cut(self.field) if self.value is None else f"{_cut(self.field)} = {_show(self.value)}"
-        return f"{shown}: {self.rule}; {self.remedy}"
+        return f"{shown}: {_cut(self.rule, 1500)}; {_cut(self.remedy, 1500)}"
 
 
 def _show(value: object) -> str:
