@@ -62,7 +62,7 @@ coverage-docs: environment
 	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)
 
 model-types: environment
-	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(RUN) tools/model_types.py $(ARGS)
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.model_types $(ARGS)
 
 lock:
 	bash tools/lock.sh $(RUN)

@@ -241,7 +241,8 @@ def _tried(subject: Subject) -> tuple[Subject, nn.Module]:
             built = build(subject, dtype=torch.float64)
         run: Callable[[], float] = lambda: float(built.loss(built.forward(model, piece), piece)[0].detach())  # noqa: E731
         narrow = roundings(run)
-        _refuse_random(subject, run(), run())
+        for _ in range(3):
+            _refuse_random(subject, run(), run())
         built.loss(built.forward(model, piece), piece)[0].backward()
     return subject.model_copy(update={"exact": not narrow}), model
 

@@ -79,5 +79,15 @@ def _model(plan: Plan) -> torch.nn.Module:
     if plan.subject.fields is not None:
         model = transformers_model(plan.subject.fields, dtype=torch.float64, device="cpu")
         without_dropout(model)
+        _fill_buffers_again(model)
         return model.train().to(plan.device)
     return plan.build(torch.float64).model.to(plan.device)
+
+
+def _fill_buffers_again(model: torch.nn.Module) -> None:
+    """By Transformers' own `_init_weights`, as `from_pretrained` does: constructors compute tables (GPT-J's sines) in the default dtype of
+    the moment, so that a model built for float64 has others than one that was built on meta."""
+    with torch.no_grad():
+        for module in model.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                model._init_weights(module)  # type: ignore[operator]
