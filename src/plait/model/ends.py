@@ -6,6 +6,8 @@ leave open is completed here; a user's rules are taken as they are.
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from plait.model.facts import tied_names
@@ -36,10 +38,11 @@ def _preferred(first: str | None, names: list[str]) -> str | None:
 
 def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None, head: str | None) -> None:
     modules = dict(model.named_modules())
+    read = {name for name in modules if name and is_embedding(modules[name]) and _weight_is_read(model, name)}
     for name, style in list(styles.items()):
-        if style == "embedding_rowwise" and not is_embedding(modules[name]):
+        if style == "embedding_rowwise" and (not is_embedding(modules[name]) or name in read):
             del styles[name]  # Transformers marks every input embedding, also those that compute more than a lookup
-    if embedding is not None and is_embedding(modules[embedding]):
+    if embedding is not None and is_embedding(modules[embedding]) and embedding not in read:
         styles[embedding] = "embedding_rowwise"
     if head is not None and is_linear(modules[head]):
         styles[head] = "vocab_head"
@@ -47,11 +50,26 @@ def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None,
         ends = [name for name in owners if styles.get(name) in ("embedding_rowwise", "vocab_head")]
         if not ends:
             continue
-        if all(_splits_rows(modules[name]) for name in owners):
+        if all(_splits_rows(modules[name]) and name not in read for name in owners):
             styles.update({name: "embedding_rowwise" if is_embedding(modules[name]) else "vocab_head" for name in owners})
         else:
             for name in ends:  # what one owner needs whole is whole for all
                 del styles[name]
+
+
+def _weight_is_read(model: nn.Module, name: str) -> bool:
+    """Whether the forward of a module above the embedding `name` takes rows of its weight itself, as Gemma 4 does for padding: a rank would
+    have its own rows only."""
+    leaf = name.rpartition(".")[2]
+    above = [name[:index] for index, letter in enumerate(name) if letter == "."]
+    for owner in ("", *above):
+        try:
+            source = inspect.getsource(type(model.get_submodule(owner)).forward)
+        except (OSError, TypeError):  # no file has it
+            continue
+        if f"{leaf}.weight[" in source:
+            return True
+    return False
 
 
 def _end(model: nn.Module, getter: str) -> str | None:

@@ -476,3 +476,22 @@ def test_adapters_are_refused_by_name() -> None:
     attention.q_proj = Adapter(attention.q_proj)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"inner.model.layers.1.self_attn.q_proj is Adapter of tests, an adapter"):
         make_plan(Wrapper(model), tp=2, blocks=())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_whose_weight_is_read_stays_whole(tied: bool) -> None:
+    """B7: Gemma 4 takes the row of the padding from its embedding, which a rank may not have; a tied head stays whole with it."""
+    model = family("llama", tie_word_embeddings=tied)
+    plain = type(model)
+
+    class Reading(plain):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            padding = self.model.embed_tokens.weight[0]
+            return super().forward(*args, **kwargs), padding
+
+    blocks = find_blocks(model, None)
+    assert make_plan(model, tp=2, blocks=blocks).embedding == "model.embed_tokens"
+    model.__class__ = Reading
+    plan = make_plan(model, tp=2, blocks=blocks)
+    assert plan.embedding is None and plan.dims["model.embed_tokens.weight"] is None
+    assert (plan.head is None) == tied and (plan.dims["lm_head.weight"] is None) == tied
