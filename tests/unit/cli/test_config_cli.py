@@ -73,7 +73,7 @@ def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file
     code, out, err = run("explain", file, "--set", "train_batch_size=9", "--set", "data_parallel_size=3", capsys=capsys)
     assert code == 2
     assert "zero_optimization.stage" in out
-    assert "resolved for" not in out
+    assert "parallel.dp_shard" in out and "gradient_accumulation_steps" not in out  # E4: what can be resolved is shown beside it
     assert "train_batch_size = 9: micro 4 x dp 1 = 4 and 9 % 4 = 1; use 8 or 12" in err
     assert "data_parallel_size = 3" in err
     assert "Traceback" not in err
