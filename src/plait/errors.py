@@ -6,6 +6,9 @@ defect of Plait and keeps its traceback.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from dataclasses import dataclass
 
 
@@ -75,3 +78,12 @@ class CommunicationError(PlaitError):
     """A collective that cannot complete: a rank ended, is stuck, or issues another one."""
 
     exit_code = 5
+
+
+def warn(message: str) -> None:
+    """A warning at the line of the user's own code that called Plait, however deep in Plait it is found."""
+    here = os.path.dirname(__file__) + os.sep
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and (frame.f_code.co_filename.startswith(here) or frame.f_globals.get("__name__") == "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -150,7 +150,7 @@ def _free_port() -> int:
 
 class TestRanks:
     def test_they_work_together(self, folder: Path) -> None:
-        done = _run("--nproc", "2", _script(folder, REDUCE), "--lr", "1")
+        done = _run("--nproc-per-node", "2", _script(folder, REDUCE), "--lr", "1")
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 sum 2 args ['--lr', '1']" for rank in range(2)]
         assert done.stderr == ""
@@ -169,7 +169,7 @@ class TestRanks:
         (package / "__init__.py").write_text("")
         (package / "part.py").write_text("word = 'part'")
         (package / "__main__.py").write_text("import sys\nfrom .part import word\nprint(__name__, __package__, word, sys.argv[1:])")
-        done = _run("--nproc", "1", "-m", "mine", "-x")
+        done = _run("--nproc-per-node", "1", "-m", "mine", "-x")
         assert (done.returncode, done.stdout) == (0, "__main__ mine part ['-x']\n"), done.stderr
 
     @pytest.mark.proof
@@ -186,7 +186,7 @@ class TestRanks:
             "    assert sys.modules['__main__'].Mine is Mine and type(pickle.loads(pickle.dumps(Mine()))) is Mine\n"
             "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, [beside.value]), __file__)\n"
         )
-        done = _run("--nproc", "1", "sub/job.py")
+        done = _run("--nproc-per-node", "1", "sub/job.py")
         assert (done.returncode, done.stdout) == (0, "[6] sub/job.py\n"), done.stderr
 
     @pytest.mark.proof
@@ -198,13 +198,13 @@ class TestRanks:
             monkeypatch.setenv("OMP_NUM_THREADS", given)
         from plait.cluster.topology import cpu_count
 
-        done = _run("--nproc", "2", _script(folder, "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')"))
+        done = _run("--nproc-per-node", "2", _script(folder, "import os; print(os.environ['OMP_NUM_THREADS'] + '\\n', end='')"))
         assert done.stdout.split() == [str(max(1, cpu_count() // 2)) if seen == "share" else seen] * 2
 
 
 class TestFailures:
     def test_the_cause_comes_first_and_the_others_are_stopped(self, folder: Path) -> None:
-        done = _run("--nproc", "2", _script(folder, ONE_RAISES))
+        done = _run("--nproc-per-node", "2", _script(folder, ONE_RAISES))
         assert done.returncode == 1
         assert re.match(r"plait: rank 1 \(node \S+, process \d+\) failed with exit code 1\. Its traceback:\nTraceback", done.stderr)
         head, _, tail = done.stderr.partition("ValueError: a gradient went missing\n")
@@ -216,14 +216,14 @@ class TestFailures:
     def test_it_is_told_while_another_rank_refuses_to_end(self, folder: Path, start: Start) -> None:
         """The 30 seconds that torchrun waits for the others do not delay the message."""
         text = "import os\nif os.environ['RANK'] == '0':\n    raise KeyError('early')\n" + NEVER_ENDS
-        process = start("--nproc", "2", _script(folder, text))
+        process = start("--nproc-per-node", "2", _script(folder, text))
         assert process.stderr is not None
         assert "rank 0" in process.stderr.readline()
         assert process.poll() is None, "rank 1 is still waited for"
 
     @pytest.mark.proof
     def test_exit_codes_are_propagated(self, folder: Path) -> None:
-        done = _run("--nproc", "2", _script(folder, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"))
+        done = _run("--nproc-per-node", "2", _script(folder, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"))
         assert done.returncode == 7
         assert re.match(r"plait: rank 1 \(node \S+\) ended with exit code 7", done.stderr)
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
@@ -231,7 +231,7 @@ class TestFailures:
     @pytest.mark.proof
     def test_a_crash_is_the_cause_although_the_other_rank_complains_first(self, folder: Path) -> None:
         crash = ONE_RAISES.replace('raise ValueError("a gradient went missing")', "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-        done = _run("--nproc", "2", _script(folder, crash))
+        done = _run("--nproc-per-node", "2", _script(folder, crash))
         assert done.returncode == 139
         told = [line for line in done.stderr.splitlines() if line.startswith("plait:")]
         assert "rank 1" in told[0]
@@ -241,27 +241,27 @@ class TestFailures:
     @pytest.mark.proof
     def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, folder: Path) -> None:
         done = _run(
-            "--nproc", "2", _script(folder, "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')")
+            "--nproc-per-node", "2", _script(folder, "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')")
         )
         assert (done.returncode, done.stderr) == (4, "plait: step 40: incomplete\n")
 
     @pytest.mark.proof
     @pytest.mark.parametrize("name", ["nothing.here", "json.nothing"])
     def test_a_module_that_is_not_there(self, folder: Path, name: str) -> None:
-        done = _run("--nproc", "2", "-m", name)
+        done = _run("--nproc-per-node", "2", "-m", name)
         assert done.returncode == 2
         assert done.stderr == f"plait: -m {name}: not a module that Python can run from here; check its name and the current folder\n"
 
     @pytest.mark.proof
     def test_an_error_tracker_still_hears_of_it(self, folder: Path) -> None:
         text = "import sys\nsys.excepthook = lambda kind, error, trace: open('heard', 'w').write(kind.__name__)\n1 / 0"
-        done = _run("--nproc", "1", _script(folder, text))
+        done = _run("--nproc-per-node", "1", _script(folder, text))
         assert (folder / "heard").read_text() == "ZeroDivisionError"
         assert done.stderr.count("Traceback") == 1
 
     @pytest.mark.proof
     def test_restart(self, folder: Path) -> None:
-        done = _run("--nproc", "2", "--max-restarts", "1", _script(folder, FAILS_ONCE))
+        done = _run("--nproc-per-node", "2", "--max-restarts", "1", _script(folder, FAILS_ONCE))
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == ["rank 0 done in attempt 1", "rank 1 done in attempt 1"]
         assert "ValueError: only the first time" in done.stderr
@@ -272,7 +272,7 @@ class TestSignals:
     @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ranks_get_it_once_and_end_well(self, folder: Path, start: Start, number: signal.Signals) -> None:
-        process = start("--nproc", "2", _script(folder, ENDS_IN_TIME))
+        process = start("--nproc-per-node", "2", _script(folder, ENDS_IN_TIME))
         _ready(process, 2)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -281,7 +281,7 @@ class TestSignals:
         assert err == f"plait: {number.name}: the ranks have up to 300 s to end; Ctrl-C or another signal stops them at once\n"
 
     def test_a_failure_while_ending_is_not_a_clean_end(self, folder: Path, start: Start) -> None:
-        process = start("--nproc", "2", _script(folder, ENDS_IN_TIME), "disk-full")
+        process = start("--nproc-per-node", "2", _script(folder, ENDS_IN_TIME), "disk-full")
         _ready(process, 2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -291,7 +291,7 @@ class TestSignals:
     @pytest.mark.proof
     def test_a_plain_script_ends_without_tracebacks(self, folder: Path, start: Start) -> None:
         process = start(
-            "--nproc", "2", _script(folder, "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)")
+            "--nproc-per-node", "2", _script(folder, "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)")
         )
         _ready(process, 2)
         process.send_signal(signal.SIGINT)
@@ -301,7 +301,7 @@ class TestSignals:
 
     @pytest.mark.proof
     def test_ranks_that_outlive_their_grace_are_killed(self, folder: Path, start: Start) -> None:
-        process = start("--nproc", "2", "--grace", "1", _script(folder, NEVER_ENDS))
+        process = start("--nproc-per-node", "2", "--grace", "1", _script(folder, NEVER_ENDS))
         pids = _ready(process, 2)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
@@ -311,7 +311,7 @@ class TestSignals:
 
     @pytest.mark.proof
     def test_a_second_signal_stops_them_at_once(self, folder: Path, start: Start) -> None:
-        process = start("--nproc", "2", _script(folder, NEVER_ENDS))
+        process = start("--nproc-per-node", "2", _script(folder, NEVER_ENDS))
         pids = _ready(process, 2)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -324,7 +324,7 @@ class TestSignals:
     @pytest.mark.proof
     @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
     def test_ranks_do_not_outlive_a_killed_launcher(self, folder: Path, start: Start) -> None:
-        process = start("--nproc", "2", _script(folder, NEVER_ENDS))
+        process = start("--nproc-per-node", "2", _script(folder, NEVER_ENDS))
         pids = _ready(process, 2)
         process.kill()
         process.wait(10)
@@ -338,7 +338,7 @@ class TestSignals:
 
     @pytest.mark.proof
     def test_a_closed_terminal_does_not_end_what_nohup_protects(self, folder: Path) -> None:
-        command = ["nohup", *_plait("--nproc", "1", _script(folder, ENDS_IN_TIME))]
+        command = ["nohup", *_plait("--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             _ready(process, 1)
@@ -359,7 +359,7 @@ class TestMachines:
 
     @pytest.mark.proof
     def test_numbered_by_hand(self, folder: Path, start: Start) -> None:
-        meet = ("--nproc", "1", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(_free_port()))
+        meet = ("--nproc-per-node", "1", "--nnodes", "2", "--master-addr", "localhost", "--master-port", str(_free_port()))
         script = _script(folder, REDUCE)
         done = self._together(start, *((*meet, "--node-rank", str(rank), script) for rank in (1, 0)))
         assert [code for code, _, _ in done] == [0, 0], done
@@ -367,7 +367,7 @@ class TestMachines:
 
     @pytest.mark.proof
     def test_at_an_endpoint(self, folder: Path, start: Start) -> None:
-        meet = ("--nproc", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{_free_port()}", _script(folder, REDUCE))
+        meet = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{_free_port()}", _script(folder, REDUCE))
         done = self._together(start, meet, meet)
         assert [code for code, _, _ in done] == [0, 0], done
         assert sorted(out for _, out, _ in done) == ["rank 0 of 2 sum 2 args []\n", "rank 1 of 2 sum 2 args []\n"]
@@ -378,7 +378,7 @@ class TestMachines:
             "    raise", '    open("failed", "w").close()\n    raise'
         )
         endpoint = f"localhost:{_free_port()}"
-        meet = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "3", _script(folder, failing))
+        meet = ("--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--max-restarts", "3", _script(folder, failing))
         done = self._together(start, meet, meet)
         assert [code for code, _, _ in done] == [0, 0], done
         assert sorted(out.split(" in ")[0] for _, out, _ in done) == ["rank 0 done", "rank 1 done"]
@@ -386,7 +386,7 @@ class TestMachines:
 
     @pytest.mark.proof
     def test_the_others_do_not_come(self, folder: Path) -> None:
-        meet = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
+        meet = ("--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", f"localhost:{_free_port()}", "--timeout", "2")
         done = _run(*meet, _script(folder, REDUCE))
         assert done.returncode == 1
         assert "2 machine(s) did not meet at localhost:" in done.stderr
@@ -409,7 +409,7 @@ class TestSsh:
 
     @pytest.mark.proof
     def test_a_failure_there_stops_all_and_is_told_first(self, folder: Path, hosts: tuple[str, ...]) -> None:
-        done = _run(*hosts, "--nproc", "1", _script(folder, ONE_RAISES))
+        done = _run(*hosts, "--nproc-per-node", "1", _script(folder, ONE_RAISES))
         assert done.returncode == 1
         told = [line for line in done.stderr.splitlines() if "plait: " in line]
         assert re.match(r"\[far\] plait: rank 1 .* failed with exit code 1", told[0])
@@ -417,7 +417,7 @@ class TestSsh:
 
     @pytest.mark.proof
     def test_a_signal_reaches_every_machine_once(self, folder: Path, hosts: tuple[str, ...], start: Start) -> None:
-        process = start(*hosts, "--nproc", "1", _script(folder, ENDS_IN_TIME))
+        process = start(*hosts, "--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))
         pids = _ready(process, 2)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
@@ -428,7 +428,7 @@ class TestSsh:
 
     @pytest.mark.proof
     def test_machines_end_themselves_when_the_launcher_is_gone(self, folder: Path, hosts: tuple[str, ...], start: Start) -> None:
-        process = start(*hosts, "--nproc", "1", _script(folder, ENDS_IN_TIME))
+        process = start(*hosts, "--nproc-per-node", "1", _script(folder, ENDS_IN_TIME))
         pids = _ready(process, 2)
         process.kill()
         process.wait(10)

@@ -27,7 +27,7 @@ def test_recipes(name: str) -> None:
     machines, devices, billions, stage, degrees = RECIPES[name]
     file = EXAMPLES / f"{name}.json"
     assert load(file).zero_optimization.stage == stage
-    done = CliRunner().invoke(app, [str(file), "--nodes", str(machines), "--devices", str(devices), "--json"])
+    done = CliRunner().invoke(app, [str(file), "--nnodes", str(machines), "--nproc-per-node", str(devices), "--json"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert {axis: degree for axis, degree in told["layout"].items() if degree > 1} == degrees

@@ -376,7 +376,7 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> Non
             {"model": {"config": {"model_type": "bert"}}, "parallel": {"tp": 16}},
             "dp_replicate 2 = 32 processes, and this machine starts 8 by itself",
         ),
-        (("--processes", "3"), {"parallel": {"tp": 2}}, "start 2 or 4 processes"),
+        (("--nproc-per-node", "3"), {"parallel": {"tp": 2}}, "start 2 or 4 processes"),
         (
             (),
             {"model": {"config": {**LLAMA, "hiden_size": 4}}},
@@ -386,7 +386,7 @@ def test_command_ends_where_processes_wait_for_each_other(tmp_path: Path) -> Non
         (("--tolerance", "0"), {}, "--tolerance 0.0: not a positive number"),
         (("--engine", "deepspeed", "--dtype", "float64"), {}, "deepspeed"),
         (("--engine", "accelerate"), {"zero_optimization": {"stage": 2}}, "use --set zero_optimization.stage=0"),
-        (("--device", "cuda", "--processes", "64"), {}, "64 processes need a GPU each"),
+        (("--device", "cuda", "--nproc-per-node", "64"), {}, "64 processes need a GPU each"),
         (("--set", "zero_optimization.stage=7"), {}, "zero_optimization.stage"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,

@@ -83,17 +83,10 @@ def test_links_of_another_layout_are_refused(pool: Pool, tmp_path: Path) -> None
 def test_the_verb(tmp_path: Path) -> None:
     """As a user runs it, on two processes."""
     path = tmp_path / "links.json"
-    command = [sys.executable, "-m", "plait", "doctor", "--links", "--processes", "2", "--seconds", "0.3", "--out", str(path)]
+    command = [sys.executable, "-m", "plait", "doctor", "--links", "--nproc-per-node", "2", "--seconds", "0.3", "--out", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     group = load(path)["dp_replicate"]
     assert group.ranks == 2
     assert choose_all_reduce(MIB, group).reason in done.stdout
     assert json.loads(path.read_text())["facts"]["device"] == "cpu"
-
-
-def test_the_verb_wants_to_know_what_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor"])
-    assert ended.value.code == 2
-    assert "say --links" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
 from plait.errors import InputError
 
@@ -24,7 +25,7 @@ _DISTURBED = 0.15
 
 _EPILOG = """Examples:
 
-plait calibrate --processes 2 --out here.json
+plait calibrate --nproc-per-node 2 --out here.json
 
 plait plan --model llama-3-8b --gpus 8 --gpu h100 --calibrate here.json
 
@@ -41,9 +42,10 @@ def calibrate(
     ] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("calibration.json"),
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="Which device's rows of the table; needed where it has several.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="How many to start; by default one a GPU, without GPUs two.")] = None,
+    nproc_per_node: Nproc = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every layout takes its turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn, after one that is not counted.")] = 2,
+    as_json: Json = False,
 ) -> None:
     """Fit the planner's constants to this machine.
 
@@ -51,29 +53,31 @@ def calibrate(
     errors before and after, are printed.
     """
     from plait.cli import launch
-    from plait.cluster.topology import default_processes
+    from plait.cluster.topology import default_processes, place
 
     if table is not None:
-        if processes is not None:
-            raise InputError("--processes: with a table nothing is measured here; leave one of the two out")
-        _from_table(table, out, gpu)
+        if nproc_per_node is not None:
+            raise InputError("--nproc-per-node: with a table nothing is measured here; leave one of the two out")
+        _from_table(table, out, gpu, said=not as_json)
+        _print_json(out, wanted=as_json)
         return
     if gpu is not None:
         raise InputError("--gpu: without a table this machine is measured, whatever it has; leave it out, or name a table")
-    arguments = [str(out), str(rounds), str(steps)]
-    if claim(os.environ) is not None:
+    arguments = [str(out), str(rounds), str(steps), *(["--quiet"] if as_json else [])]
+    count = nproc_per_node or default_processes()
+    if claim(os.environ) is not None or count == 1:
         _work(*arguments)
-        return
-    count = processes or default_processes()
-    if count == 1:
-        _work(*arguments)
-        return
-    code = launch.run(["-m", "plait.cli.calibrate", *arguments], processes=count)
-    if code:
+    elif code := launch.run(["-m", "plait.cli.calibrate", *arguments], processes=count):
         raise typer.Exit(code)
+    _print_json(out, wanted=as_json and place().rank == 0)
 
 
-def _from_table(table: Path, out: Path, gpu: str | None) -> None:
+def _print_json(out: Path, *, wanted: bool) -> None:
+    if wanted:
+        typer.echo(out.read_text(encoding="utf-8").rstrip())
+
+
+def _from_table(table: Path, out: Path, gpu: str | None, *, said: bool) -> None:
     from plait.cli.planning.calibrations import print_calibration, runs_of_table
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import save
@@ -81,11 +85,13 @@ def _from_table(table: Path, out: Path, gpu: str | None) -> None:
     runs, origin = runs_of_table(table, gpu)
     found = calibrate(runs)
     save(out, found, origin)
+    if not said:
+        return
     print_calibration(found, runs)
     print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
 
 
-def _work(out: str, rounds: str, steps: str) -> None:
+def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     """What each process runs; the first one fits, writes and prints."""
     from plait.cli.planning.calibrations import live_cluster, print_calibration, print_rates, progress
     from plait.cluster.topology import machine_name, place
@@ -110,12 +116,14 @@ def _work(out: str, rounds: str, steps: str) -> None:
     is_cpu = cluster.device.name == "cpu"
     facts = {"at": measured.runs[0].at, "devices": cluster.devices, "runs": len(measured.runs), "rates": asdict(measured.rates)}
     save(Path(out), found, Origin(str(cluster.device.name), machine if is_cpu else "", facts))
-    print_rates(measured.rates)
-    print_calibration(found, runs, known=known)
+    if not quiet:
+        print_rates(measured.rates)
+        print_calibration(found, runs, known=known)
     if measured.waiting > _DISTURBED:
         taken = f"other programs took up to {measured.waiting:.0%} of the steps' time"
         print(f"\nplait: {taken}: the constants are of a disturbed machine; calibrate again when it is quiet", file=sys.stderr)
-    print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
+    if not quiet:
+        print(f"\n{out} holds the constants: plait plan ... --calibrate {out}")
 
 
 if __name__ == "__main__":  # a process that `calibrate` has started

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from plait.cli.options import Json, Set
 from plait.config.degrees import processes
 from plait.config.explain import Explanation, explain
 from plait.config.json_schema import json_schema
@@ -28,13 +29,11 @@ _COLOURS = {"supported": "green", "renamed": "green", "ignored": "yellow", "refu
 @app.command("explain")
 def explain_command(
     source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file; or, after `--`, Megatron's flags.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="A value that wins over the file. Repeatable.")
-    ] = None,
+    overrides: Set = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Number of processes. Default: run.processes, or as few as the degrees allow.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Every key of FILE with what it means here, and every resolved value with where it came from. Exit code 2 if FILE cannot be run."""
     if len(source) > 1 and not source[0].startswith("--"):

@@ -1,20 +1,23 @@
-"""`plait doctor`: what this machine can do. `--links`: how fast the processes of this machine, or of a launcher's machines, talk to each
-other, and what that means. `--nccl`: what NCCL was told.
+"""`plait doctor`: what this environment has: versions, devices, what processes can talk through. `--links`: how fast the processes of this
+machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: what NCCL was told.
 
-The first starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
+`--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
 to a file and says which way of summing gradients is the cheapest.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
 from plait.errors import InputError
 
@@ -25,42 +28,82 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def doctor(
     links: Annotated[bool, typer.Option("--links", help="Measure the links between processes.")] = False,
     nccl: Annotated[bool, typer.Option("--nccl", help="Show the variables of NCCL that decide its algorithms.")] = False,
-    processes: Annotated[int | None, typer.Option(min=2, help="How many to start. [default: one a GPU; without GPUs two]")] = None,
-    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("links.json"),
-    seconds: Annotated[float, typer.Option(help="About how long each level of links is measured.")] = 4.0,
+    nproc_per_node: Nproc = None,
+    out: Annotated[Path | None, typer.Option(help="--links: the file to write. [default: links.json; none with --json]")] = None,
+    seconds: Annotated[float | None, typer.Option(help="--links: about how long each level of links is measured. [default: 4]")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Measure what this machine can do."""
+    """Say what this environment has (what an issue report needs), or with --links measure how fast its processes talk to each other."""
+    if not links:
+        _refuse_without_links({"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds})
+        (_show_nccl if nccl else _show_environment)(as_json=as_json)
+        return
+    if nccl:
+        raise InputError("--links, --nccl: one of them at a time")
+    if seconds is not None and not 0.1 <= seconds <= 600:
+        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
+    if nproc_per_node is not None and nproc_per_node < 2:
+        raise InputError(f"--nproc-per-node {nproc_per_node}: one process has no links; start two or more")
+    _measure(nproc_per_node, out, seconds or 4.0, as_json=as_json)
+
+
+def _refuse_without_links(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"{name} {value}: says how links are measured; add --links, or leave it out")
+
+
+def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:
     from plait.cli import launch
     from plait.cluster.topology import default_processes
+    from plait.observe.files import require_writable
 
-    if nccl:
-        _show_nccl()
-    if not links and not nccl:
-        raise InputError("nothing to look at: say --links to measure the links between processes, --nccl for what NCCL was told")
-    if not links:
-        return
-    if not 0.1 <= seconds <= 600:
-        raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
+    require_writable("--out", out)
     if claim(os.environ) is not None:
-        _work(out, seconds)
+        _work(out or Path("links.json"), seconds, said=not as_json)
         return
-    code = launch.run(["-m", "plait.cli.doctor", str(out), str(seconds)], processes=processes or max(2, default_processes()))
-    if code:
-        raise typer.Exit(code)
+    with tempfile.TemporaryDirectory(prefix="plait-doctor-") as folder:
+        file = out or (Path(folder) / "links.json" if as_json else Path("links.json"))
+        count = processes or max(2, default_processes())
+        words = ["-m", "plait.cli.doctor", str(file), str(seconds), *(["--quiet"] if as_json else [])]
+        code = launch.run(words, processes=count)
+        if code:
+            raise typer.Exit(code)
+        if as_json:
+            typer.echo(json.dumps(json.loads(file.read_text(encoding="utf-8"))))
 
 
-def _show_nccl() -> None:
+def _show_environment(*, as_json: bool) -> None:
+    from plait.cluster.environment import facts
+
+    found = facts(os.environ, folder=Path.cwd())
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for section, values in found.items():
+        typer.echo(section)
+        for name, value in values.items():
+            typer.echo(f"  {name:<18} {value}")
+        if not values:
+            typer.echo("  none")
+
+
+def _show_nccl(*, as_json: bool) -> None:
     import torch
 
-    from plait.cluster.nccl import report
+    from plait.cluster.nccl import VARIABLES, report
 
     version = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    if as_json:
+        said = {name: os.environ.get(name) for name in VARIABLES}
+        typer.echo(json.dumps({"nccl": ".".join(map(str, version)) if version else None, "variables": said}, indent=1))
+        return
     for line in report(os.environ, version=version):
         typer.echo(line)
 
 
-def _work(out: Path, seconds: float) -> None:
-    """What each process runs; the first one writes and prints."""
+def _work(out: Path, seconds: float, *, said: bool) -> None:
+    """What each process runs; the first one writes and, if it is to be said, prints."""
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import build_mesh
     from plait.cluster.topology import place
@@ -79,6 +122,8 @@ def _work(out: Path, seconds: float) -> None:
         if mesh.rank:
             return
         save(out, [found], facts={"at": datetime.now(UTC).isoformat(timespec="seconds"), "device": mesh.device.type})
+        if not said:
+            return
         for name, level in (("all ranks", found.whole), ("inside a machine", found.inside), ("across machines", found.across)):
             for operation, cost in level.costs.items() if level is not None else ():
                 rate = f"{1 / cost.seconds_per_byte / 1e9:6.2f} GB/s" if cost.seconds_per_byte else "  any size"
@@ -96,4 +141,4 @@ def _work(out: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":  # a process that `doctor` has started
-    _work(Path(sys.argv[1]), float(sys.argv[2]))
+    _work(Path(sys.argv[1]), float(sys.argv[2]), said="--quiet" not in sys.argv[3:])

@@ -14,15 +14,16 @@ from typing import Annotated
 import typer
 
 from plait.cli.launching import remote
-from plait.cli.launching.settings import DEFAULT_GRACE_SECONDS, DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, Settings, check, parse_nodes
+from plait.cli.launching.settings import DEFAULT_GRACE_SECONDS, DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, Settings, check, parse_nodes, parse_processes
+from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId
 from plait.cluster import hostfile as hostfiles
-from plait.cluster.topology import default_processes
+from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem
 
 app = typer.Typer(add_completion=False)
 
 _ONE = "One machine"
-_MANY = "Several machines"
+_MANY = MEETING
 
 
 # What stands after the script is the script's, whatever it looks like.
@@ -32,25 +33,30 @@ def launch(
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script (or module), then what it gets.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")] = False,
-    nproc: Annotated[
-        int | None,
+    nproc_per_node: Annotated[
+        str | None,
         typer.Option(
-            "--nproc", "--nproc-per-node", help="Processes on a machine: by default one a GPU, 2 without GPUs.", rich_help_panel=_ONE
+            *PROCESSES, metavar="N", help="Processes on a machine; or gpu, cpu, auto. [default: one a GPU; without GPUs 2]", rich_help_panel=_ONE
         ),
+    ] = None,
+    standalone: Annotated[bool, typer.Option("--standalone", help="This machine alone, as without --nnodes.", rich_help_panel=_ONE)] = False,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Write what each rank prints to files in this folder, too.", rich_help_panel=_ONE)
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all ranks again after a failure, at most so often.", rich_help_panel=_ONE)] = 0,
     grace: Annotated[
         float,
         typer.Option(help="Seconds that the ranks may take to end (to write a checkpoint) after Ctrl-C or SIGTERM.", rich_help_panel=_ONE),
     ] = DEFAULT_GRACE_SECONDS,
-    nnodes: Annotated[str | None, typer.Option(help="Machines: N, or MIN:MAX for a changing number.", rich_help_panel=_MANY)] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0; with --master-addr.", rich_help_panel=_MANY)] = None,
-    master_addr: Annotated[str | None, typer.Option(help="The machine with rank 0, as the others reach it.", rich_help_panel=_MANY)] = None,
-    master_port: Annotated[int | None, typer.Option(help=f"A free port there; {DEFAULT_PORT} by default.", rich_help_panel=_MANY)] = None,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="HOST:PORT where machines meet and number themselves; the same on all.", rich_help_panel=_MANY)
+    nnodes: Annotated[str | None, typer.Option(*NODES, help="Machines: N, or MIN:MAX for a changing number.", rich_help_panel=_MANY)] = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
+    rdzv_backend: Annotated[
+        str | None, typer.Option(help="torchrun's: c10d with --rdzv-endpoint, static with --master-addr; follows from these.", rich_help_panel=_MANY)
     ] = None,
-    rdzv_id: Annotated[str | None, typer.Option(help="Name of the job, where several meet at one endpoint.", rich_help_panel=_MANY)] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds to wait for the other machines.", rich_help_panel=_MANY)
     ] = DEFAULT_TIMEOUT_SECONDS,
@@ -79,10 +85,18 @@ def launch(
     """
     command = _command(script or [], module)
     minimum, maximum = parse_nodes(nnodes or "1")
+    nproc = parse_processes(nproc_per_node, gpus=default_processes, cores=cpu_count)
+    _refuse_contradictions(
+        {"--nnodes": nnodes, "--rdzv-endpoint": rdzv_endpoint, "--master-addr": master_addr, "--hostfile": hostfile} if standalone else {},
+        rdzv_backend,
+        elastic=rdzv_endpoint is not None,
+        several=maximum > 1,
+    )
     if hostfile is None:
         _refuse_without_hostfile({"--include": include, "--exclude": exclude, "--export": export, "--no-ssh": not ssh})
         settings = Settings(
             processes=default_processes() if nproc is None else nproc,
+            log_folder=log_dir,
             min_nodes=minimum,
             max_nodes=maximum,
             node_rank=node_rank,
@@ -95,7 +109,7 @@ def launch(
             timeout_seconds=timeout,
         )
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
-    given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id}
+    given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id, "--log-dir": log_dir}
     _refuse_with_hostfile({**given, "--max-restarts": max_restarts or None})
     hosts = hostfiles.select(hostfiles.read(hostfile), include=include, exclude=exclude)
     there = remote.Remote(
@@ -120,6 +134,7 @@ def run(
     master_addr: str | None = None,
     master_port: int | None = None,
     rdzv_endpoint: str | None = None,
+    rdzv_id: str | None = None,
     max_restarts: int = 0,
     grace_seconds: float = DEFAULT_GRACE_SECONDS,
 ) -> int:
@@ -137,6 +152,7 @@ def run(
         master_addr=master_addr,
         master_port=master_port,
         rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
         max_restarts=max_restarts,
         grace_seconds=grace_seconds,
     )
@@ -182,6 +198,23 @@ def _command(arguments: Sequence[str], module: bool) -> list[str]:
     if not module and not Path(arguments[0]).is_file():
         raise InputError(f"{arguments[0]}: no such script; name a Python file, or use -m for a module")
     return ["-m", *arguments] if module else list(arguments)
+
+
+def _refuse_contradictions(beside_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool) -> None:
+    """Options of torchrun that say what others say already must say the same."""
+    problems = [
+        Problem(name, value, "given together with --standalone, which is this machine alone", "leave one of them out")
+        for name, value in beside_standalone.items()
+        if value is not None and str(value) != "1"
+    ]
+    known = ("c10d", "static")
+    if backend is not None and backend not in known:
+        problems.append(Problem("--rdzv-backend", backend, f"machines meet by {' or '.join(known)}", "leave it out"))
+    elif backend is not None and several and elastic != (backend == "c10d"):
+        wanted = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
+        problems.append(Problem("--rdzv-backend", backend, f"machines meet so by {wanted}", f"give {wanted}, or leave --rdzv-backend out"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _refuse_without_hostfile(given: dict[str, object]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli.options import PROCESSES, Json, Nnodes, Set
 from plait.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,17 +29,19 @@ def layout(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="A folder, a config.json or a name on the hub, in place of the file's model.")
     ] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Number of machines, all alike.")] = 1,
-    devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine. [default: as many as the layout needs]")] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nodes and --devices.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file.")] = None,
+    nnodes: Nnodes = 1,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(*PROCESSES, min=1, help="Devices of a machine. [default: as many as the layout needs]")
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nnodes and --nproc-per-node.")] = None,
+    override: Set = None,
     peak: Annotated[
         bool, typer.Option("--peak", help="Find the most that a rank holds during a step, by a run on fake tensors: seconds to minutes.")
     ] = False,
     sequence_length: Annotated[
         int | None, typer.Option(min=2, help="--peak: tokens of a sequence. [default: the file's data.sequence_length]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the most that a
     rank holds during a training step, by kind and with its moment."""
@@ -51,7 +54,7 @@ def layout(
     config = load(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
-    topology = _topology(cluster, nodes, devices, least=smallest_world(config.parallel))
+    topology = _topology(cluster, nnodes, nproc_per_node, least=smallest_world(config.parallel))
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
     module = transformers_model(fields, dtype=_dtype(config))
@@ -197,7 +200,7 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
     console.print(f"{title}: {format_count(facts.numel)} parameters, {len(facts.blocks)} blocks; {resolved.layout}, {stage}")
     if said:
         console.print(f"warning: {said}", style="yellow")
-    rows = [[name, " | ".join(cells)] for name, *cells in _grid(resolved, topology)]
+    rows = _shortened([[name, _in_short(cells)] for name, *cells in _grid(resolved, topology)])
     tables: list[tuple[tuple[str, ...], list[list[str]]]] = [(("node", "ranks"), rows)]
     if built["rows"]:
         console.print(f"split over tp by {built['plan'].source}; the first block stands for all")
@@ -218,6 +221,23 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
     tables.append((("model states on rank 0", "bytes", ""), states))
     for columns, rows in tables:
         _table(console, columns, rows)
+
+
+_FIRST, _CELLS = 6, 8
+"""Machines, and devices of a machine, that are shown one by one."""
+
+
+def _shortened(rows: list[list[str]]) -> list[list[str]]:
+    """The first machines and the last; what is between goes on in the same order. --json has all."""
+    if len(rows) <= _FIRST + 2:
+        return rows
+    return [*rows[:_FIRST], ["...", f"{len(rows) - _FIRST - 1} more machines, in the same order"], rows[-1]]
+
+
+def _in_short(cells: list[str]) -> str:
+    if len(cells) <= _CELLS:
+        return " | ".join(cells)
+    return " | ".join([*cells[: _CELLS - 1], f"... {len(cells) - _CELLS} more ...", cells[-1]])
 
 
 def _table(console: Any, columns: tuple[str, ...], rows: list[list[str]]) -> None:

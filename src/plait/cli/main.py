@@ -25,9 +25,10 @@ VERBS = {
     "train": ("plait.cli.train", "Train a model as one JSON file says."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),
+    "dryrun": ("plait.cli.dryrun", "Build and step one rank of a layout without its peers, and without GPUs."),
     "schedule": ("plait.cli.schedule", "Draw a pipeline schedule: who computes what when, what is idle, what is held."),
     "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
-    "doctor": ("plait.cli.doctor", "Measure the links between processes, and say how gradients are best summed over them."),
+    "doctor": ("plait.cli.doctor", "Say what this environment has; measure the links between its processes."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }
 """Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""
@@ -39,7 +40,12 @@ class _Verb(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         assert self.name is not None
         app: typer.Typer = importlib.import_module(VERBS[self.name][0]).app
-        return typer.main.get_command(app).make_context(info_name, args, parent, **extra)
+        return typer.main.get_command(app).make_context(info_name, args, parent, token_normalize_func=_with_dashes, **extra)
+
+
+def _with_dashes(name: str) -> str:
+    """torchrun and DeepSpeed write `--nproc_per_node`, too."""
+    return name.replace("_", "-")
 
 
 class _Verbs(TyperGroup):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.options import Json
 from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -34,7 +35,7 @@ def schedule(
     width: Annotated[
         int | None, typer.Option(min=40, help=f"Columns to draw in. Default: the terminal's, {_PIPE_WIDTH} in a pipe.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Draw a pipeline schedule: who computes what when, how long each rank is idle, how many micro-batches it holds."""
     from rich.console import Console

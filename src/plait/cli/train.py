@@ -11,12 +11,13 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli.options import MasterAddr, MasterPort, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set
 from plait.cluster.launchers import claim
-from plait.errors import InputError, PlaitError
+from plait.errors import ConfigError, InputError, PlaitError, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,24 +32,79 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def train(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run.")],
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")] = None,
+    set_: Set = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over. What is in the run's folder is renamed, not deleted.")] = False,
+    nproc_per_node: Nproc = None,
+    nnodes: NodesOfRun = 1,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_endpoint: RdzvEndpoint = None,
+    rdzv_id: RdzvId = None,
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
     Where the layout says "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others) it is planned first, for the devices of this
     machine. Goes on from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step
     with a checkpoint. Exit code 0 when all steps are done, 130 or 143 after Ctrl-C or SIGTERM.
+
+    On several machines the same command, with --nnodes and --rdzv-endpoint, runs on each of them; run.folder is one that all of them see.
     """
     overrides = list(set_ or ())
+    meeting: dict[str, Any] = {
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_id": rdzv_id,
+    }
     if claim(os.environ) is not None:
         if fresh:
             raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
+        _refuse_beside_launcher({"nproc_per_node": nproc_per_node, "nnodes": None if nnodes == 1 else nnodes, **meeting})
         raise typer.Exit(_work(file, overrides, announced=False))
-    raise typer.Exit(_start(file, overrides, fresh=fresh))
+    if nnodes > 1:
+        if fresh:
+            raise InputError("--fresh: several machines cannot rename one folder; rename it yourself, or set another run.folder")
+        raise typer.Exit(_start_one_of(file, overrides, processes=nproc_per_node, nodes=nnodes, meeting=meeting))
+    _refuse_alone(meeting)
+    raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node))
 
 
-def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
+def _refuse_beside_launcher(given: dict[str, Any]) -> None:
+    rule = "this process was started by a launcher (torchrun, plait launch, srun), which says the processes and machines"
+    _refuse(given, rule, "leave it out")
+
+
+def _refuse_alone(given: dict[str, Any]) -> None:
+    rule = "says where machines meet, and --nnodes is 1"
+    _refuse(given, rule, "add --nnodes, or leave it out")
+
+
+def _refuse(given: dict[str, Any], rule: str, remedy: str) -> None:
+    problems = [Problem(f"--{name.replace('_', '-')}", value, rule, remedy) for name, value in given.items() if value is not None]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: int, meeting: dict[str, Any]) -> int:
+    """On each of several machines: the launcher here, whose processes check the file themselves when they have met."""
+    from plait.cli import launch
+    from plait.cli.planning.automatic import refuse_auto
+    from plait.config.resolve import load
+
+    refuse_auto(file, overrides)
+    config = load(file, overrides)
+    wanted = config.run.processes if config.run is not None else "auto"
+    if processes is None and wanted != "auto":
+        if wanted % nodes:
+            rule = f"they do not divide over {nodes} machines ({wanted} % {nodes} = {wanted % nodes})"
+            raise ConfigError(Problem("run.processes", wanted, rule, "set a multiple of the machines, or give --nproc-per-node"))
+        processes = wanted // nodes
+    return launch.run(["-m", "plait.cli.train", "--one-of-several", str(file), *overrides], processes=processes, nodes=nodes, **meeting)
+
+
+def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None) -> int:
     """What a person runs: nothing is started before everything was checked."""
     from plait.cli import launch
     from plait.cli.planning.automatic import planned_file
@@ -59,7 +115,7 @@ def _start(file: Path, overrides: list[str], *, fresh: bool) -> int:
     if planned is not None:
         file, overrides = planned, []
     config = load(file, overrides)
-    processes = _processes(config)
+    processes = processes or _processes(config)
     checked = _check(config, world_size=processes, console=console, fresh=fresh)
     aside = checked.folder.set_aside() if fresh else None
     if aside is not None:
@@ -166,11 +222,16 @@ def _processes(config: Config) -> int:
 
 
 def _announce(checked: Checked, console: Console, config: Config, *, processes: int) -> None:
+    from plait.cluster.topology import cpu_count, device_count, place
     from plait.observe.progress import describe
+    from plait.train.cautions import cautions
 
     for note in (config.provenance.warning(), checked.resolved.assumed()):
         if note is not None:
             console.print(note, soft_wrap=True, style="yellow")
+    here = min(processes, place().local_world_size) if claim(os.environ) is not None else processes
+    for caution in cautions(checked.resolved, processes=here, cores=cpu_count(), on_gpus=bool(device_count())):
+        console.print(f"warning: {caution}", soft_wrap=True, style="yellow")
     for name, text in describe(checked, processes=processes):
         console.print(f"{name:<8}{text}", soft_wrap=True)
     for change in checked.changes:
@@ -199,4 +260,6 @@ def _console(*, quiet: bool = False) -> Console:
 if __name__ == "__main__":  # a process that `_start` has started
     from plait.cluster.ending import end_process
 
-    end_process(_work(Path(sys.argv[1]), sys.argv[2:], announced=True))
+    alone = sys.argv[1] != "--one-of-several"  # else nobody has told the user of the run yet
+    given = sys.argv[1 if alone else 2 :]
+    end_process(_work(Path(given[0]), given[1:], announced=alone))

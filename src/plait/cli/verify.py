@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli.options import PROCESSES, Json, Set
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, place
 from plait.errors import InputError
@@ -70,9 +71,9 @@ def verify(
         str | None,
         typer.Option(metavar="MODEL", help="A folder or file config.json, a hub name, or package.module:function; else FILE's model."),
     ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="By default what FILE's degrees need, two for every degree it leaves open.")
+    set_: Set = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(*PROCESSES, min=1, help="By default what FILE's degrees need, two for every degree it leaves open.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
@@ -87,7 +88,7 @@ def verify(
     engine: Annotated[Engine, typer.Option(help="Judge another engine, if it is installed, in float32.")] = Engine.plait,
     device: Annotated[Device, typer.Option(help="By default GPUs where there are enough, else the CPU.")] = Device.auto,
     all_: Annotated[bool, typer.Option("--all", help="A line for every tensor, not for every block.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
     timeout: Annotated[float, typer.Option(help="Seconds after which processes that wait for each other are ended.")] = 600,
 ) -> None:
     """Compare the layout in FILE with one process: losses, gradient norms, every gradient, every parameter after some steps.
@@ -105,7 +106,7 @@ def verify(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
     _import_from_here()
     launched = claim(os.environ) is not None
-    plan = _plan(file, list(set_ or ()), model=model, processes=processes, steps=steps, dtype=dtype, engine=engine, device=device)
+    plan = _plan(file, list(set_ or ()), model=model, processes=nproc_per_node, steps=steps, dtype=dtype, engine=engine, device=device)
     _set_environment(plan)
     judges = not launched or place().rank == 0
     if judges and not as_json:

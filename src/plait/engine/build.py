@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ from plait.engine.schedules import build_scheduler
 from plait.engine.solve import recompute_of
 from plait.engine.state import generator_seed
 from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
-from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.model.blocks import find_blocks
 from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
@@ -277,7 +276,7 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
     here = place()
     note = loaded.provenance.warning()
     if note and here.rank == 0:
-        warnings.warn(note, stacklevel=3)
+        warn(note)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     # A file without any batch size is enough: a step then takes whatever train_batch is given.
     return resolve(loaded, world_size=here.world_size, hidden_size=hidden, total_steps=total_steps, micro_batch_size=1)
@@ -368,7 +367,7 @@ def split(
 def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
     words = little_is_split(plan, model) if plan is not None else None
     if words is not None and place().rank == 0:
-        warnings.warn(words, stacklevel=4)
+        warn(words)
 
 
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:

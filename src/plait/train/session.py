@@ -77,7 +77,11 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
-    pipeline = resolved.pipeline_of(built.model, find_blocks(built.model, resolved.blocks or None))
+    blocks = find_blocks(built.model, resolved.blocks or None)
+    resolved.tensor_parallel.check(built.model, blocks, tp=resolved.layout.tp)
+    pipeline = resolved.pipeline_of(built.model, blocks)
+    sequence_parallel = resolved.tensor_parallel.sequence_parallel
+    resolved.recompute.check(built.model, blocks, compiled=resolved.compile.enabled, sequence_parallel=sequence_parallel)
     batch, have = resolved.batch.train_batch_size, len(prepared.train)
     if have < batch:
         rule = f"one step takes {batch} sequences and the text has {have} of {data.sequence_length} tokens"

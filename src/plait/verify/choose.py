@@ -21,6 +21,7 @@ from plait.config.schema import Config
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.model.blocks import find_blocks
 from plait.model.described import described_config, require_transformers
+from plait.planner.models import find_model, named
 from plait.units import DTYPES, format_count
 from plait.verify import shrink
 from plait.verify.batches import ragged_steps
@@ -82,11 +83,14 @@ def fields_of(config: Config, given: str | None) -> tuple[shrink.Fields, str]:
 
 
 def _fields_at(source: str, option: str) -> shrink.Fields:
-    """Of a folder with config.json, of such a file, or of a name on the hub."""
+    """Of a folder with config.json, of such a file, of a public model that `plait plan models` lists, or of a name on the hub."""
     require_transformers(option)
     from transformers import AutoConfig
 
     path = Path(source).expanduser()
+    if not path.exists() and named(source) is not None:
+        fields: shrink.Fields = described_config(find_model(source).section["config"]).to_dict()
+        return fields
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained wrote")
     if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix == ".json"):
@@ -95,8 +99,8 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
         config = AutoConfig.from_pretrained(str(path) if path.exists() else source)
     except Exception as error:  # the hub, the network and each configuration class raise their own
         raise InputError(f"{option} = {source!r}: Transformers cannot read it ({_first_line(error)})") from error
-    fields: shrink.Fields = config.to_dict()
-    return fields
+    read: shrink.Fields = config.to_dict()
+    return read
 
 
 def _first_line(error: Exception) -> str:

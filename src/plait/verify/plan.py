@@ -129,7 +129,7 @@ def prepare(
     small, rest = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)
     if device == "cuda" and gpus < world:
-        raise InputError(f"--device cuda: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or fewer --processes")
+        raise InputError(f"--device cuda: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or a smaller --nproc-per-node")
     where: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and gpus >= world else "cpu"
     if engine != "plait":
         peers.refuse(engine, resolved, passes)
@@ -193,7 +193,7 @@ def small_degrees(config: Config, processes: int | None, *, most: int) -> tuple[
     if world > most:
         named = " x ".join(f"{axis} {degree}" for axis, degree in {**_fixed(parallel), **degrees}.items() if degree > 1)
         rule = f"{named} = {world} processes, and this machine starts {most} by itself"
-        raise ConfigError(Problem("parallel", None, rule, f"lower a degree with --set, or start them with --processes {world}"))
+        raise ConfigError(Problem("parallel", None, rule, f"lower a degree with --set, or start them with --nproc-per-node {world}"))
     return parallel.model_copy(update=degrees), world, lines
 
 

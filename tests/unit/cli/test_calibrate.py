@@ -73,7 +73,7 @@ def test_bad_tables_are_refused_with_the_reason(tmp_path: Path, capsys: pytest.C
         ((none,), "no row names a device of the catalogue"),
         ((broken,), "lacks the columns gpu, gpus_total, seq_len"),
         ((tmp_path / "no.csv",), "No such file"),
-        ((mixed, "--processes", "2"), "with a table nothing is measured here"),
+        ((mixed, "--nproc-per-node", "2"), "with a table nothing is measured here"),
         (("--gpu", "h100"), "without a table this machine is measured"),
     ):
         assert run("calibrate", *arguments, "--out", tmp_path / "out.json") == 2

@@ -54,18 +54,18 @@ def _plait(*arguments: str) -> Any:
 
 
 def test_what_stands_after_the_script_is_the_scripts(script: str, started: list[Any]) -> None:
-    assert _plait("--nproc", "3", script, "--nproc", "9", "-m", "--help", "--", "x") == 0
-    assert started == [(["train.py", "--nproc", "9", "-m", "--help", "--", "x"], Settings(processes=3))]
+    assert _plait("--nproc-per-node", "3", script, "--nproc-per-node", "9", "-m", "--help", "--", "x") == 0
+    assert started == [(["train.py", "--nproc-per-node", "9", "-m", "--help", "--", "x"], Settings(processes=3))]
 
 
 def test_a_module(started: list[Any]) -> None:
-    assert _plait("--nproc", "1", "-m", "pkg.train", "-m") == 0
+    assert _plait("--nproc-per-node", "1", "-m", "pkg.train", "-m") == 0
     assert started[0][0] == ["-m", "pkg.train", "-m"]
 
 
 def test_every_option_arrives(script: str, started: list[Any]) -> None:
     _plait(
-        "--nproc",
+        "--nproc-per-node",
         "4",
         "--nnodes",
         "2:3",
@@ -82,7 +82,7 @@ def test_every_option_arrives(script: str, started: list[Any]) -> None:
         script,
     )
     assert started[0][1] == Settings(4, 2, 3, rdzv_endpoint="a:1", rdzv_id="job", max_restarts=5, grace_seconds=7, timeout_seconds=8)
-    _plait("--nproc", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "5", script)
+    _plait("--nproc-per-node", "4", "--nnodes", "2", "--node-rank", "1", "--master-addr", "a", "--master-port", "5", script)
     assert started[1][1] == Settings(4, 2, 2, node_rank=1, master_addr="a", master_port=5)
 
 
@@ -165,5 +165,5 @@ class TestRun:
     def test_mistakes(self) -> None:
         with pytest.raises(InputError, match="no script"):
             verb.run([], processes=1)
-        with pytest.raises(ConfigError, match="--nproc = 0"):
+        with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
             verb.run(["-m", "x"], processes=0)

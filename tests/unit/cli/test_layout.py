@@ -38,7 +38,7 @@ def run(folder: Path, *arguments: str) -> int:
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For programs."""
-    assert run(tmp_path, "--nodes", "2", "--devices", "2", "--json") == 0
+    assert run(tmp_path, "--nnodes", "2", "--nproc-per-node", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["layout"]["tp"] == 2 and report["layout"]["dp_shard"] == 2
     assert report["grid"] == [["node0", "0 dp_shard0 tp0", "1 dp_shard0 tp1"], ["node1", "2 dp_shard1 tp0", "3 dp_shard1 tp1"]]
@@ -51,7 +51,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_and_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For people: a tensor parallel group across nodes is said."""
-    assert run(tmp_path, "--nodes", "2", "--devices", "1") == 0
+    assert run(tmp_path, "--nnodes", "2", "--nproc-per-node", "1") == 0
     shown = capsys.readouterr().out
     assert "parallel.tp = 2: 1 of 1 tensor parallel groups span nodes" in shown
     assert "model.layers.0.mlp.up_proj.weight" in shown and "model.layers.1." not in shown
@@ -69,7 +69,7 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     totals = []
     for length in ("64", "128"):
         arguments = (
-            "--devices",
+            "--nproc-per-node",
             "4",
             "--set",
             "parallel.pp=2",
@@ -94,7 +94,7 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters alone, and with the states."""
-    zero = ("--set", "zero_optimization.stage=3", "--devices", "4", "--json")
+    zero = ("--set", "zero_optimization.stage=3", "--nproc-per-node", "4", "--json")
     params = ("--set", "zero_optimization.offload_param.device=nvme", "--set", "zero_optimization.offload_param.nvme_path=a")
     states = ("--set", "zero_optimization.offload_optimizer.device=nvme", "--set", "zero_optimization.offload_optimizer.nvme_path=a")
     found = []
@@ -115,6 +115,20 @@ def test_no_peak_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureF
     assert "peak of a step: found with --peak" in capsys.readouterr().out
     assert run(tmp_path, "--peak") == 0
     assert "peak of a step: the file has no data.sequence_length; give --sequence-length too" in capsys.readouterr().out
-    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--devices", "4", "--peak", "--sequence-length", "64")
+    offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--nproc-per-node", "4", "--peak", "--sequence-length", "64")
     assert run(tmp_path, *offload) == 0
     assert "not in the account yet: zero_optimization.offload_optimizer" in capsys.readouterr().out
+
+
+def test_a_public_model_by_the_name_that_plan_has(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """E6: found without a network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(tmp_path, "--model", "llama-3-8b") == 0
+    assert "8.0 B parameters" in capsys.readouterr().out
+
+
+def test_hundreds_of_ranks_are_shown_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """E11."""
+    assert run(tmp_path, "--nnodes", "16", "--nproc-per-node", "16") == 0
+    shown = capsys.readouterr().out
+    assert "9 more machines, in the same order" in shown and "... 8 more ..." in shown and "node15" in shown and "node9" not in shown

@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
 from plait.cli.launching import lifeline, rendezvous
@@ -67,7 +67,7 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
         agent = None
         try:
             handler = rendezvous.make(settings)
-            agent = Agent(_spec(command, settings, handler), _Logs(folder, reporter), reporter, settings.grace_seconds)
+            agent = Agent(_spec(command, settings, handler), _Logs(folder, reporter, settings.log_folder), reporter, settings.grace_seconds)
             if follow_stdin:
                 lifeline.follow(agent)
             result = agent.run()
@@ -152,10 +152,13 @@ class Agent(LocalElasticAgent):
 
 
 class _Logs(DefaultLogsSpecs):
-    """Tells the reporter where the ranks of an attempt will record their exceptions."""
+    """Tells the reporter where the ranks of an attempt will record their exceptions. With a folder of the user's, what ranks print goes there
+    too, in a file a rank and stream."""
 
-    def __init__(self, folder: str, reporter: Reporter) -> None:
-        super().__init__(log_dir=folder)
+    def __init__(self, folder: str, reporter: Reporter, kept: Path | None) -> None:
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+        super().__init__(log_dir=str(kept) if kept is not None else folder, tee=Std.ALL if kept is not None else Std.NONE)
         self._reporter = reporter
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

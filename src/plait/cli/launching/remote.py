@@ -97,7 +97,7 @@ def node_command(remote: Remote, index: int) -> list[str]:
     numbered = ["--nnodes", str(len(remote.hosts)), "--node-rank", str(index)] if len(remote.hosts) > 1 else []
     meeting = ["--master-addr", remote.master_addr, "--master-port", str(remote.master_port)] if len(remote.hosts) > 1 else []
     patience = ["--grace", f"{remote.grace_seconds:g}", "--timeout", f"{remote.timeout_seconds:g}"]
-    processes = ["--nproc", str(remote.processes or len(host.slots))]
+    processes = ["--nproc-per-node", str(remote.processes or len(host.slots))]
     return [remote.python, "-m", "plait", "launch", *numbered, *meeting, *processes, *patience, "--lifeline", *remote.command]
 
 

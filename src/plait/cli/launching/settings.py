@@ -6,7 +6,9 @@ Pure: no torch, no environment, no network. `check` refuses settings that torchr
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from plait.errors import ConfigError, Problem
 
@@ -38,6 +40,8 @@ class Settings:
     """How long the ranks may take to end after the launcher was interrupted."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     """How long to wait for the other machines."""
+    log_folder: Path | None = None
+    """Where files with what each rank prints are written, too."""
 
     @property
     def single_node(self) -> bool:
@@ -58,6 +62,20 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
+def parse_processes(text: str | None, *, gpus: Callable[[], int], cores: Callable[[], int]) -> int | None:
+    """torchrun's `--nproc-per-node`: a number, `gpu` or `auto` (what None means too: as many as there are devices), `cpu` (as many as there
+    are cores). Raises ConfigError for anything else."""
+    if text is None:
+        return None
+    if text in ("auto", "gpu"):
+        return gpus()
+    if text == "cpu":
+        return cores()
+    if not re.fullmatch(r"\d{1,6}", text):
+        raise ConfigError(Problem("--nproc-per-node", text, "neither a number of processes nor gpu, cpu or auto", "write for example 8"))
+    return int(text)
+
+
 def check(settings: Settings) -> Settings:
     """The same settings. Raises ConfigError with everything that is wrong with them."""
     problems = [*_numbers(settings), *(_alone(settings) if settings.single_node else _together(settings))]
@@ -69,7 +87,7 @@ def check(settings: Settings) -> Settings:
 def _numbers(settings: Settings) -> list[Problem]:
     problems = []
     if settings.processes < 1:
-        problems.append(Problem("--nproc", settings.processes, "at least one process runs on a machine", "use 1 or more"))
+        problems.append(Problem("--nproc-per-node", settings.processes, "at least one process runs on a machine", "use 1 or more"))
     if not 1 <= settings.min_nodes <= settings.max_nodes:
         shown = f"{settings.min_nodes}:{settings.max_nodes}"
         problems.append(Problem("--nnodes", shown, "not 1 <= MIN <= MAX machines", "write for example 2:4"))

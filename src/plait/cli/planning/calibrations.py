@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,6 +130,9 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(total)
+        return
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("starting", total=total)
 
@@ -136,6 +140,21 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
             bar.update(task, advance=1, description=what)
 
         yield done
+
+
+class _Lines:
+    """A line about every ten seconds, and one at the end."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._count, self._began = total, 0, time.monotonic()
+        self._told = self._began
+
+    def __call__(self, what: str) -> None:
+        self._count += 1
+        now = time.monotonic()
+        if self._count in (1, self._total) or now - self._told >= 10:
+            self._told = now
+            print(f"plait: {self._count} of {self._total} measurements, {now - self._began:.0f} s: {what}", file=sys.stderr, flush=True)
 
 
 def print_rates(rates: DeviceRates) -> None:

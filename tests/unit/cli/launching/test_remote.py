@@ -25,7 +25,7 @@ TWO = Remote(
 
 def test_what_runs_on_a_machine() -> None:
     assert shlex.join(node_command(TWO, 1)) == (
-        "/opt/python -m plait launch --nnodes 2 --node-rank 1 --master-addr a --master-port 1234 --nproc 2 --grace 60 --timeout 30 "
+        "/opt/python -m plait launch --nnodes 2 --node-rank 1 --master-addr a --master-port 1234 --nproc-per-node 2 --grace 60 --timeout 30 "
         "--lifeline train.py --text 'it'\"'\"'s here'"
     )
 
@@ -50,7 +50,7 @@ def test_one_machine_needs_no_meeting_point() -> None:
     command = node_command(alone, 0)
     assert "--nnodes" not in command
     assert "--master-addr" not in command
-    assert command[command.index("--nproc") + 1] == "5"
+    assert command[command.index("--nproc-per-node") + 1] == "5"
 
 
 def test_what_other_machines_get() -> None:

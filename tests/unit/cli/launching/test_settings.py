@@ -36,7 +36,7 @@ def test_what_can_work(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (Settings(0), "--nproc = 0"),
+        (Settings(0), "--nproc-per-node = 0"),
         (Settings(2, 0, 0), "--nnodes = '0:0'"),
         (Settings(2, 3, 2, rdzv_endpoint="a:1"), "--nnodes = '3:2'"),
         (Settings(2, max_restarts=-1), "--max-restarts = -1"),

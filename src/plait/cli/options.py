@@ -1,0 +1,33 @@
+"""Options that several verbs have, under one name and with one meaning: torchrun's for processes and machines.
+
+`--nproc-per-node` counts the processes of one machine, `--nnodes` machines, `--world-size` all processes or devices. Every option is also
+taken with underscores, as torchrun and DeepSpeed write them (see `cli.main`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+PROCESSES = ("--nproc-per-node", "--num-gpus")
+"""DeepSpeed's launcher has the second name."""
+NODES = ("--nnodes", "--num-nodes")
+MEETING = "Several machines"
+"""The panel of a verb's help."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on standard output.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")]
+Nproc = Annotated[
+    int | None, typer.Option(*PROCESSES, min=1, help="Processes to start on this machine. [default: one a GPU; without GPUs two]")
+]
+Nnodes = Annotated[int, typer.Option(*NODES, min=1, help="Machines, all alike.")]
+NodesOfRun = Annotated[int, typer.Option(*NODES, min=1, help="Machines; the same command runs on each.", rich_help_panel=MEETING)]
+NodeRank = Annotated[int | None, typer.Option(help="Which of them this is, from 0; with --master-addr.", rich_help_panel=MEETING)]
+MasterAddr = Annotated[str | None, typer.Option(help="The machine with rank 0, as the others reach it.", rich_help_panel=MEETING)]
+MasterPort = Annotated[int | None, typer.Option(help="A free port there. [default: 29500]", rich_help_panel=MEETING)]
+RdzvEndpoint = Annotated[
+    str | None, typer.Option(help="HOST:PORT where machines meet and number themselves; the same on all.", rich_help_panel=MEETING)
+]
+RdzvId = Annotated[str | None, typer.Option(help="Name of the job, where several meet at one endpoint.", rich_help_panel=MEETING)]
+WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, help="Processes of all machines.")]

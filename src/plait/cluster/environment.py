@@ -1,0 +1,82 @@
+"""What a machine and its Python have, as facts for a person and for an issue report. Reads; changes and measures nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from plait.cluster.launchers import claim
+from plait.cluster.topology import cpu_count, device_count, processor_name
+
+PACKAGES = ("plait", "torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "deepspeed", "torchao", "safetensors", "pydantic")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "MASTER_ADDR", "MASTER_PORT", "PLAIT_CACHE", "PYTORCH_ALLOC_CONF")
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "PLAIT_")
+
+
+def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str, Any]]:
+    """By section, then by name: plain values. `folder` is the one whose free space is told."""
+    return {
+        "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _version(name)) is not None}},
+        "machine": _machine(folder),
+        "gpus": _gpus(),
+        "communication": _communication(),
+        "launcher": _launcher(environment),
+        "variables": {
+            name: value for name, value in sorted(environment.items()) if name in VARIABLES or name.startswith(PREFIXES)
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine(folder: Path) -> dict[str, Any]:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "interpreter": sys.executable,
+        "processor": processor_name(),
+        "cores": cpu_count(),
+        "memory_bytes": pages,
+        "free_bytes_here": shutil.disk_usage(folder).free,
+    }
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"count": device_count(), "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"}
+    for index in range(device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"gpu {index}"] = f"{properties.name}, {properties.total_memory} bytes, compute capability {properties.major}.{properties.minor}"
+    return found
+
+
+def _communication() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {"torch.distributed": "not in this torch"}
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    shared = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": nccl or False,
+        "shared_memory": f"this Python has no os.{', os.'.join(shared)}" if shared else True,
+    }
+
+
+def _launcher(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = claim(environment)
+    return {"name": None} if found is None else {"name": found.launcher, "rank": found.rank, "world_size": found.world_size}
