@@ -1,4 +1,4 @@
-"""`plait plan --dry-run`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
+"""`plait dryrun`: what it prints and writes, which rank and which layout it runs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = {
     "num_key_value_heads": 4,
     "vocab_size": 256,
 }
-PLAN = ("--gpus", "8", "--gpu", "h100", "--batch", "16", "--seq", "64", "--dry-run")
+PLAN = ("--world-size", "8", "--gpu", "h100", "--batch", "16", "--seq", "64")
 
 
 def config(tmp_path: Path, **changes: Any) -> str:
@@ -48,14 +48,14 @@ def run_file(tmp_path: Path, **parallel: Any) -> str:
 def run(*arguments: str) -> int:
     """The command's exit code."""
     try:
-        return int(main(["plan", *arguments]) or 0)
+        return int(main(["dryrun", *arguments]) or 0)
     except SystemExit as end:
         return int(end.code or 0)
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert run(*arguments, "--json", "-") == 0
-    return json.loads(capsys.readouterr().out)["dry_run"]
+    assert run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_the_winner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_what_is_fixed_changes_the_traffic(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_file_that_fixes_its_layout_is_run_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = run_file(tmp_path, pp=2, tp=2)
-    arguments = (file, "--gpus", "8", "--gpu", "h100", "--dry-run")
+    arguments = (file, "--world-size", "8", "--gpu", "h100")
     first = told(capsys, *arguments, "--rank", "0")
     last = told(capsys, *arguments, "--rank", "4")
     assert (first["stage"], last["stage"]) == ("rank 0 of 2 in the pipeline", "rank 1 of 2 in the pipeline")
@@ -96,22 +96,9 @@ def test_a_whole_step_has_more_calls_and_the_same_peak(tmp_path: Path, capsys: p
     assert part["flops"] * 2 == whole["flops"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--rank", "8"), "the layout has ranks 0 to 7"),
-        (("--all",), "leave one of the two out"),
-    ],
-)
-def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
-    assert run("--model", config(tmp_path), *PLAN, *arguments) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_options_of_a_dry_run_need_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [text for text in PLAN if text != "--dry-run"]
-    assert run("--model", config(tmp_path), *arguments, "--rank", "1") == 2
-    assert "add --dry-run" in capsys.readouterr().err
+def test_a_rank_that_the_layout_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model", config(tmp_path), *PLAN, "--rank", "8") == 2
+    assert "the layout has ranks 0 to 7" in capsys.readouterr().err
 
 
 def test_a_model_that_transformers_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,9 @@ class TestFailures:
 
     @pytest.mark.proof
     def test_exit_codes_are_propagated(self, folder: Path) -> None:
-        done = _run("--nproc-per-node", "2", _script(folder, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"))
+        done = _run(
+            "--nproc-per-node", "2", _script(folder, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)")
+        )
         assert done.returncode == 7
         assert re.match(r"plait: rank 1 \(node \S+\) ended with exit code 7", done.stderr)
         assert done.stderr.endswith("plait: rank 0 was stopped\n")
@@ -241,7 +243,9 @@ class TestFailures:
     @pytest.mark.proof
     def test_a_users_mistake_is_one_sentence_with_its_exit_code(self, folder: Path) -> None:
         done = _run(
-            "--nproc-per-node", "2", _script(folder, "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')")
+            "--nproc-per-node",
+            "2",
+            _script(folder, "from plait.errors import CheckpointError\nraise CheckpointError('step 40: incomplete')"),
         )
         assert (done.returncode, done.stderr) == (4, "plait: step 40: incomplete\n")
 
@@ -291,7 +295,9 @@ class TestSignals:
     @pytest.mark.proof
     def test_a_plain_script_ends_without_tracebacks(self, folder: Path, start: Start) -> None:
         process = start(
-            "--nproc-per-node", "2", _script(folder, "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)")
+            "--nproc-per-node",
+            "2",
+            _script(folder, "import os, time\nprint(f'ready {os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)"),
         )
         _ready(process, 2)
         process.send_signal(signal.SIGINT)

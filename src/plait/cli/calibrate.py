@@ -27,7 +27,7 @@ _EPILOG = """Examples:
 
 plait calibrate --nproc-per-node 2 --out here.json
 
-plait plan --model llama-3-8b --gpus 8 --gpu h100 --calibrate here.json
+plait plan --model llama-3-8b --world-size 8 --gpu h100 --calibrate here.json
 
 plait calibrate runs.csv --gpu h100 --out h100.json
 

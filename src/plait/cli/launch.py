@@ -14,7 +14,15 @@ from typing import Annotated
 import typer
 
 from plait.cli.launching import remote
-from plait.cli.launching.settings import DEFAULT_GRACE_SECONDS, DEFAULT_PORT, DEFAULT_TIMEOUT_SECONDS, Settings, check, parse_nodes, parse_processes
+from plait.cli.launching.settings import (
+    DEFAULT_GRACE_SECONDS,
+    DEFAULT_PORT,
+    DEFAULT_TIMEOUT_SECONDS,
+    Settings,
+    check,
+    parse_nodes,
+    parse_processes,
+)
 from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.topology import cpu_count, default_processes
@@ -36,10 +44,15 @@ def launch(
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
-            *PROCESSES, metavar="N", help="Processes on a machine; or gpu, cpu, auto. [default: one a GPU; without GPUs 2]", rich_help_panel=_ONE
+            *PROCESSES,
+            metavar="N",
+            help="Processes on a machine; or gpu, cpu, auto. [default: one a GPU; without GPUs 2]",
+            rich_help_panel=_ONE,
         ),
     ] = None,
-    standalone: Annotated[bool, typer.Option("--standalone", help="This machine alone, as without --nnodes.", rich_help_panel=_ONE)] = False,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="This machine alone, as without --nnodes.", rich_help_panel=_ONE)
+    ] = False,
     log_dir: Annotated[
         Path | None, typer.Option(help="Write what each rank prints to files in this folder, too.", rich_help_panel=_ONE)
     ] = None,
@@ -48,14 +61,17 @@ def launch(
         float,
         typer.Option(help="Seconds that the ranks may take to end (to write a checkpoint) after Ctrl-C or SIGTERM.", rich_help_panel=_ONE),
     ] = DEFAULT_GRACE_SECONDS,
-    nnodes: Annotated[str | None, typer.Option(*NODES, help="Machines: N, or MIN:MAX for a changing number.", rich_help_panel=_MANY)] = None,
+    nnodes: Annotated[
+        str | None, typer.Option(*NODES, help="Machines: N, or MIN:MAX for a changing number.", rich_help_panel=_MANY)
+    ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[
-        str | None, typer.Option(help="torchrun's: c10d with --rdzv-endpoint, static with --master-addr; follows from these.", rich_help_panel=_MANY)
+        str | None,
+        typer.Option(help="torchrun's: c10d with --rdzv-endpoint, static with --master-addr; follows from these.", rich_help_panel=_MANY),
     ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds to wait for the other machines.", rich_help_panel=_MANY)

@@ -1,21 +1,35 @@
 """`plait plan`: which layout, how fast, what it takes, and why: before a GPU is booked. Prints what `plait.planner` says.
 
-The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic. `--evaluate` predicts a table of measured
-runs instead and says how far off it is.
+The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.planning.rehearse import dry_run as rehearse_rank
-from plait.cli.planning.rehearse import own_layout, print_dry_run
+from plait.cli.options import Json
+from plait.cli.planning.asked import (
+    Batch,
+    ClusterFile,
+    Fix,
+    Gpu,
+    MemoryGib,
+    Model,
+    Network,
+    Nnodes,
+    NprocPerNode,
+    PrecisionName,
+    Seq,
+    WorldSize,
+    devices,
+)
 from plait.cli.planning.report import write_report, write_trace
 from plait.cli.planning.request import read_calibration, read_request
-from plait.cli.planning.show import print_evaluation, print_names, print_nothing_fits, print_plan, write_json
+from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan
 from plait.errors import InputError
 from plait.observe.files import require_writable
 
@@ -25,107 +39,97 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+_NAMES = "models"
+_ANSWER = "The answer"
 _EPILOG = """Examples:
 
-plait plan --model llama-3-8b --gpus 64 --gpu h100 --seq 8192 --batch 512 --out run.json
+plait plan --model llama-3-8b --world-size 64 --gpu h100 --seq 8192 --batch 512 --out run.json
 
-plait plan --model ./my-model/config.json --gpus 16 --gpu a100 --why tp=4 --why stage=3
+plait plan --model ./my-model/config.json --nnodes 2 --nproc-per-node 8 --gpu a100 --why tp=4 --why stage=3
 
-plait plan run.json --gpu h200 --gpus 8 --sensitivity
+plait plan run.json --gpu h200 --world-size 8 --why sensitivity
 
-plait plan --model llama-3-70b --gpus 128 --gpu h100 --why neighbours --report plan.html --trace plan.json
-plait plan --model llama-3-70b --gpus 1024 --gpu h100 --dry-run
+plait plan --model llama-3-70b --world-size 128 --gpu h100 --why neighbours --report plan.html --trace plan.json
 
-plait plan --evaluate runs.csv --calibrate measured.csv --json report.json"""
+plait plan models"""
 
 
 @app.command(epilog=_EPILOG)
 def plan(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="A training configuration: its model, batch and sequence length are planned for."),
+        typer.Argument(
+            metavar="[FILE|models]",
+            help="A training configuration: its model, batch and sequence length are planned for. `models` prints the models and GPUs that "
+            "have names.",
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="A public model, a config.json, or a folder that holds one.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Number of all GPUs; by default those of this machine.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What they are: h100, a100, mi300x and others; by default this machine's.")
-    ] = None,
-    per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a machine; by default usual for that GPU.")] = None,
-    cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --gpus and --per-node.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of an optimizer step; by default about 4 Mi tokens.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sample; by default 4096, or the file's.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; by default bf16 where the GPU has it.")] = None,
+    model: Model = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    precision: PrecisionName = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Plan for compiled blocks.")] = False,
-    fix: Annotated[list[str] | None, typer.Option(metavar="A=B", help="A value that the layout must have: tp=4, stage=3, pp=8.")] = None,
+    fix: Fix = None,
+    gpu: Gpu = None,
+    world_size: WorldSize = None,
+    nnodes: Nnodes = None,
+    nproc_per_node: NprocPerNode = None,
+    cluster: ClusterFile = None,
+    memory_gib: MemoryGib = None,
+    network: Network = None,
     why: Annotated[
-        list[str] | None, typer.Option(metavar="A=B", help='Why not this one? May be repeated; "neighbours" compares all one step away.')
+        list[str] | None,
+        typer.Option(
+            metavar="A=B",
+            help="Why not this one? May be repeated. neighbours: all one step away; sensitivity: half and twice the network, links, "
+            "memory, batch.",
+            rich_help_panel=_ANSWER,
+        ),
     ] = None,
-    sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Plan again with half and twice the network, links, memory, batch.")
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.", rich_help_panel=_ANSWER)] = 5,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also price what this version does not run; nothing is then written.", rich_help_panel=_ANSWER)
     ] = False,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
-    memory_gib: Annotated[float | None, typer.Option(help="Memory of a GPU; by default the catalogue's.")] = None,
-    network: Annotated[
-        float | None, typer.Option(help="GB/s of a GPU to other machines: 25 is 200 Gb/s; by default the catalogue's.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also price what this version does not run; nothing is then written.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs, and FILE's .plan.json.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one HTML page: memory, time, timeline, ranks, candidates, what was left out.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline as a Chrome trace, for ui.perfetto.dev.")
-    ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Constants of this GPU: what `plait calibrate` wrote (.json), or measured runs (.csv, or the .jsonl of run.history); by "
             "default those that ship.",
+            rich_help_panel=_ANSWER,
         ),
     ] = None,
-    evaluate: Annotated[Path | None, typer.Option(metavar="CSV", help="Predict these measured runs and print the errors.")] = None,
-    json_: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - is standard output.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build and step one rank of the best layout (of FILE's own, if FILE fixes one) without GPUs.")
-    ] = False,
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", metavar="R", min=0, help="With --dry-run: which rank; by default the one that needs most memory."),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the best as the file that `plait train` runs, and FILE's .plan.json.", rich_help_panel=_ANSWER
+        ),
     ] = None,
-    whole_step: Annotated[
-        bool, typer.Option("--whole-step", help="With --dry-run: run every micro-batch, not only as many as reach the peak.")
-    ] = False,
-    on_device: Annotated[
-        bool, typer.Option("--on-device", help="With --dry-run: run the kernels on this machine's GPU; time and memory are then its own.")
-    ] = False,
-    list_: Annotated[bool, typer.Option("--list", help="Print the models and GPUs that have names.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="--out: replace a file that no plan wrote.", rich_help_panel=_ANSWER)] = False,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.", rich_help_panel=_ANSWER)] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev.", rich_help_panel=_ANSWER)
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Search every layout of a model on a cluster: what fits, how fast, and why.
 
     Needs no GPU, no weights and no network. Times and memory carry an interval that holds nine times in ten. Exit code 1 if nothing fits.
     """
-    if list_:
-        print_names()
-        return
-    if evaluate is not None:
-        if report is not None or trace is not None:
-            raise InputError("--evaluate: nothing is planned, so there is no --report or --trace of it; leave one of them out")
-        print_evaluation(evaluate, calibrate, json_)
+    if file == Path(_NAMES) and not file.exists():
+        print(json.dumps(names_as_json())) if as_json else print_names()
         return
     from plait.planner.space import parse_fixed
 
-    require_writable("--report", report)
-    require_writable("--trace", trace)
-    wishes = [(text, parse_fixed([text])) for text in why or () if text != "neighbours"]
+    _check_files(file, out, report, trace, everything=everything, force=force)
+    asked_why = [text for text in why or () if text not in ("neighbours", "sensitivity")]
+    wishes = [(text, parse_fixed([text])) for text in asked_why]
     asked = read_request(
         file=file,
         model=model,
-        gpus=gpus,
+        gpus=devices(world_size, nnodes, nproc_per_node, gpu),
         gpu=gpu,
-        per_node=per_node,
+        per_node=nproc_per_node,
         cluster=cluster,
         batch=batch,
         seq=seq,
@@ -136,46 +140,41 @@ def plan(
         everything=everything,
         fixed=parse_fixed(fix or []),
     )
-    request, base, notes = asked.request, asked.base, asked.notes
-    for name, given in (("--rank", rank is not None), ("--whole-step", whole_step), ("--on-device", on_device)):
-        if given and not dry_run:
-            raise InputError(f"{name} says how a dry run is done; add --dry-run, or leave it out")
-    if everything and dry_run:
-        raise InputError("--dry-run: with --all the best layout may be one that this version does not run; leave one of the two out")
-    if everything and out is not None:
-        raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
-    calibration, of_runs = read_calibration(calibrate, request)
-    rehearsed = {"rank": rank, "whole_step": whole_step, "on_device": on_device} if dry_run else None
-    if rehearsed is not None and own_layout(file, asked.tree):
-        _dry_run_of_file(request, base, rehearsed, file=file, operators=top, json_=json_)
-        return
+    calibration, of_runs = read_calibration(calibrate, asked.request)
     _plan(
-        request,
-        base,
-        [*notes, *of_runs],
+        asked.request,
+        asked.base,
+        [*asked.notes, *of_runs],
         fixed=asked.fixed,
         wishes=wishes,
         neighbours="neighbours" in (why or ()),
         calibration=calibration,
-        sensitive=sensitivity,
+        sensitive="sensitivity" in (why or ()),
         top=top,
         out=out,
         report=report,
         trace=trace,
-        json_=json_,
-        rehearsed=rehearsed,
+        as_json=as_json,
     )
 
 
-def _dry_run_of_file(
-    request: Request, base: dict[str, Any], rehearsed: dict[str, Any], *, file: Path | None, operators: int, json_: str | None
-) -> None:
-    done = rehearse_rank(request, base, **rehearsed)
-    if json_ is not None:
-        write_json(json_, {"dry_run": done.as_json()})
-    if json_ != "-":
-        print(f"{file} fixes its layout, which is run as it is; nothing was searched")
-        print_dry_run(done, operators=2 * operators)
+def _check_files(file: Path | None, out: Path | None, report: Path | None, trace: Path | None, *, everything: bool, force: bool) -> None:
+    """Before anything takes time. A file that somebody wrote by hand is not replaced without being told to."""
+    require_writable("--report", report)
+    require_writable("--trace", trace)
+    if out is None:
+        if force:
+            raise InputError("--force: says that --out may replace a file; add --out, or leave it out")
+        return
+    if everything:
+        raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
+    from plait.planner.output import is_own
+
+    if out.exists() and not force and not is_own(out):
+        again = " and is what is planned for" if file is not None and file.exists() and out.samefile(file) else ""
+        raise InputError(
+            f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name, or add --force to replace it"
+        )
 
 
 def _plan(
@@ -192,46 +191,41 @@ def _plan(
     out: Path | None,
     report: Path | None,
     trace: Path | None,
-    json_: str | None,
-    rehearsed: dict[str, Any] | None,
+    as_json: bool,
 ) -> None:
     from plait.planner import explain, output
     from plait.planner import search as searching
     from plait.planner.space import parse_fixed
 
     found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
-    quiet = json_ == "-"
     if not found.best:
         print_nothing_fits(found)
         if report is not None:
             write_report(report, found, notes=notes, fixed=fixed, calibration=calibration)
         raise typer.Exit(1)
-    if neighbours:
-        wishes = wishes + [(text, parse_fixed([text])) for text in explain.neighbours(found)]
-    reasons = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in wishes]
+    around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if neighbours else []
+    asked = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in wishes]
+    beside = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in around]
+    reasons = [*asked, *beside]
     changes = explain.sensitivity(found, calibration=calibration) if sensitive else []
     written = output.write(found, out, base) if out is not None else None
     if report is not None:
         write_report(report, found, notes=notes, reasons=reasons, changes=changes, fixed=fixed, calibration=calibration)
     if trace is not None:
         write_trace(trace, found, calibration=calibration)
-    done = rehearse_rank(request, output.config_of(request, found.best[0], base), **rehearsed) if rehearsed is not None else None
-    if json_ is not None:
+    if as_json:
         whole = output.plan_as_json(found) | {
             "config": None if request.everything else output.config_of(request, found.best[0], base),
             "sidecar": output.sidecar_of(found, found.best[0]),
             "why": [{"wish": r.wish, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
             "sensitivity": [change.__dict__ for change in changes],
             "notes": notes,
-            "dry_run": done.as_json() if done is not None else None,
         }
-        write_json(json_, whole)
-    if not quiet:
-        print_plan(found, notes, reasons, changes)
-        if done is not None:
-            print_dry_run(done, operators=2 * top)
-        if written is not None:
-            print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
-        for path in (report, trace):
-            if path is not None:
-                print(f"wrote {path}")
+        print(json.dumps(whole, indent=1, default=float))
+        return
+    print_plan(found, notes, asked, beside, changes)
+    if written is not None:
+        print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
+    for path in (report, trace):
+        if path is not None:
+            print(f"wrote {path}")

@@ -14,8 +14,30 @@ from typing import Any
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, processor_name
 
-PACKAGES = ("plait", "torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "trl", "deepspeed", "torchao", "safetensors", "pydantic")
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "MASTER_ADDR", "MASTER_PORT", "PLAIT_CACHE", "PYTORCH_ALLOC_CONF")
+PACKAGES = (
+    "plait",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "trl",
+    "deepspeed",
+    "torchao",
+    "safetensors",
+    "pydantic",
+)
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PLAIT_CACHE",
+    "PYTORCH_ALLOC_CONF",
+)
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "PLAIT_")
 
 
@@ -27,9 +49,7 @@ def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str
         "gpus": _gpus(),
         "communication": _communication(),
         "launcher": _launcher(environment),
-        "variables": {
-            name: value for name, value in sorted(environment.items()) if name in VARIABLES or name.startswith(PREFIXES)
-        },
+        "variables": {name: value for name, value in sorted(environment.items()) if name in VARIABLES or name.startswith(PREFIXES)},
     }
 
 
@@ -58,7 +78,9 @@ def _gpus() -> dict[str, Any]:
     found: dict[str, Any] = {"count": device_count(), "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"}
     for index in range(device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found[f"gpu {index}"] = f"{properties.name}, {properties.total_memory} bytes, compute capability {properties.major}.{properties.minor}"
+        found[f"gpu {index}"] = (
+            f"{properties.name}, {properties.total_memory} bytes, compute capability {properties.major}.{properties.minor}"
+        )
     return found
 
 

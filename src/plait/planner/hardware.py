@@ -153,7 +153,7 @@ def cluster(
     found = device(name)
     changes: dict[str, Any] = {}
     if devices < 1:
-        raise InputError(f"--gpus {devices}: a cluster has at least one device; give the number of all devices")
+        raise InputError(f"--world-size {devices}: a cluster has at least one device; give the number of all devices")
     if devices_per_node is not None:
         wide = found.domain if found.domain > found.devices_per_node else devices_per_node
         changes |= {"devices_per_node": devices_per_node, "domain": wide}
@@ -164,8 +164,8 @@ def cluster(
     per_node = int(found.devices_per_node)
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
-        rule = f"--gpus {devices}: nodes have {per_node} devices and {devices} % {per_node} = {devices % per_node}"
-        raise InputError(f"{rule}; use {below} or {below + per_node}, or give --per-node")
+        rule = f"--world-size {devices}: nodes have {per_node} devices and {devices} % {per_node} = {devices % per_node}"
+        raise InputError(f"{rule}; use {below} or {below + per_node}, or give --nproc-per-node")
     return Cluster(found, devices)
 
 

@@ -235,7 +235,7 @@ def find_model(source: str, *, sequence: int | None = None) -> Model:
     if found is None:
         near = difflib.get_close_matches(source.lower(), names(), n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise InputError(f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait plan --list` prints them")
+        raise InputError(f"model {source!r}: no file, no folder and no public model that is known; {hint}`plait plan models` prints them")
     return Model(found, {"config": to_config(found, positions=sequence or 2048)})
 
 

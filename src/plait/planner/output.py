@@ -7,6 +7,7 @@ Invariant: it loads and resolves, for the planned number of processes, to the la
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,11 +165,26 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
         raise InputError(f"{path}: the configuration is written as JSON; give a name that ends in .json")
     beside = path.with_suffix(".plan.json")
     best = plan.best[0]
-    sidecar = sidecar_of(plan, best) | {"asked": base}
+    text = json.dumps(config_of(plan.request, best, base), indent=2) + "\n"
+    sidecar = sidecar_of(plan, best) | {"asked": base, "sha256": _digest(text)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(config_of(plan.request, best, base), indent=2) + "\n")
-        write_whole(beside, json.dumps(sidecar, indent=2) + "\n")
+        write_whole(path, text)
+        write_whole(beside, json.dumps(sidecar, indent=2) + "
+")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return path, beside
+
+
+def is_own(path: Path) -> bool:
+    """Whether a configuration is, byte for byte, what `write` once left there: nobody has worked on it since."""
+    try:
+        told = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
+        return bool(told["sha256"] == _digest(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -21,8 +21,8 @@ def cautions(resolved: Resolved, *, processes: int, cores: int, on_gpus: bool) -
         )
     if not on_gpus and processes > 2 * cores:
         found.append(
-            f"{processes} processes share {cores} cores and no GPU: each step takes about {processes / cores:.0f} times as long as with one "
-            f"process a core; lower --nproc-per-node, or run.processes and the degrees in parallel"
+            f"{processes} processes share {cores} cores and no GPU: each step takes about {processes / cores:.0f} times as long as with "
+            f"one process a core; lower --nproc-per-node, or run.processes and the degrees in parallel"
         )
     return found
 

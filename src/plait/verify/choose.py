@@ -89,7 +89,7 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
 
     path = Path(source).expanduser()
     if not path.exists() and named(source) is not None:
-        fields: shrink.Fields = described_config(find_model(source).section["config"]).to_dict()
+        fields: shrink.Fields = described_config(find_model(source).section["config"], follow={}).to_dict()
         return fields
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained wrote")

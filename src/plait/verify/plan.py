@@ -129,7 +129,9 @@ def prepare(
     small, rest = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)
     if device == "cuda" and gpus < world:
-        raise InputError(f"--device cuda: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or a smaller --nproc-per-node")
+        raise InputError(
+            f"--device cuda: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or a smaller --nproc-per-node"
+        )
     where: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and gpus >= world else "cpu"
     if engine != "plait":
         peers.refuse(engine, resolved, passes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.unit.planner.rows import ROW
 
-ASKED = ("--model", "llama-3-8b", "--gpus", "16", "--gpu", "h100", "--batch", "64", "--seq", "2048")
+ASKED = ("--model", "llama-3-8b", "--world-size", "16", "--gpu", "h100", "--batch", "64", "--seq", "2048")
 
 
 def runs_file(folder: Path, count: int = 6) -> Path:

@@ -37,7 +37,7 @@ def run(*arguments: object) -> int:
 def seconds(capsys: pytest.CaptureFixture[str], *more: object) -> tuple[float, list[str]]:
     """(the best plan's step, the notes)."""
     capsys.readouterr()
-    assert run("plan", *ASKED, "--json", "-", *more) == 0
+    assert run("plan", *ASKED, "--json", *more) == 0
     told = json.loads(capsys.readouterr().out)
     return told["best"][0]["step"]["seconds"], told["notes"]
 
@@ -50,7 +50,7 @@ def test_a_table_becomes_constants_that_a_plan_takes(tmp_path: Path, capsys: pyt
         assert text in shown, text
     assert load(out)[1].gpu == "h100"
     assert seconds(capsys, "--calibrate", out)[0] != seconds(capsys)[0]
-    assert run("plan", "--model", "gpt2", "--gpus", "8", "--gpu", "a100", "--calibrate", out) == 2
+    assert run("plan", "--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", out) == 2
     assert "calibration of h100, and the plan is for a100" in capsys.readouterr().err
 
 
@@ -96,7 +96,7 @@ def test_a_history_of_runs_moves_the_plans_that_ask_for_it(tmp_path: Path, capsy
     assert "line 4" in notes[0] and "3 measured runs" in notes[1]
     assert run("calibrate", history, "--out", tmp_path / "out.json") == 0
     assert seconds(capsys, "--calibrate", tmp_path / "out.json")[0] == after
-    assert run("plan", "--model", "gpt2", "--gpus", "8", "--gpu", "a100", "--calibrate", history) == 2
+    assert run("plan", "--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", history) == 2
     assert "no run in it was measured on a100" in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_a_live_calibration_of_one_process(tmp_path: Path, capsys: pytest.Captur
     assert origin.facts["runs"] == calibration.time.rows == 4
     model = tmp_path / "config.json"
     model.write_text(json.dumps(TINY))
-    asked = ("plan", "--model", model, "--gpus", "1", "--gpu", "cpu", "--batch", "4", "--seq", "16", "--per-node", "1")
+    asked = ("plan", "--model", model, "--world-size", "1", "--gpu", "cpu", "--batch", "4", "--seq", "16", "--nproc-per-node", "1")
     assert run(*asked, "--calibrate", out) == 0
 
 

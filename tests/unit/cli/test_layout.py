@@ -120,7 +120,9 @@ def test_no_peak_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureF
     assert "not in the account yet: zero_optimization.offload_optimizer" in capsys.readouterr().out
 
 
-def test_a_public_model_by_the_name_that_plan_has(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_public_model_by_the_name_that_plan_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """E6: found without a network."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run(tmp_path, "--model", "llama-3-8b") == 0

@@ -26,7 +26,7 @@ def run(*arguments: object) -> int:
 
 def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "run.json"
-    assert run(*ASKED, "--why", "tp=8", "--why", "tp=3", "--sensitivity", "--out", out) == 0
+    assert run(*ASKED, "--why", "tp=8", "--why", "tp=3", "--why", "sensitivity", "--out", out) == 0
     shown = capsys.readouterr().out
     for text in (
         "llama-3-8b: 8.0 B parameters; 16 x NVIDIA H100",
@@ -46,7 +46,7 @@ def test_a_plan_is_printed_explained_and_written(tmp_path: Path, capsys: pytest.
 
 def test_a_page_and_a_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, trace = tmp_path / "plan.html", tmp_path / "trace.json"
-    assert run(*ASKED, "--fix", "pp=4", "--why", "neighbours", "--sensitivity", "--report", page, "--trace", trace, "--json", "-") == 0
+    assert run(*ASKED, "--fix", "pp=4", "--why", "neighbours", "--why", "sensitivity", "--report", page, "--trace", trace, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     text, best = page.read_text(), told["best"][0]
     assert text.startswith("<!doctype html>") and f"{best['step']['seconds']:.4g} s" in text
@@ -70,7 +70,7 @@ def test_a_page_and_a_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_page_says_why_nothing_fits(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    assert run("--model", "llama-3-405b", "--gpus", "8", "--gpu", "h100", "--batch", "8", "--report", page) == 1
+    assert run("--model", "llama-3-405b", "--world-size", "8", "--gpu", "h100", "--batch", "8", "--report", page) == 1
     assert "Nothing fits" in page.read_text()
 
 
@@ -107,7 +107,7 @@ def test_a_layout_without_a_table_has_no_trace(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*ASKED, "--json", "-", "--why", "tp=8", "--top", "2") == 0
+    assert run(*ASKED, "--json", "--why", "tp=8", "--top", "2") == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["best"]) == 2 and told["why"][0]["wish"] == "tp=8"
     assert load(told["config"]).train_batch_size == 64
@@ -116,7 +116,7 @@ def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[s
 
 def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
-    assert run(QUICKSTART, "--gpu", "a100", "--gpus", "4", "--out", out) == 0
+    assert run(QUICKSTART, "--gpu", "a100", "--world-size", "4", "--out", out) == 0
     assert "8: 2 samples a device" in capsys.readouterr().out
     before, after = json.loads(QUICKSTART.read_text()), json.loads(out.read_text())
     assert after["optimizer"] == before["optimizer"] and after["run"] == before["run"] and after["model"] == before["model"]
@@ -124,7 +124,7 @@ def test_a_training_file_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--model", "llama-3-405b", "--gpus", "8", "--gpu", "h100", "--batch", "8") == 1
+    assert run("--model", "llama-3-405b", "--world-size", "8", "--gpu", "h100", "--batch", "8") == 1
     said = capsys.readouterr().err
     assert "nothing fits" in said and "of 79.1 GiB: " in said and "more GPUs" in said
 
@@ -132,23 +132,24 @@ def test_nothing_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--gpus", "8", "--gpu", "h100"), "nothing to plan for"),
-        (("--model", "lama-3-8b", "--gpus", "8", "--gpu", "h100"), "did you mean llama-3-8b"),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h10"), "did you mean h100"),
-        (("--model", "llama-3-8b", "--gpu", "h100"), "how many? add --gpus"),
-        (("--model", "llama-3-8b", "--gpus", "12", "--gpu", "h100"), "12 % 8 = 4"),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "0"), "at least one sample"),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "v100", "--precision", "bf16"), "does not compute so"),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--precision", "int8"), "not one that Plait trains in"),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--fix", "speed=2"), "not a field of a layout"),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "7", "--fix", "tp=1"), "7 % 8 = 7"),
+        (("--world-size", "8", "--gpu", "h100"), "nothing to plan for"),
+        (("--model", "lama-3-8b", "--world-size", "8", "--gpu", "h100"), "did you mean llama-3-8b"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h10"), "did you mean h100"),
+        (("--model", "llama-3-8b", "--gpu", "h100"), "how many? add --world-size"),
+        (("--model", "llama-3-8b", "--world-size", "12", "--gpu", "h100"), "12 % 8 = 4"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "0"), "at least one sample"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "v100", "--precision", "bf16"), "does not compute so"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--precision", "int8"), "not one that Plait trains in"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--fix", "speed=2"), "not a field of a layout"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "7", "--fix", "tp=1"), "7 % 8 = 7"),
         (
-            ("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--all", "--out", "x.json"),
+            ("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--all", "--out", "x.json"),
             "may be one that this version does not run",
         ),
-        (("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--batch", "8", "--out", "x.yaml"), "ends in .json"),
-        (("--evaluate", "no-such.csv"), "No such file"),
-        (("--evaluate", "no-such.csv", "--report", "x.html"), "there is no --report or --trace of it"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--batch", "8", "--out", "x.yaml"), "ends in .json"),
+        (("--model", "llama-3-8b", "--nnodes", "2"), "add --nproc-per-node, or --gpu"),
+        (("--model", "llama-3-8b", "--nnodes", "2", "--gpu", "h100", "--world-size", "8"), "2 machines of 8 GPUs are 16"),
+        (("--model", "llama-3-8b", "--world-size", "8", "--gpu", "h100", "--force"), "add --out"),
     ],
 )
 def test_wrong_input(arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,38 +168,45 @@ def test_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--list") == 0
+    assert run("models") == 0
     shown = capsys.readouterr().out
     assert "turing-nlg-530b" in shown and "mi300x" in shown
 
 
-def test_runs_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = runs_file(tmp_path), tmp_path / "report.json"
-    assert run("--evaluate", file, "--json", out) == 0
-    shown = capsys.readouterr().out
-    assert "7 rows, 6 predicted" in shown and "not in the catalogue" in shown
-    told = json.loads(out.read_text())
-    assert told["summary"]["time"]["all"]["all"]["rows"] == 6 and len(told["predictions"]) == 6
-    assert told["not_priced"] == [{"row": 6, "id": "X-99", "reason": told["not_priced"][0]["reason"]}]
-    assert set(told["predictions"][0]) >= {
-        "id",
-        "seconds",
-        "seconds_low",
-        "seconds_high",
-        "reserved_bytes",
-        "fits",
-        "terms",
-        "memory_terms",
-    }
-
-
 def test_calibration_moves_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = runs_file(tmp_path)
-    assert run("--evaluate", file, "--calibrate", file) == 0
-    assert "0 predicted, 7 used to calibrate" in capsys.readouterr().out
-    assert run(*ASKED, "--json", "-") == 0
+    assert run(*ASKED, "--json") == 0
     before = json.loads(capsys.readouterr().out)["best"][0]["step"]["seconds"]
-    assert run(*ASKED, "--calibrate", file, "--json", "-") == 0
+    assert run(*ASKED, "--calibrate", file, "--json") == 0
     assert json.loads(capsys.readouterr().out)["best"][0]["step"]["seconds"] != before
-    assert run("--model", "gpt2", "--gpus", "8", "--gpu", "a100", "--calibrate", file) == 2
+    assert run("--model", "gpt2", "--world-size", "8", "--gpu", "a100", "--calibrate", file) == 2
     assert "has rows of h100 only" in capsys.readouterr().err
+
+
+def test_a_file_written_by_hand_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """E5: not without --force; one that a plan wrote is, until somebody works on it."""
+    out = tmp_path / "run.json"
+    out.write_text('{"train_batch_size": 8}')
+    assert run(*ASKED, "--out", out) == 2
+    assert "add --force" in capsys.readouterr().err and out.read_text() == '{"train_batch_size": 8}'
+    assert run(*ASKED, "--out", out, "--force") == 0
+    assert run(*ASKED, "--out", out) == 0
+    out.write_text(out.read_text().replace("64", "32", 1))
+    assert run(*ASKED, "--out", out) == 2
+
+
+def test_neighbours_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """E11: a row each; two that are the same layout are not explained twice."""
+    assert run(*ASKED, "--why", "neighbours") == 0
+    shown = capsys.readouterr().out
+    section = shown[shown.index("one step away") :].split("\n\n")[0].splitlines()
+    layouts = [line for line in section[1:] if "the same layout as" not in line]
+    assert len(section) < 16 and len(set(layouts)) == len(layouts)
+
+
+def test_machines_and_their_gpus_stand_for_the_world_size(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [text for text in ASKED if text not in ("--world-size", "16")]
+    assert run(*asked, "--nnodes", "2", "--nproc_per_node", "8", "--json") == 0
+    several = json.loads(capsys.readouterr().out)
+    assert run(*ASKED, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["best"] == several["best"]

@@ -133,7 +133,7 @@ def written(tmp_path: Path, tree: dict[str, Any], *options: str) -> tuple[int, d
     file.write_text(json.dumps(tree))
     out.unlink(missing_ok=True)
     try:
-        code = int(main(["plan", str(file), "--gpu", "h100", "--gpus", "8", "--out", str(out), *options]) or 0)
+        code = int(main(["plan", str(file), "--gpu", "h100", "--world-size", "8", "--out", str(out), *options]) or 0)
     except SystemExit as end:
         code = int(end.code or 0)
     return code, json.loads(out.read_text()) if out.exists() else {}

@@ -152,8 +152,8 @@ class Agent(LocalElasticAgent):
 
 
 class _Logs(DefaultLogsSpecs):
-    """Tells the reporter where the ranks of an attempt will record their exceptions. With a folder of the user's, what ranks print goes there
-    too, in a file a rank and stream."""
+    """Tells the reporter where the ranks of an attempt will record their exceptions. With a folder of the user's, what ranks print
+    goes there too, in a file a rank and stream."""
 
     def __init__(self, folder: str, reporter: Reporter, kept: Path | None) -> None:
         if kept is not None:

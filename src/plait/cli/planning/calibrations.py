@@ -93,7 +93,7 @@ def _wanted(table: Path, names: list[str], gpu: str | None) -> str:
     from plait.planner.hardware import device
 
     if not names:
-        raise InputError(f"{table}: no row names a device of the catalogue; `plait plan --list` prints their names")
+        raise InputError(f"{table}: no row names a device of the catalogue; `plait plan models` prints their names")
     if gpu is not None:
         wanted = str(device(gpu).name)
         if wanted not in names:

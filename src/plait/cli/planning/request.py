@@ -101,7 +101,7 @@ def read_request(
         planned = find_model(model, sequence=sequence)
     if planned is None:
         raise InputError(
-            "--model: nothing to plan for; name a public model (`plait plan --list`), a config.json, or a training configuration"
+            "--model: nothing to plan for; name a public model (`plait plan models`), a config.json, or a training configuration"
         )
     machines = cluster_for(gpus=gpus, gpu=gpu, per_node=per_node, file=cluster, memory_gib=memory_gib, network=network)
     if precision is None and found is not None:
@@ -118,7 +118,7 @@ def read_request(
         batch = max(1, round(_TOKENS / sequence / machines.devices)) * machines.devices
         notes.append(f"batch {batch}: about 4 Mi tokens a step; set it with --batch")
     if machines.device.name == "cpu" and gpu is None:
-        notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --gpus")
+        notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
     if found is None:
         return Asked(request, {}, {}, dict(fixed or {}), notes)
@@ -202,7 +202,7 @@ def cluster_for(
         "nic_bandwidth": network * 1e9 if network else None,
     }
     if file is not None:
-        for name, count in (("--gpus", gpus), ("--per-node", per_node)):
+        for name, count in (("--world-size", gpus), ("--nproc-per-node", per_node)):
             if count is not None:
                 raise InputError(f"{name} {count}: --cluster {file} says how many there are; leave one of the two out")
         from plait.cluster.machines import load
@@ -213,7 +213,7 @@ def cluster_for(
         return cluster_of(topology, gpu or "cpu", **changes)
     if gpu is not None:
         if gpus is None:
-            raise InputError(f"--gpu {gpu}: how many? add --gpus, for example --gpus 8")
+            raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
         return cluster(gpu, gpus, devices_per_node=per_node, **changes)
     from plait.cli.planning.calibrations import live_devices
 

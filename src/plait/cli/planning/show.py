@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from plait.errors import InputError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +18,8 @@ def _console() -> Console:
     return Console(soft_wrap=True, highlight=False)
 
 
-def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], changes: list[Change]) -> None:
-    """A plan: the best layouts, the winner's terms, the reasons asked for, what was left out."""
+def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside: list[Comparison], changes: list[Change]) -> None:
+    """A plan: the best layouts, the winner's terms, the reasons asked for, the layouts one step away (`beside`), what was left out."""
     from plait.cli.planning.tables import print_table
     from plait.planner.explain import describe
     from plait.units import GIB, format_count
@@ -75,6 +71,8 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], changes
                 if abs(ours - theirs) > 1e-4
             ]
             print_table(console, ("term", "plan", describe(comparison.other.layout)), table)
+    if beside:
+        print_table(console, ("one step away", "step", "layout", "because"), _neighbour_rows(beside))
     if changes:
         table = [
             [
@@ -92,6 +90,23 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], changes
         print(f"and {len(left_out) - 12} more regions; --json lists them")
 
 
+def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:
+    """A row for every neighbour; one that leads to the layout of an earlier row only says so."""
+    from plait.planner.explain import describe
+
+    rows, shown = [], dict[str, str]()
+    for comparison in beside:
+        other = comparison.other
+        if other is None:
+            rows.append([comparison.wish, "-", "-", comparison.reason.removeprefix(f"{comparison.wish} ")])
+            continue
+        layout = describe(other.layout)
+        first = shown.setdefault(layout, comparison.wish)
+        because = f"the same layout as {first}" if first != comparison.wish else comparison.reason.partition("): ")[2]
+        rows.append([comparison.wish, f"{other.seconds:.4g} s", layout, because])
+    return rows
+
+
 def print_nothing_fits(found: Plan) -> None:
     """To standard error: what the smallest layouts lack."""
     request = found.request
@@ -103,8 +118,16 @@ def print_nothing_fits(found: Plan) -> None:
     print("plait: use more GPUs, GPUs with more memory, shorter samples (--seq), or a smaller model", file=sys.stderr)
 
 
-def print_names() -> None:
+def names_as_json() -> dict[str, list[str]]:
     """Models and GPUs that have names."""
+    from plait.planner import hardware
+    from plait.planner import models as known
+
+    return {"models": list(known.names()), "gpus": list(hardware.device_names())}
+
+
+def print_names() -> None:
+    """The same, with their sizes."""
     from plait.cli.planning.tables import print_table
     from plait.planner import hardware
     from plait.planner import models as known
@@ -133,54 +156,3 @@ def print_names() -> None:
             ]
         )
     print_table(console, ("gpu", "", "memory", "16 bits", ""), devices)
-
-
-def write_json(path: str, content: Any) -> None:
-    """To a file, or to standard output for `-`. Raises InputError for a file that cannot be written."""
-    text = json.dumps(content, indent=1, default=float)
-    if path == "-":
-        print(text)
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written ({error.strerror})") from None
-
-
-def print_evaluation(path: Path, calibrate: Path | None, json_: str | None) -> None:
-    """Predict the runs of `path` and print how far off that is."""
-    from plait.cli.planning.tables import print_table
-    from plait.planner.evaluate import as_json, summary
-    from plait.planner.evaluate import evaluate as evaluate_rows
-    from plait.planner.runs import read_rows
-
-    found = evaluate_rows(read_rows(path), calibrate=read_rows(calibrate) if calibrate is not None else ())
-    if json_ is not None:
-        write_json(json_, as_json(found))
-        if json_ == "-":
-            return
-    told = summary(found)
-    console = _console()
-    print(f"{told['rows']} rows, {told['predicted']} predicted, {told['used_to_calibrate']} used to calibrate")
-    columns = ("", "", "rows", "median", "mean", "P90", "bias", "in 90 %")
-    for key, title in (("time", "step time"), ("time_experts", "step time, models with experts"), ("memory", "peak memory")):
-        rows = [
-            [group, name, str(e["rows"]), *(f"{e[k]:.1%}" for k in ("median", "mean", "p90", "bias", "coverage"))]
-            for group, table in told[key].items()
-            for name, e in table.items()
-        ]
-        print_table(console, columns, rows, title=f"error of {title}")
-    ranked, fit = told["ranking"], told["fit"]
-    if ranked:
-        print(
-            f"ranking: in {ranked['top3_within_5_percent']:.1%} of {ranked['groups']} groups the best of the predicted top 3 is within 5 % "
-            "of the best; "
-            f"mean regret {ranked['mean_regret_1']:.1%} of the first, {ranked['mean_regret_3']:.1%} of the first three"
-        )
-    if fit["out_of_memory"]:
-        print(
-            f"fit: of {fit['out_of_memory']} rows that ran out of memory {fit['called_fits']} were called fitting ({fit['false_fits']:.1%})"
-        )
-    if fit["ran"]:
-        print(f"fit: of {fit['ran']} rows that ran {fit['called_out_of_memory']} were called out of memory ({fit['false_alarms']:.1%})")
-    print_table(console, ("rows", "not priced because"), [[str(count), reason] for reason, count in told["not_priced"].items()])

@@ -25,8 +25,8 @@ TWO = Remote(
 
 def test_what_runs_on_a_machine() -> None:
     assert shlex.join(node_command(TWO, 1)) == (
-        "/opt/python -m plait launch --nnodes 2 --node-rank 1 --master-addr a --master-port 1234 --nproc-per-node 2 --grace 60 --timeout 30 "
-        "--lifeline train.py --text 'it'\"'\"'s here'"
+        "/opt/python -m plait launch --nnodes 2 --node-rank 1 --master-addr a --master-port 1234 --nproc-per-node 2 --grace 60 "
+        "--timeout 30 --lifeline train.py --text 'it'\"'\"'s here'"
     )
 
 

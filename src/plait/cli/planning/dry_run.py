@@ -1,4 +1,4 @@
-"""`plait plan --dry-run`: one rank of a planned layout, built by the engine itself and stepped without its peers, against the prediction.
+"""`plait dryrun`: one rank of a planned layout, built by the engine itself and stepped without its peers, against the prediction.
 
 On fake tensors it runs anywhere and holds nothing; the memory is then predicted for the operators of the device type that stands there. On
 a GPU (`--on-device`) kernels run and time and memory are the device's.
@@ -248,7 +248,7 @@ def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"--dry-run: {path} cannot be read ({error}); give model.config, or a folder with a config.json") from None
+        raise InputError(f"plait dryrun: {path} cannot be read ({error}); give model.config, or a folder with a config.json") from None
     return fields
 
 
@@ -268,7 +268,7 @@ def _model(tree: Mapping[str, Any]) -> Any:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
-        raise InputError("--dry-run builds the model by Transformers, which is not installed; pip install transformers") from None
+        raise InputError("plait dryrun builds the model by Transformers, which is not installed; pip install transformers") from None
     from plait.units import dtype_of
     from plait.verify.subject import transformers_model
 
@@ -277,12 +277,12 @@ def _model(tree: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), n=3)
         hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise InputError(f"--dry-run: Transformers has no model {kind!r} in this version; {hint}the plan itself needs no such code")
+        raise InputError(f"plait dryrun: Transformers has no model {kind!r} in this version; {hint}the plan itself needs no such code")
     try:
         return transformers_model(fields, dtype=dtype_of((tree.get("model") or {}).get("dtype", "float32")))
     except (ValueError, KeyError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"--dry-run: Transformers builds no causal language model of model_type {kind!r} ({first})") from None
+        raise InputError(f"plait dryrun: Transformers builds no causal language model of model_type {kind!r} ({first})") from None
 
 
 def print_dry_run(run: DryRun, *, operators: int) -> None:

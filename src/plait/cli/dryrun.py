@@ -1,0 +1,102 @@
+"""`plait dryrun`: one rank of a layout, built and stepped by the engine itself without its peers, beside what the planner predicts.
+
+FILE's own layout where it fixes one, else the best that a plan finds. On fake tensors it runs anywhere and holds nothing; `--on-device`
+runs the kernels on this machine's GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from plait.cli.options import Json
+from plait.cli.planning.asked import Batch, Fix, Gpu, Model, Nnodes, NprocPerNode, PrecisionName, Seq, WorldSize, devices
+from plait.cli.planning.dry_run import dry_run, own_layout, print_dry_run
+from plait.cli.planning.request import read_request
+from plait.cli.planning.show import print_nothing_fits
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_HOW = "The dry run"
+_EPILOG = """Examples:
+
+plait dryrun run.json --world-size 1024 --gpu h100
+
+plait dryrun --model llama-3-70b --world-size 1024 --gpu h100 --rank 1023"""
+
+
+@app.command(epilog=_EPILOG)
+def dryrun(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="A training configuration; what it leaves open of its layout is planned first.")
+    ] = None,
+    model: Model = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    precision: PrecisionName = None,
+    fix: Fix = None,
+    gpu: Gpu = None,
+    world_size: WorldSize = None,
+    nnodes: Nnodes = None,
+    nproc_per_node: NprocPerNode = None,
+    rank: Annotated[
+        int | None, typer.Option(metavar="R", min=0, help="Which rank. [default: the one that needs most memory]", rich_help_panel=_HOW)
+    ] = None,
+    whole_step: Annotated[
+        bool, typer.Option("--whole-step", help="Run every micro-batch, not only as many as reach the peak.", rich_help_panel=_HOW)
+    ] = False,
+    on_device: Annotated[
+        bool,
+        typer.Option("--on-device", help="Run the kernels on this machine's GPU; time and memory are then its own.", rich_help_panel=_HOW),
+    ] = False,
+    operators: Annotated[int, typer.Option(min=1, help="How many operators to show.", rich_help_panel=_HOW)] = 10,
+    as_json: Json = False,
+) -> None:
+    """Build and step one rank of a layout without its peers, and without GPUs: its memory, traffic and operators beside the prediction.
+
+    Exit code 1 if no layout fits.
+    """
+    from plait.planner import output
+    from plait.planner import search as searching
+    from plait.planner.explain import describe
+    from plait.planner.space import parse_fixed
+
+    asked = read_request(
+        file=file,
+        model=model,
+        gpus=devices(world_size, nnodes, nproc_per_node, gpu),
+        gpu=gpu,
+        per_node=nproc_per_node,
+        cluster=None,
+        batch=batch,
+        seq=seq,
+        precision=precision,
+        compiled=False,
+        memory_gib=None,
+        network=None,
+        everything=False,
+        fixed=parse_fixed(fix or []),
+    )
+    how: dict[str, Any] = {"rank": rank, "whole_step": whole_step, "on_device": on_device}
+    if own_layout(file, asked.tree):
+        said, tree = f"{file} fixes its layout, which is run as it is; nothing was searched", asked.base
+    else:
+        found = searching.plan(asked.request, fixed=asked.fixed, best=1)
+        if not found.best:
+            print_nothing_fits(found)
+            raise typer.Exit(1)
+        said, tree = (
+            f"the best of {found.candidates:,} layouts: {describe(found.best[0].layout)}",
+            output.config_of(asked.request, found.best[0], asked.base),
+        )
+    done = dry_run(asked.request, tree, **how)
+    if as_json:
+        print(json.dumps({**done.as_json(), "layout": said, "notes": [*asked.notes, *done.notes]}, indent=1, default=float))
+        return
+    print(said)
+    for note in asked.notes:
+        print(f"note: {note}")
+    print_dry_run(done, operators=operators)

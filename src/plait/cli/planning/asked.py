@@ -1,0 +1,50 @@
+"""The options that say what is planned for, which `plait plan` and `plait dryrun` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.cli.options import NODES
+from plait.errors import InputError
+
+DEVICES = "The devices"
+
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="A public model, a config.json, or a folder that holds one.")]
+Gpu = Annotated[
+    str | None, typer.Option(metavar="NAME", help="h100, a100, mi300x and others. [default: this machine's]", rich_help_panel=DEVICES)
+]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", "--gpus", min=1, help="Number of all GPUs. [default: this machine's]", rich_help_panel=DEVICES)
+]
+Nnodes = Annotated[int | None, typer.Option(*NODES, min=1, help="Machines, in place of --world-size.", rich_help_panel=DEVICES)]
+NprocPerNode = Annotated[
+    int | None, typer.Option("--nproc-per-node", min=1, help="GPUs of a machine. [default: usual for that GPU]", rich_help_panel=DEVICES)
+]
+ClusterFile = Annotated[Path | None, typer.Option(help="A cluster file, in place of the counts.", rich_help_panel=DEVICES)]
+MemoryGib = Annotated[float | None, typer.Option(help="Memory of a GPU. [default: the catalogue's]", rich_help_panel=DEVICES)]
+Network = Annotated[
+    float | None, typer.Option(help="GB/s of a GPU to other machines: 25 is 200 Gb/s. [default: the catalogue's]", rich_help_panel=DEVICES)
+]
+Batch = Annotated[int | None, typer.Option(help="Samples of an optimizer step. [default: about 4 Mi tokens]")]
+Seq = Annotated[int | None, typer.Option(help="Tokens of a sample. [default: the file's, or 4096]")]
+PrecisionName = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [default: bf16 where the GPU has it]")]
+Fix = Annotated[list[str] | None, typer.Option(metavar="A=B", help="A value that the layout must have: tp=4, stage=3, pp=8.")]
+
+
+def devices(world_size: int | None, nnodes: int | None, nproc_per_node: int | None, gpu: str | None) -> int | None:
+    """The number of all devices, from the counts that are given. Raises InputError for counts that contradict each other."""
+    if nnodes is None:
+        return world_size
+    each = nproc_per_node
+    if each is None and gpu is not None:
+        from plait.planner.hardware import device
+
+        each = int(device(gpu).devices_per_node)
+    if each is None:
+        raise InputError(f"--nnodes {nnodes}: of how many GPUs each? add --nproc-per-node, or --gpu for what is usual")
+    if world_size is not None and world_size != nnodes * each:
+        raise InputError(f"--world-size {world_size}: {nnodes} machines of {each} GPUs are {nnodes * each}; leave one of the options out")
+    return nnodes * each
