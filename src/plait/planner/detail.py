@@ -42,8 +42,9 @@ class RankMemory:
     """By `memory.TERMS`, then `slack` (reserved and not allocated) and `context` (outside the allocator)."""
     needed: float
     """Their sum."""
+    needed_low: float
     needed_high: float
-    """The upper end of the 90 % interval."""
+    """The 90 % interval."""
 
 
 def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> tuple[RankMemory, ...]:
@@ -58,7 +59,7 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
         terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
         needed = sum(terms.values())
         title = f"rank {rank}" if pp > 1 else "every rank"
-        return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, needed * spread)
+        return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, needed / spread, needed * spread)
 
     return tuple(priced(rank) for rank in range(pp))
 

@@ -133,6 +133,7 @@ def choice_as_json(choice: Choice) -> dict[str, Any]:
             "allocated_bytes": choice.allocated,
             "reserved_bytes": choice.reserved,
             "needed_bytes": choice.needed,
+            "needed_low_90_bytes": choice.needed_low,
             "needed_high_90_bytes": choice.needed_high,
             "fit_probability": choice.fit_probability,
             "peak_moment": choice.moment,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from markupsafe import Markup
@@ -112,7 +113,7 @@ def test_the_chosen_layout_and_its_figures() -> None:
         f"{best.seconds_low:.3g} to {best.seconds_high:.3g} s",
         f"{best.mfu:.1%}",
         f"{best.needed / GIB:.1f} GiB",
-        f"to {best.needed_high / GIB:.1f} GiB, of 79.1 GiB",
+        f"{best.needed_low / GIB:.1f} to {best.needed_high / GIB:.1f} GiB, of 79.1 GiB",
         f"{best.fit_probability:.1%}",
         "batch 72: a note",
         *(describe(choice.layout) for choice in story.plan.best),
@@ -297,3 +298,10 @@ def test_sections_without_content_are_left_out() -> None:
     shown = Page(text)
     assert list(shown.sections) == ["a"] and '#b"' not in text and "&lt;" in text
     assert page.table(("x",), []) == "" and page.folded("x", Markup("")) == ""
+
+
+def test_every_colour_of_a_chart_has_a_rule() -> None:
+    """E12: a class without one is a white gap in a bar."""
+    css = Path(page.__file__).with_name("page.css").read_text(encoding="utf-8")
+    named = [f".m-{name} " for name in (*MEMORY_TERMS, "slack", "context")] + [f".t-{name} " for name in TERMS]
+    assert [name for name in named if name not in css] == []

@@ -35,6 +35,8 @@ _MOST_DRAWN = 2400
 _MOST_IN_A_ROW = 180
 """Actions of a timeline on the page, of all ranks and of one; of longer ones the start and the end are drawn."""
 _MOST_POINTS_OF_BEST = 5
+_LEAST_SHARE = 0.0005
+"""Of a step: smaller terms would read 0.0 %, and are one row together."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def chosen_section(story: Story) -> Markup:
             f"{format_count(tokens / best.seconds_high)} to {format_count(tokens / best.seconds_low)}",
         ),
         ("MFU", f"{best.mfu:.1%}", f"{per_mfu / best.seconds_high:.1%} to {per_mfu / best.seconds_low:.1%}"),
-        ("memory of a rank", _gib(best.needed), f"to {_gib(best.needed_high)}, of {_gib(story.room)}"),
+        ("memory of a rank", _gib(best.needed), f"{best.needed_low / GIB:.1f} to {_gib(best.needed_high)}, of {_gib(story.room)}"),
         ("fits with probability", f"{best.fit_probability:.1%}", "of that memory"),
     ]
     rows = [
@@ -127,7 +129,7 @@ def chosen_section(story: Story) -> Markup:
             format_count(choice.tokens_per_second),
             f"{choice.mfu:.1%}",
             _gib(choice.needed),
-            f"to {_gib(choice.needed_high)}",
+            f"{choice.needed_low / GIB:.1f} to {_gib(choice.needed_high)}",
         ]
         for index, choice in enumerate(story.plan.best)
     ]
@@ -160,22 +162,25 @@ def memory_section(story: Story) -> Markup:
         charts.Bar(
             one.rank,
             tuple(charts.Part(f"m-{name}", f"{_MEMORY_NAMES[name]}: {_gib(size)}", size) for name, size in one.terms.items()),
-            f"{_gib(one.needed)} (to {_gib(one.needed_high)})",
+            f"{_gib(one.needed)} ({one.needed_low / GIB:.1f} to {_gib(one.needed_high)})",
+            low=one.needed_low,
             high=one.needed_high,
         )
         for one in ranks
     ]
     fullest = max(ranks, key=lambda one: one.needed)
+    most = f"Bytes on a device, the same on every rank, at the peak: {fullest.moment}."
+    if len(ranks) > 1:
+        most = f"Bytes on one device of each pipeline rank at its peak; the fullest is {fullest.rank}, at its peak in: {fullest.moment}."
     used = [name for name in _MEMORY_NAMES if any(one.terms[name] > 0 for one in ranks)]
     numbers = [[_MEMORY_NAMES[name], *(f"{one.terms[name] / GIB:.2f}" for one in _ends(ranks))] for name in used]
     numbers += [["needed", *(f"{one.needed / GIB:.2f}" for one in _ends(ranks))]]
-    numbers += [["upper end of the 90 % interval", *(f"{one.needed_high / GIB:.2f}" for one in _ends(ranks))]]
+    numbers += [["90 % interval", *(f"{one.needed_low / GIB:.2f} to {one.needed_high / GIB:.2f}" for one in _ends(ranks))]]
     numbers += [["peak at the", *(one.moment for one in _ends(ranks))]]
     return page.join(
         [
             page.note(
-                f"Bytes on one device of each pipeline rank when it needs most; the fullest is {fullest.rank}, {fullest.moment}. The line "
-                f"is the device's {_gib(story.room)}; the whisker ends at the upper end of the 90 % interval."
+                f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."
             ),
             charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
             page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
@@ -208,8 +213,11 @@ def step_section(story: Story) -> Markup:
     ]
     used = [name for name in TERMS if any(choice.terms[name] > 0 for choice in shown)]
     numbers = [
-        [TERMS[name], f"{best.terms[name]:.4g} s", f"{best.terms[name] / best.seconds:.1%}"] for name in used if best.terms[name] > 0
+        [TERMS[name], f"{best.terms[name]:.4g} s", f"{best.terms[name] / best.seconds:.1%}"] for name in used if best.terms[name] >= _LEAST_SHARE * best.seconds
     ]
+    rest = sum(size for size in best.terms.values() if size < _LEAST_SHARE * best.seconds)
+    if rest > 0:
+        numbers += [["all else", f"{rest:.4g} s", f"{rest / best.seconds:.1%}"]]
     numbers += [["step", f"{best.seconds:.4g} s", "100.0%"]]
     return page.join(
         [
