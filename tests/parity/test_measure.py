@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.cli.main import main
 from plait.cluster.mesh import split_by_node
 from plait.comm.choose import choose_all_reduce, prices
 from plait.comm.links import Cost, GroupLinks, Level, Link, describe, load, save

@@ -179,9 +179,7 @@ def memory_section(story: Story) -> Markup:
     numbers += [["peak at the", *(one.moment for one in _ends(ranks))]]
     return page.join(
         [
-            page.note(
-                f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."
-            ),
+            page.note(f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."),
             charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
             page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
             page.table(("GiB", *(one.rank for one in _ends(ranks))), numbers, numbers=range(1, len(_ends(ranks)) + 1)),
@@ -213,7 +211,9 @@ def step_section(story: Story) -> Markup:
     ]
     used = [name for name in TERMS if any(choice.terms[name] > 0 for choice in shown)]
     numbers = [
-        [TERMS[name], f"{best.terms[name]:.4g} s", f"{best.terms[name] / best.seconds:.1%}"] for name in used if best.terms[name] >= _LEAST_SHARE * best.seconds
+        [TERMS[name], f"{best.terms[name]:.4g} s", f"{best.terms[name] / best.seconds:.1%}"]
+        for name in used
+        if best.terms[name] >= _LEAST_SHARE * best.seconds
     ]
     rest = sum(size for size in best.terms.values() if size < _LEAST_SHARE * best.seconds)
     if rest > 0:
