@@ -14,6 +14,7 @@ import numpy as np
 
 from plait.parallel.timeline import Timeline
 from plait.planner.calibrate import Calibration, merged, uncalibrated
+from plait.planner.estimate import lower_end
 from plait.planner.memory import MOMENTS, TERMS, memory_bytes
 from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
 from plait.planner.simulate import RANK_TERMS, timeline_of
@@ -59,7 +60,7 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
         terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
         needed = sum(terms.values())
         title = f"rank {rank}" if pp > 1 else "every rank"
-        return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, needed / spread, needed * spread)
+        return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, lower_end(needed, needed * spread), needed * spread)
 
     return tuple(priced(rank) for rank in range(pp))
 

@@ -28,3 +28,8 @@ def estimate(job: Job, rates: Rates | None = None, states: States | None = None)
     """Price every candidate of `job`. `states` replaces the framework's bytes of model states."""
     rates = rates or knowledge().rates
     return Estimate(step_seconds(job, rates), memory_bytes(job, rates, states))
+
+
+def lower_end(value: float, high: float) -> float:
+    """Of an interval around `value` whose upper end is `high`: intervals are symmetric in the logarithm."""
+    return value**2 / high

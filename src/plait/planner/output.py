@@ -18,6 +18,7 @@ from plait.config.overrides import apply_override
 from plait.config.source import Document
 from plait.errors import InputError
 from plait.files import write_whole
+from plait.planner.estimate import lower_end
 from plait.planner.history import facts_of, layout_facts
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.memory import TERMS as MEMORY_TERMS
@@ -133,7 +134,7 @@ def choice_as_json(choice: Choice) -> dict[str, Any]:
             "allocated_bytes": choice.allocated,
             "reserved_bytes": choice.reserved,
             "needed_bytes": choice.needed,
-            "needed_low_90_bytes": choice.needed_low,
+            "needed_low_90_bytes": lower_end(choice.needed, choice.needed_high),
             "needed_high_90_bytes": choice.needed_high,
             "fit_probability": choice.fit_probability,
             "peak_moment": choice.moment,
@@ -171,8 +172,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
-        write_whole(beside, json.dumps(sidecar, indent=2) + "
-")
+        write_whole(beside, json.dumps(sidecar, indent=2) + "\n")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     return path, beside

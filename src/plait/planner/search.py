@@ -96,11 +96,6 @@ class Choice:
     moment: str
 
     @property
-    def needed_low(self) -> float:
-        """The lower end: the interval is symmetric in the logarithm."""
-        return self.needed**2 / self.needed_high
-
-    @property
     def schedule(self) -> str:
         """Its name."""
         return SCHEDULES[int(self.layout["schedule"])]

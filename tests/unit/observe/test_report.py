@@ -16,6 +16,7 @@ from plait.observe.report import charts, page
 from plait.observe.report.plan import Story, plan_page
 from plait.observe.report.ranks import rank_grid, runs
 from plait.planner import detail, explain
+from plait.planner.estimate import lower_end
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.memory import TERMS as MEMORY_TERMS
@@ -113,7 +114,7 @@ def test_the_chosen_layout_and_its_figures() -> None:
         f"{best.seconds_low:.3g} to {best.seconds_high:.3g} s",
         f"{best.mfu:.1%}",
         f"{best.needed / GIB:.1f} GiB",
-        f"{best.needed_low / GIB:.1f} to {best.needed_high / GIB:.1f} GiB, of 79.1 GiB",
+        f"{lower_end(best.needed, best.needed_high) / GIB:.1f} to {best.needed_high / GIB:.1f} GiB, of 79.1 GiB",
         f"{best.fit_probability:.1%}",
         "batch 72: a note",
         *(describe(choice.layout) for choice in story.plan.best),

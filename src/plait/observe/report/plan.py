@@ -21,6 +21,7 @@ from plait.observe.schedule import svg
 from plait.parallel.timeline import Timeline
 from plait.planner import detail
 from plait.planner.calibrate import Calibration
+from plait.planner.estimate import lower_end
 from plait.planner.explain import Change, Comparison, describe
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.search import Choice, Plan
@@ -117,7 +118,7 @@ def chosen_section(story: Story) -> Markup:
             f"{format_count(tokens / best.seconds_high)} to {format_count(tokens / best.seconds_low)}",
         ),
         ("MFU", f"{best.mfu:.1%}", f"{per_mfu / best.seconds_high:.1%} to {per_mfu / best.seconds_low:.1%}"),
-        ("memory of a rank", _gib(best.needed), f"{best.needed_low / GIB:.1f} to {_gib(best.needed_high)}, of {_gib(story.room)}"),
+        ("memory of a rank", _gib(best.needed), f"{lower_end(best.needed, best.needed_high) / GIB:.1f} to {_gib(best.needed_high)}, of {_gib(story.room)}"),
         ("fits with probability", f"{best.fit_probability:.1%}", "of that memory"),
     ]
     rows = [
@@ -129,7 +130,7 @@ def chosen_section(story: Story) -> Markup:
             format_count(choice.tokens_per_second),
             f"{choice.mfu:.1%}",
             _gib(choice.needed),
-            f"{choice.needed_low / GIB:.1f} to {_gib(choice.needed_high)}",
+            f"{lower_end(choice.needed, choice.needed_high) / GIB:.1f} to {_gib(choice.needed_high)}",
         ]
         for index, choice in enumerate(story.plan.best)
     ]
