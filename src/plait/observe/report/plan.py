@@ -118,7 +118,11 @@ def chosen_section(story: Story) -> Markup:
             f"{format_count(tokens / best.seconds_high)} to {format_count(tokens / best.seconds_low)}",
         ),
         ("MFU", f"{best.mfu:.1%}", f"{per_mfu / best.seconds_high:.1%} to {per_mfu / best.seconds_low:.1%}"),
-        ("memory of a rank", _gib(best.needed), f"{lower_end(best.needed, best.needed_high) / GIB:.1f} to {_gib(best.needed_high)}, of {_gib(story.room)}"),
+        (
+            "memory of a rank",
+            _gib(best.needed),
+            f"{lower_end(best.needed, best.needed_high) / GIB:.1f} to {_gib(best.needed_high)}, of {_gib(story.room)}",
+        ),
         ("fits with probability", f"{best.fit_probability:.1%}", "of that memory"),
     ]
     rows = [
