@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import FakeWork
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.autograd import Variable
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
@@ -43,11 +42,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 # One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once, when the backward pass that is running now has finished. Only callable from inside a backward pass."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -266,10 +260,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for tensors that share memory (a DTensor: this rank's part), also for fake ones, which have no address."""
+    return int(local_tensor(tensor.detach()).untyped_storage()._cdata)
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind this rank's parts of `tensors`, also of fake ones, which have no address."""
-    storages = (local_tensor(tensor.detach()).untyped_storage() for tensor in tensors)
-    return sum({int(storage._cdata): storage.nbytes() for storage in storages}.values())
+    """Bytes of the distinct storages behind this rank's parts of `tensors`."""
+    return sum({storage_key(t): local_tensor(t.detach()).untyped_storage().nbytes() for t in tensors}.values())
 
 
 @contextmanager

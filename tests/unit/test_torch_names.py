@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait import _torch
+from plait import _torch, _torch_backward
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +32,55 @@ def test_after_backward() -> None:
     """Called once, after the last gradient."""
     x = torch.ones(2, requires_grad=True)
     order = []
-    x.register_hook(lambda grad: _torch.after_backward(lambda: order.append("after")))
+    x.register_hook(lambda grad: _torch_backward.after_backward(lambda: order.append("after")))
     x.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
     (x * 2).sum().backward()
     assert order == ["gradient", "after"]
+
+
+def test_graph_task() -> None:
+    """One number in a backward, another one in a backward inside of it, none outside."""
+    x, found = torch.ones(2, requires_grad=True), []
+
+    def inner(grad: torch.Tensor) -> None:
+        found.append(_torch_backward.graph_task())
+        with torch.enable_grad():
+            y = torch.ones(2, requires_grad=True)
+            y.register_hook(lambda grad: found.append(_torch_backward.graph_task()))
+            y.sum().backward()
+        found.append(_torch_backward.graph_task())
+
+    x.register_hook(inner)
+    x.sum().backward()
+    assert found[0] is not None and found[0] == found[2] != found[1]
+    assert _torch_backward.graph_task() is None
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_reset_failed_step(keep: bool) -> None:
+    """After an exception in a forward all units are sharded again; gradients of micro-batches before stay where they shall."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    _torch_backward.reset_failed_step(model, keep_gradients=keep)  # nothing has run
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    assert _torch_backward.has_gathered(model)
+    _torch_backward.reset_failed_step(model, keep_gradients=keep)
+    assert not _torch_backward.has_gathered(model)
+    assert _torch.unsharded_gradient_bytes(model)
+    _torch_backward.drop_gradients(model)
+    assert not _torch.unsharded_gradient_bytes(model)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_has_gradient_hooks() -> None:
+    """Either kind."""
+    one, other, plain = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    one.register_hook(lambda gradient: gradient)
+    other.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [_torch_backward.has_gradient_hooks(p) for p in (one, other, plain)] == [True, True, False]
 
 
 def sharded() -> nn.Module:

@@ -6,6 +6,7 @@ for a single process without any launcher. Sub-groups are torch's DeviceMesh dim
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,27 @@ class Levels:
     """One rank of every machine: those with this rank's position on theirs."""
 
 
+class GroupUse:
+    """One mesh's use of a default group that Plait made."""
+
+    def __init__(self, users: weakref.WeakSet[GroupUse]) -> None:
+        self.users = users
+        users.add(self)
+
+
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = weakref.WeakKeyDictionary()
+"""The default groups that Plait made, and who uses them: as global as torch's own record of them."""
+
+
+def _use_of_default_group(*, made: bool) -> GroupUse | None:
+    group = dist.group.WORLD
+    if group is None:
+        return None
+    if made:
+        _MADE[group] = weakref.WeakSet()
+    return GroupUse(_MADE[group]) if group in _MADE else None
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A layout made real: this process's rank and device, and the groups along every axis."""
@@ -47,7 +69,8 @@ class Mesh:
     device: torch.device
     rank: int
     device_mesh: DeviceMesh
-    owns_default_group: bool
+    use: GroupUse | None
+    """Of a default group that Plait made; None for an adopted one."""
     downwards: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -117,9 +140,20 @@ class Mesh:
             dist.all_gather_object(nodes, here.node_rank, group=group)
         return nodes
 
+    @property
+    def owns_default_group(self) -> bool:
+        """Whether Plait made the default group."""
+        return self.use is not None
+
+    def leave(self) -> None:
+        """Whoever else uses the default group may destroy it."""
+        if self.use is not None:
+            self.use.users.discard(self.use)
+
     def close(self) -> None:
-        """End all process groups, if this mesh made the default one."""
-        if self.owns_default_group:
+        """End all process groups, if Plait made the default one and no other mesh uses it."""
+        self.leave()
+        if self.use is not None and not self.use.users:
             end_groups()
 
 
@@ -188,7 +222,7 @@ def build_mesh(
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
     for name in names:
         _timed(device_mesh[name].get_group())
-    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, owns).with_combined()
+    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns)).with_combined()
     return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 
 

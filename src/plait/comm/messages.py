@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm.failures import naming
 from plait.comm.waits import Waits
+from plait.errors import CommunicationError
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Arriving:
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The tensors, delivered."""
-        with self.waits.during("message pp"):
+        with self.waits.during("message pp"), naming("message between pipeline stages"):
             for work in self.works:
                 work.wait()
         return self.tensors
@@ -46,6 +48,10 @@ class Messenger:
         """Bytes of tensors sent so far, descriptions not counted."""
         self._upwards, self._downwards = upwards, downwards
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._tag = 0
+        """Messages of before and after a failure do not match."""
+        self._lost: list[tuple[dist.Work, torch.Tensor]] = []
+        self._begun = False
 
     def send(self, tensors: Iterable[torch.Tensor], *, to: int) -> None:
         """Begin to send; each tensor is a message of its own."""
@@ -82,16 +88,35 @@ class Messenger:
 
     def finish(self) -> None:
         """Wait until everything sent is delivered."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        with naming("messages between pipeline stages"):
+            while self._sending:
+                self._sending.popleft()[0].wait()
+        self._begun = False
+
+    def forget(self) -> None:
+        """After a failure of all ranks: what is on its way is not waited for, and nobody will take it for something else.
+
+        Raises CommunicationError for NCCL, which matches messages by their order alone.
+        """
+        if self._begun and dist.get_backend(self._upwards) != "gloo":
+            raise CommunicationError(
+                "the step of a pipeline failed while messages between its stages were on their way, which cannot be called back; start "
+                "again from the last checkpoint"
+            )
+        self._lost.extend(self._sending)  # their memory must live until they are delivered
+        self._sending.clear()
+        self._tag += 1
+        self._begun = False
 
     def _isend(self, tensor: torch.Tensor, to: int) -> dist.Work:
-        work = dist.isend(tensor, group=self._towards(self.rank, to), group_dst=to)
+        self._begun = True
+        work = dist.isend(tensor, group=self._towards(self.rank, to), group_dst=to, tag=self._tag)
         assert work is not None
         return work
 
     def _irecv(self, buffer: torch.Tensor, source: int) -> dist.Work:
-        work = dist.irecv(buffer, group=self._towards(source, self.rank), group_src=source)
+        self._begun = True
+        work = dist.irecv(buffer, group=self._towards(source, self.rank), group_src=source, tag=self._tag)
         assert work is not None
         return work
 

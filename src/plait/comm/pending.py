@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from plait.comm.failures import naming
+
 
 class Pending:
     """An all-reduce that begins now and is waited for when its value is asked for. Ask on every rank, sooner or later."""
@@ -17,6 +19,7 @@ class Pending:
     def value(self) -> torch.Tensor:
         """The tensor, reduced."""
         if self._work is not None:
-            self._work.wait()
+            with naming("all-reduce of a small value"):
+                self._work.wait()
             self._work = None
         return self._tensor

@@ -34,8 +34,12 @@ class BackwardOptimizer:
         self._group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         """Of this rank's parts of the gradients of the step that runs."""
-        for parameter in self._group_of:
-            parameter.register_post_accumulate_grad_hook(self._update)
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._update) for parameter in self._group_of]
+
+    def detach(self) -> None:
+        """Update no more."""
+        for handle in self._handles:
+            handle.remove()
 
     def take_norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """What the step's gradients were, by parameter; the next step begins anew."""

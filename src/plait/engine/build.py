@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DataParallel as TorchDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from plait._torch import local_tensor, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
@@ -38,6 +36,8 @@ from plait.engine.misuse import (
     with_callers_seed,
 )
 from plait.engine.optimizer import build_optimizer, refuse_nothing_to_train
+from plait.engine.own_loop import StepWatch
+from plait.engine.ownership import Owner, recall, refuse_taken, remember, take_over
 from plait.engine.resume import ScheduleSource, check_scheduler, configured_groups
 from plait.engine.schedules import build_scheduler
 from plait.engine.solve import recompute_of
@@ -47,7 +47,7 @@ from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.model.blocks import find_blocks
 from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
-from plait.parallel.buffers import ChangingBuffers, bind_sync_batch_norm, buffers_of, synchronise_in_forward
+from plait.parallel.buffers import ChangingBuffers, bind_sync_batch_norm, synchronise_in_forward
 from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, reduce_by_sum
 from plait.parallel.full_state import accept_full_tensors
@@ -96,7 +96,7 @@ def initialize(
     over the model's parameters without state, or a function of a parameter list; by default the config's. An existing process group is
     adopted. Raises ConfigError, ModelError or InputError before any harm.
     """
-    _refuse_wrapped(model)
+    refuse_taken(model)
     loss = _as_loss(loss_fn, weight_fn)
     refuse_trained_loss(loss, model)
     resolved = _resolve(model, config, total_steps=total_steps)
@@ -157,7 +157,7 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
     """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel
     ranks, as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with
     `plait.clip_grad_norm`. Buffers that the forward changes are rank 0's at the start of every step."""
-    _refuse_wrapped(model)
+    refuse_taken(model)
     resolved = _resolve(model, config)
     if resolved.precision.loss_scale is not None:
         raise ModelError("fp16 needs its loss scaled; plait.parallelize has no step to do it in: use bf16, or plait.initialize")
@@ -180,13 +180,21 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
     for section, device in (("optimizer", resolved.optimizer_offload.device), ("param", resolved.parameter_offload.device)):
         if device != "none":
             raise ModelError(f"zero_optimization.offload_{section}: plait.parallelize makes no optimizer; use plait.initialize, or none")
+    before = list(model.parameters())
     mesh, parts = _parallelize(model, resolved, weights=weights)
     if parts.reducer is not None:
-        parts.reducer.mean = True
+        parts.reducer.finish_with_backward()
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and mesh.layout.dp > 1:
         reduce_unused_parameters(model)
-    synchronise_in_forward(model, ChangingBuffers(model, parts.blocks, mesh))
-    _remember(model, parts, mesh)
+    buffers = ChangingBuffers(model, parts.blocks, mesh)
+    buffers_end = synchronise_in_forward(model, buffers)
+    watch = StepWatch(model, before, parts.reducer)
+
+    def let_go() -> None:
+        watch.close()
+        buffers_end.remove()
+
+    remember(model, Owner(parts, mesh, let_go, buffers))
     return model
 
 
@@ -196,20 +204,24 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
     Forward and backward of every micro-batch but the last go inside; the last one goes outside.
     """
-    parts, _ = _recall(model)
-    before_backward(parts, last=False)
-    buffers_of(model).accumulating = True
+    owner = recall(model)
+    if owner.buffers is None:
+        raise InputError(
+            "plait.accumulate is for plait.parallelize; an engine counts micro-batches itself: engine.backward and engine.step"
+        )
+    before_backward(owner.parts, last=False)
+    owner.buffers.accumulating = True
     try:
         yield
     finally:
-        before_backward(parts, last=True)
-        buffers_of(model).accumulating = False
+        before_backward(owner.parts, last=True)
+        owner.buffers.accumulating = False
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`; returns the norm before, float64. Right on every layout, where
     `torch.nn.utils.clip_grad_norm_` counts shards or replicas wrongly or fails. Collective."""
-    _, mesh = _recall(model)
+    mesh = recall(model).mesh
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = global_norm(grads, mesh)
     multiply_all([local_tensor(grad) for grad in grads], clip_factor(norm, max_norm))
@@ -217,31 +229,6 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 # ---- pieces -------------------------------------------------------------------------------------------------------------------------
-
-_ATTRIBUTE = "_plait"
-
-
-def _remember(model: nn.Module, parts: Parts, mesh: Mesh) -> None:
-    # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no global table, names stay as they are.
-    object.__setattr__(model, _ATTRIBUTE, (parts, mesh))
-
-
-def _recall(model: nn.Module) -> tuple[Parts, Mesh]:
-    if not hasattr(model, _ATTRIBUTE):
-        raise InputError(f"this {type(model).__name__} was not sharded by plait.parallelize; call it first, and pass the same object")
-    return getattr(model, _ATTRIBUTE)
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel | TorchDataParallel):
-        raise ModelError(
-            f"the model is already wrapped in {type(model).__name__}, which would reduce every gradient twice; pass the inner model "
-            "(`model.module`) and delete the wrapping line: Plait does its work"
-        )
-    if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
-        raise ModelError("part of the model is already sharded or wrapped (fully_shard or DistributedDataParallel); pass the plain model")
-    if hasattr(model, _ATTRIBUTE):
-        raise ModelError("the model was already sharded by Plait; initialize or parallelize it once")
 
 
 def _as_loss(loss_fn: Any, weight_fn: Callable[[Any], Any] | None) -> Loss | None:
@@ -292,6 +279,7 @@ def _parallelize(
 ) -> tuple[Mesh, Parts]:
     blocks = find_blocks(model, resolved.blocks or None)
     template = materialise.template_of(model) if materialise.is_meta(model) else None
+    take_over(model)
     mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
@@ -340,6 +328,8 @@ def split(
     _warn_of_little(resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp), model)
     pipeline = resolved.pipeline_of(model, blocks)
     resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
+    sharded, moved = _shards(resolved), any(p.device.type != default_device_type() for p in model.parameters())
+    resolved.data_parallel.check(model, sharded=sharded, moved=moved or resolved.layout.tp > 1, ranks=resolved.layout.dp)
     resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
     resolved.parameter_offload.check(device_type=default_device_type())
     resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
@@ -368,6 +358,12 @@ def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
     words = little_is_split(plan, model) if plan is not None else None
     if words is not None and place().rank == 0:
         warn(words)
+
+
+def _shards(resolved: Resolved) -> bool:
+    """Whether parameters become shards, be it on one rank only."""
+    offloaded = resolved.optimizer_offload.device != "none" or resolved.parameter_offload.device != "none"
+    return resolved.layout.dp_shard > 1 or resolved.precision.compute is not None or offloaded
 
 
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from plait.cluster.mesh import Mesh
 from plait.comm.pending import Pending
 from plait.config.batch import CALLERS, MICRO
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, micro_batches, to_device
-from plait.engine.loss import Loss
+from plait.engine.facts import EngineFacts
+from plait.engine.guard import Guard, checked_loss
+from plait.engine.loss import Loss, checked_total
+from plait.engine.ownership import Owner, close, remember
 from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
 from plait.engine.weight_check import WeightCheck
@@ -59,7 +61,7 @@ class StepResult:
         return float(self.loss)
 
 
-class Engine:
+class Engine(EngineFacts):
     """Made by `plait.initialize`. The model is sharded in place and stays the user's own object."""
 
     def __init__(
@@ -86,9 +88,12 @@ class Engine:
         self._forward = forward
         # None where the file gives no batch size: a step then takes what it is given.
         self._micro_batch_size = resolved.batch.micro_batch_size if resolved.sources.get(MICRO) != CALLERS else None
+        self._guard = Guard(parts, stepper=stepper, unused=unused, pipeline=pipeline)
+        self._owner = Owner(parts, mesh, self._guard.let_go)
+        remember(parts.model, self._owner)
         self._dp_group = mesh.group("dp_replicate", "dp_shard")
         self._loss_group = mesh.group("pp", "dp_replicate", "dp_shard")
-        self._micro_step = 0
+        self._micro_step = self._step_began = 0
         self._is_evaluating = False
         self._boundary: bool | None = None
         self._weights: list[Any] = []
@@ -111,6 +116,11 @@ class Engine:
         PlaitError where the engine has no loss.
         """
         loss_fn = self._loss()
+        self._settle()
+        with self._guard.running("step"):
+            return self._train_batch(loss_fn, batch)
+
+    def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
         count = self.config.batch.accumulation
         pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
         weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # travels beside the first forward
@@ -122,18 +132,21 @@ class Engine:
 
         def scaled(output: Any, piece: Any) -> torch.Tensor:
             nonlocal totals
-            total, seen = loss_fn(output, piece)
+            total, seen = checked_total(loss_fn(output, piece))
             self._weight_check.note(seen)
             totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
             return total * factor().to(total.dtype)
 
         with self._logits_for(loss_fn):
             if self._pipeline is not None:
-                self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled, loss_fn=loss_fn)
+                with self._guard.backward():
+                    self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled, loss_fn=loss_fn)
             else:
                 for index, piece in enumerate(pieces):
                     before_backward(self.parts, last=index == count - 1)
-                    scaled(self._forward(self.model, piece), piece).backward()
+                    loss = scaled(self._forward(self.model, piece), piece)
+                    with self._guard.backward():
+                        loss.backward()
         everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; travels beside the update
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
@@ -147,12 +160,13 @@ class Engine:
     def eval_batch(self, batch: Any) -> tuple[float, float]:
         """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing changed. Collective."""
         loss_fn = self._loss()
+        self._settle()
         piece = to_device(batch, self.device)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.evaluating(), self._logits_for(loss_fn):
             output = self._outputs(piece)
             if self._holds_output:
-                total, seen = loss_fn(output, piece)
+                total, seen = checked_total(loss_fn(output, piece))
                 totals += torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
         if self._loss_group is not None:
             dist.all_reduce(totals, group=self._loss_group)
@@ -162,6 +176,7 @@ class Engine:
     def predict(self, batch: Any) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
         Collective. Several in a row are faster inside `evaluating`."""
+        self._settle()
         with self.evaluating():
             return self._outputs(to_device(batch, self.device))
 
@@ -189,10 +204,12 @@ class Engine:
         if self._is_evaluating:
             yield
             return
+        self._settle()
         training, self._is_evaluating = self.model.training, True
         self.model.eval()
         try:
-            yield
+            with self._guard.running("forward"):
+                yield
         finally:
             self._is_evaluating = False
             self.model.train(training)
@@ -225,7 +242,17 @@ class Engine:
             total = total + weight
         return total
 
+    def _settle(self) -> None:
+        """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
+        if self._guard.settle():
+            self._restart_step()
+
+    def _restart_step(self) -> None:
+        self._micro_step, self._boundary, self._weights = self._step_began, None, []
+
     def _update(self, *, divisor: float = 1.0) -> Outcome:
+        self._guard.check_update()
+        free_gathered(self.model)  # a forward between the last backward and this would keep the old values, or be read while they change
         if self.parts.reducer is not None:
             self.parts.reducer.finish()  # a rank whose loss reached no parameter still has to take part
         if self._unused is not None:
@@ -256,37 +283,47 @@ class Engine:
                 "parallel.pp > 1: a pipeline runs whole steps, because each process has a part of the model; call engine.train_batch, "
                 "engine.eval_batch or engine.predict"
             )
+        self._settle()
         if torch.is_grad_enabled():
             before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
-        return self.model(*args, **kwargs)
+        with self._guard.running("forward"):
+            return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None) -> torch.Tensor:
-        """Backward of one micro-batch. `loss` is its mean.
+        """Backward of one micro-batch. `loss` is its mean. Called several times before `step`, gradients add up, as in one process.
 
         Without `weight` the step's loss is the mean over micro-batches and ranks (DeepSpeed's); with it (the number of targets that the
         mean was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
         """
-        if bool(self._weights) != (weight is not None) and self._micro_step % self.config.batch.accumulation != 0:
-            raise InputError("backward(weight=...) must be given for every micro-batch of a step, on every rank, or for none")
+        checked_loss(loss)
+        self._settle()
+        if self._guard.backwards and bool(self._weights) != (weight is not None):
+            raise InputError("backward(weight=...) must be given for every backward of a step, on every rank, or for none")
         before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
         factor = self.stepper.loss_scale
         if weight is None:
-            factor = factor / (self.config.batch.accumulation * self.dp_size)
-            (loss * factor).backward()
+            scaled = loss * (factor / (self.config.batch.accumulation * self.dp_size))
         else:
             self._weights.append(weight)
-            (loss * (torch.as_tensor(weight, dtype=loss.dtype, device=loss.device) * factor)).backward()
+            scaled = loss * (torch.as_tensor(weight, dtype=loss.dtype, device=loss.device) * factor)
+        with self._guard.backward():
+            scaled.backward()
+            if self.parts.reducer is not None and self.parts.reducer.synchronise:
+                self.parts.reducer.finish()
         return loss.detach()
 
     def step(self) -> None:
         """End a micro-batch; at the end of a step, update. The learning rate moves only when the update was not skipped."""
+        self._settle()
         boundary = self.is_gradient_accumulation_boundary()
         self._micro_step += 1
         self._boundary = None
         if boundary:
+            self._step_began = self._micro_step
             divisor = float(Pending(self._weight_sum(self._weights), self._dp_group).value()) if self._weights else 1.0
             self._weights = []
-            self._update(divisor=divisor or 1.0)
+            with self._guard.running("step"):
+                self._update(divisor=divisor or 1.0)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
@@ -311,84 +348,10 @@ class Engine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def zero_grad(self) -> None:
-        """Gradients are cleared by `step`; here for loops that call it anyway."""
-
-    # ---- state ----------------------------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed.
-        `client_state` is plain data, equal on every rank, and comes back as the types that it was (tuples, integer keys, small tensors)."""
-        return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
-
-    def load_checkpoint(
-        self, folder: str | Path, *, tag: str | None = None, on_note: Callable[[str], None] | None = None
-    ) -> tuple[Path, dict[str, Any]] | None:
-        """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective.
-        What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
-        is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
-        found = load_engine(self, Path(folder), tag=tag, on_note=on_note)
-        self._buffers.look()
-        return found
-
-    def close(self) -> None:
-        """End the process group, if `initialize` made it."""
-        self.mesh.close()
-
-    # ---- facts ----------------------------------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model, sharded in place."""
-        return self.parts.model
-
-    module = model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer over this rank's shards."""
-        return self.stepper.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The learning rate schedule, or None."""
-        return self.stepper.scheduler
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self.mesh.device
-
-    @property
-    def rank(self) -> int:
-        """This process among all."""
-        return self.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.mesh.layout.world_size
-
-    @property
-    def dp_rank(self) -> int:
-        """Which slice of the batch this rank reads."""
-        return self.mesh.dp_index
-
-    @property
-    def dp_size(self) -> int:
-        """Number of different slices of the batch."""
-        return self.mesh.layout.dp
-
-    def train_batch_size(self) -> int:
-        """Samples of a step, all ranks."""
-        return self.config.batch.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on one rank."""
-        return self.config.batch.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self.config.batch.accumulation
+        """Drop the gradients of the step's micro-batches so far. `step` clears those that it used, so no loop has to call this."""
+        self._settle()
+        self._guard.drop_gradients()
+        self._weights = []
 
     def train(self, mode: bool = True) -> Engine:
         """Set training mode."""
@@ -398,3 +361,26 @@ class Engine:
     def eval(self) -> Engine:
         """Set evaluation mode."""
         return self.train(False)
+
+    # ---- state ----------------------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed.
+        `client_state` is plain data, equal on every rank, and comes back as the types that it was (tuples, integer keys, small tensors)."""
+        self._settle()
+        return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
+
+    def load_checkpoint(
+        self, folder: str | Path, *, tag: str | None = None, on_note: Callable[[str], None] | None = None
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective.
+        What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
+        is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
+        self._settle()
+        found = load_engine(self, Path(folder), tag=tag, on_note=on_note)
+        self._buffers.look()
+        return found
+
+    def close(self) -> None:
+        """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again."""
+        close(self.model, self._owner)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from plait.engine.batch import samples
+from plait.errors import InputError
 from plait.parallel.cross_entropy import vocab_parallel_cross_entropy
 
 IGNORED = -100
@@ -109,3 +110,15 @@ class Weighted:
     def weight(self, batch: Any) -> Any:
         """The weight, from the batch alone."""
         return self.weigh(batch)
+
+
+def checked_total(found: Any) -> tuple[torch.Tensor, Any]:
+    """What a loss returned, if it is (sum, weight)."""
+    if isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[0], torch.Tensor) and found[0].numel() == 1:
+        return found[0], found[1]
+    is_mean = isinstance(found, torch.Tensor) or (isinstance(found, tuple) and len(found) == 1)
+    given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+    raise InputError(
+        f"loss_fn returned {given}, and train_batch needs (sum of the losses, their number) of a micro-batch"
+        + ("; for a plain sum over samples use plait.per_sample(...), and no mean" if is_mean else "")
+    )

@@ -16,11 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from plait._torch import local_tensor
 from plait.config import optimizers
 from plait.config.names import instead
 from plait.config.optimization import OptimizerSpec
 from plait.engine.small_state_adam import SmallStateAdam
 from plait.errors import ConfigError, ModelError, Problem
+from plait.parallel.memory_layout import dims_in_memory
 from plait.parallel.optimizer_states import refuse_cut_blocks
 
 Named = tuple[str, nn.Parameter]
@@ -162,6 +164,8 @@ def _why_not_fused(name: str, parameters: Sequence[nn.Parameter]) -> str | None:
         return f"the fused {name} is not used on {', '.join(sorted(devices))}"
     if not all(dtype.is_floating_point for dtype in dtypes):
         return f"the fused {name} takes real floating point parameters only"
+    if any(dims_in_memory(local_tensor(parameter.detach())) is None for parameter in parameters):
+        return f"torch's fused {name} takes a parameter with gaps in its memory for one without"
     if name not in _FUSED_SHARDED and any(isinstance(parameter, DTensor) for parameter in parameters):
         return f"torch's fused {name} does not run on sharded parameters"
     if name == "SGD" and "cpu" in devices and dtypes & {torch.float16, torch.bfloat16}:

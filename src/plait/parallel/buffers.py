@@ -12,6 +12,7 @@ In a pipeline the lowest stage that changed a buffer outside of the blocks has t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from plait.cluster.mesh import Mesh
 
 _DATA = ("dp_replicate", "dp_shard")
-_ATTRIBUTE = "_plait_buffers"
 
 
 @dataclass
@@ -159,20 +160,17 @@ def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
             module.process_group = group
 
 
-def synchronise_in_forward(model: nn.Module, buffers: ChangingBuffers) -> None:
-    """For a loop of one's own, whose steps nobody sees: in training, before the first forward of every step but the first."""
-    due = [False]
+def synchronise_in_forward(model: nn.Module, buffers: ChangingBuffers) -> RemovableHandle:
+    """For a loop of one's own, whose steps nobody sees: in training, before the first forward of every step but the first. Ends when the
+    handle is removed."""
+    due, mine = [False], weakref.ref(model)
 
     def before(module: nn.Module, _: Any) -> None:
+        if module is not mine():
+            return  # a copy of the model has this hook too
         if module.training and torch.is_grad_enabled():
             if due[0]:
                 buffers.after_step()
             due[0] = not buffers.accumulating
 
-    model.register_forward_pre_hook(before)
-    object.__setattr__(model, _ATTRIBUTE, buffers)
-
-
-def buffers_of(model: nn.Module) -> ChangingBuffers:
-    """Of a model in a loop of one's own."""
-    return getattr(model, _ATTRIBUTE)
+    return model.register_forward_pre_hook(before)

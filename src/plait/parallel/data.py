@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from plait._torch import local_tensor, sharded_modules
 from plait.cluster.mesh import Mesh
@@ -34,6 +35,7 @@ from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger, local_rows
 from plait.parallel.optimizer_states import state_bytes
+from plait.parallel.parameter_checks import refuse_unusable_parameters
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
 from plait.units import MIB
@@ -78,6 +80,11 @@ class DataParallel(Technique):
         """Whether gradients are compressed, from the first step or perhaps after the first steps."""
         return self.compression.gradients or bool(self.may_compress)
 
+    def check(self, model: nn.Module, *, sharded: bool, moved: bool, ranks: int) -> None:
+        """Raise ModelError for parameters that cannot be trained so. Needs no process group. `moved`: to another device, or split over
+        tp; `ranks`: data-parallel ones."""
+        refuse_unusable_parameters(model, sharded=sharded, moved=moved, summed=ranks > 1)
+
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
         parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
@@ -118,6 +125,7 @@ def _gradient_bytes(parts: Parts) -> int:
 
 def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     _refuse_unshardable(parts)
+    _make_contiguous(parts.model)
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
 
     def offload(unit: str) -> OffloadPolicy:
@@ -130,6 +138,13 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
         fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
     fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(""), reshard_after_forward=False)
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Parameters whose rows do not lie one after the other (transposed, channels last) cannot be cut into shards as they lie."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _refuse_unshardable(parts: Parts) -> None:

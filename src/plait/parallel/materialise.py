@@ -108,7 +108,19 @@ def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> No
         return
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, group_src=0, group=group)
+            here = _each_element_once(tensor.data)
+            whole = here.contiguous()  # ranks may hold it in different memory layouts
+            dist.broadcast(whole, group_src=0, group=group)
+            if whole is not here:
+                here.copy_(whole)
+
+
+def _each_element_once(tensor: torch.Tensor) -> torch.Tensor:
+    """An expanded tensor before it was expanded."""
+    for dim in range(tensor.ndim):
+        if not isinstance(tensor, DTensor) and tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def fill_buffers(model: nn.Module, template: nn.Module) -> None:

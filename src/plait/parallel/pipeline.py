@@ -127,6 +127,11 @@ class PipelineRank:
         """Whether the last stage is here."""
         return self.runtime.messenger.rank == self.output_rank
 
+    def forget(self) -> None:
+        """Clear what a step that failed on all ranks has left."""
+        self.zero.forget()
+        self.runtime.messenger.forget()
+
     def reduce_shared(self) -> None:
         """Sum the gradients of shared parameters over the stages that hold them. After all other reductions. Collective."""
         for parameter, group in self.shared.items():

@@ -43,6 +43,10 @@ class StagedZero:
             if index == 0 or self._stage_of[self._units[index - 1]] != self._stage_of[unit]:
                 unit.set_modules_to_backward_prefetch([unit])
 
+    def forget(self) -> None:
+        """The step that ran has failed."""
+        self._left.clear()
+
     def weights(self, stage: int) -> Iterator[nn.Parameter]:
         """Parameters of a stage, gathered ones where they are gathered."""
         model = self.staged.model

@@ -9,6 +9,8 @@ Ranks may differ in which *parameters* of a unit they use, never in which *units
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -17,6 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch import gathered_parameters, reduce_unused_parameters, sharded_modules
+from plait.errors import InputError
+
+FOREIGN_BACKWARD = (
+    "loss.backward() was called on a model of plait.initialize: it does not divide by the number of micro-batches and ranks; call "
+    "engine.backward(loss), or use plait.parallelize for a loop of your own"
+)
 
 
 class UnusedTracker:
@@ -26,6 +34,8 @@ class UnusedTracker:
         self.group = group
         self._device = device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.accepts = True
+        """Whether gradients are expected now; one that comes all the same is refused."""
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
         reduce_unused_parameters(model)
@@ -34,11 +44,26 @@ class UnusedTracker:
 
     def _watch(self, module: FSDPModule, *_: object) -> None:
         for sharded, unsharded in gathered_parameters(module):
-            if unsharded.requires_grad:
+            if unsharded.requires_grad and sharded in self._index:  # else unfrozen since
                 unsharded.register_post_accumulate_grad_hook(partial(self._mark, self._index[sharded]))
         self._handles.pop(module).remove()
 
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around every backward of a step."""
+        self.accepts = True
+        try:
+            yield
+        finally:
+            self.accepts = False
+
+    def forget(self) -> None:
+        """The gradients of the step so far were dropped."""
+        self._used = [False] * len(self.parameters)
+
     def _mark(self, index: int, _: torch.Tensor) -> None:
+        if not self.accepts:
+            raise InputError(FOREIGN_BACKWARD)
         self._used[index] = True
 
     def restore_none(self) -> None:

@@ -19,7 +19,7 @@ from plait.model.blocks import find_blocks
 from plait.parallel.recompute import Recompute
 from tests.parity import cases
 
-ONE = Mesh(Layout(), torch.device("cpu"), 0, None, False)  # type: ignore[arg-type]
+ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
 
 
 def saved_by_hooks(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:

@@ -1,0 +1,30 @@
+"""A collective that torch gave up, told in a sentence: which one, and what it means.
+
+Shared memory names the rank that ended (`comm.host`); a socket or NCCL knows only that somebody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from plait.errors import CommunicationError
+
+
+@contextmanager
+def naming(operation: str) -> Iterator[None]:
+    """Raise CommunicationError for a collective that fails inside. `operation` names it and its axis: `all-reduce over dp_replicate`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and "gloo" not in text:
+            raise
+        rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+        if "imed out" in text or "imeout" in text:
+            what = f"{rank} waited for ranks that did not take part: one is stuck, or issues other collectives"
+        else:
+            what = f"{rank} lost the connection to another one, which ended; the first failure is there"
+        raise CommunicationError(f"{operation}: {what} ({text.rpartition('] ')[2] or text})") from error

@@ -1,0 +1,62 @@
+"""What a training loop of one's own can get wrong without noticing: seen when an optimizer that holds the model's parameters is about to
+step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from plait._torch_backward import has_unreduced
+from plait.errors import InputError
+from plait.parallel.data import free_gathered
+from plait.parallel.reducer import Reducer
+
+
+class StepWatch:
+    """Looks at every step of every torch optimizer of this process, until the model is gone or given to somebody else."""
+
+    def __init__(self, model: nn.Module, before: list[nn.Parameter], reducer: Reducer | None) -> None:
+        """`before`: the parameters that the model had before it was sharded."""
+        self._reducer = reducer
+        self._model = weakref.ref(model)
+        now = {id(parameter) for parameter in model.parameters()}
+        self._now = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self._replaced = {id(parameter): weakref.ref(parameter) for parameter in before if id(parameter) not in now}
+        self._is_mine: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        # The hook itself stays: a model may be collected while torch walks over its hooks.
+        for known in (self._now, self._replaced):
+            weakref.finalize(model, known.clear).atexit = False
+
+    def close(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        model = self._model()
+        if model is None:
+            return
+        if optimizer not in self._is_mine:
+            self._is_mine[optimizer] = self._look(optimizer)
+        if not self._is_mine[optimizer]:
+            return
+        if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
+            raise InputError(
+                "optimizer.step() after backwards inside plait.accumulate only, whose gradients are this rank's alone; the forward and "
+                "backward of a step's last micro-batch go outside"
+            )
+        free_gathered(model)  # a forward between the last backward and this would keep the old values, or be read while they change
+
+    def _look(self, optimizer: Optimizer) -> bool:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in held:
+            known = self._replaced.get(id(parameter))
+            if known is not None and known() is parameter:
+                raise InputError(
+                    f"this {type(optimizer).__name__} was built before plait.parallelize, which put shards in place of its parameters: "
+                    "it would train nothing; build the optimizer afterwards, over model.parameters()"
+                )
+        return any((known := self._now.get(id(parameter))) is not None and known() is parameter for parameter in held)

@@ -1,0 +1,109 @@
+"""Who trains a model: the engine, or the loop of one's own, to which it was given last.
+
+A replicated model is plain and may be given away again: the one that had it listens no more, and says so when it is used. A model that was
+cut (shards, tp, a pipeline) is no longer the model that it was, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel as TorchDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from plait.cluster.mesh import Mesh
+from plait.errors import InputError, ModelError
+from plait.parallel.buffers import ChangingBuffers
+from plait.parallel.technique import Parts
+
+_ATTRIBUTE = "_plait"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Of a model that was given to Plait."""
+
+    parts: Parts
+    mesh: Mesh
+    let_go: Callable[[], None]
+    """The model goes to somebody else."""
+    buffers: ChangingBuffers | None = None
+    """In a loop of one's own."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nobody, ()  # a copy of the model, or one from a file, belongs to nobody
+
+
+def _nobody() -> None:
+    return None
+
+
+def remember(model: nn.Module, owner: Owner) -> None:
+    """`owner` has the model now."""
+    # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no global table, names stay as they are.
+    object.__setattr__(model, _ATTRIBUTE, owner)
+
+
+def recall(model: nn.Module) -> Owner:
+    """Raises InputError for a model that nobody has."""
+    owner: Owner | None = getattr(model, _ATTRIBUTE, None)
+    if owner is None:
+        raise InputError(f"this {type(model).__name__} was not sharded by plait.parallelize; call it first, and pass the same object")
+    return owner
+
+
+def release(model: nn.Module, owner: Owner) -> None:
+    """`owner` has done with the model, if it still has it: a replicated one is as it was, but for its weights."""
+    if getattr(model, _ATTRIBUTE, None) is not owner:
+        return
+    owner.let_go()
+    if owner.parts.reducer is not None:
+        owner.parts.reducer.detach()
+    if not _is_cut(owner):
+        for name, mode in zip(owner.parts.blocks, owner.parts.block_modes, strict=False):
+            if mode != "none":
+                block = model.get_submodule(name)
+                block.forward = inspect.unwrap(block.forward)  # recompute replaced it
+        object.__delattr__(model, _ATTRIBUTE)
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """Raise ModelError for a model that is wrapped, or cut and so no longer what it was."""
+    if isinstance(model, DistributedDataParallel | TorchDataParallel):
+        raise ModelError(
+            f"the model is already wrapped in {type(model).__name__}, which would reduce every gradient twice; pass the inner model "
+            "(`model.module`) and delete the wrapping line: Plait does its work"
+        )
+    owner: Owner | None = getattr(model, _ATTRIBUTE, None)
+    if owner is not None and _is_cut(owner):
+        layout = owner.mesh.layout
+        raise ModelError(
+            f"the model was already sharded by Plait (ZeRO stage {owner.parts.stage}, parallel.pp {layout.pp}, parallel.tp {layout.tp}), "
+            "and its parameters are parts now; build it again (under torch.device('meta'), for nothing) and load its checkpoint, or go on "
+            "with the engine that it has"
+        )
+    if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
+        raise ModelError("part of the model is already sharded or wrapped (fully_shard or DistributedDataParallel); pass the plain model")
+
+
+def take_over(model: nn.Module) -> None:
+    """Before somebody else gets the model: release it from whom it had."""
+    owner: Owner | None = getattr(model, _ATTRIBUTE, None)
+    if owner is not None:
+        release(model, owner)
+        owner.mesh.leave()
+
+
+def close(model: nn.Module, owner: Owner) -> None:
+    """`owner` is closed: it lets go of the model, and of the default process group where Plait made it."""
+    release(model, owner)
+    owner.mesh.close()
+
+
+def _is_cut(owner: Owner) -> bool:
+    layout, parts = owner.mesh.layout, owner.parts
+    return isinstance(parts.model, FSDPModule) or layout.pp > 1 or layout.tp > 1 or parts.activation_store is not None

@@ -1,0 +1,75 @@
+"""Parameters that a layout cannot train as one process does, refused by name before any process group exists."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from plait._torch import storage_key
+from plait._torch_backward import has_gradient_hooks
+from plait.errors import ModelError
+from plait.parallel.memory_layout import overlaps_itself
+
+
+def refuse_unusable_parameters(model: nn.Module, *, sharded: bool, moved: bool, summed: bool) -> None:
+    """Raise ModelError. `moved`: parameters go to another place, so what shares memory would be torn apart, as by sharding. `summed`: their
+    gradients are summed over ranks."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and overlaps_itself(parameter):
+            raise ModelError(
+                f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) is an expanded tensor, whose elements share "
+                "memory, so no optimizer updates it; make it a parameter of its own, nn.Parameter(tensor.clone()), or expand it in forward"
+            )
+        if sharded and has_gradient_hooks(parameter):
+            raise ModelError(
+                f"{name} has a hook on its gradient, and sharding puts another parameter in its place, so the hook would never be called; "
+                "register it afterwards, on the model's parameters as they are then (they get reduced gradients), or use ZeRO stage 0"
+            )
+        if sharded and parameter.requires_grad and not parameter.numel():
+            raise ModelError(
+                f"{name} (shape {tuple(parameter.shape)}) has no elements, and torch cannot shard its gradient; call requires_grad_(False) "
+                "on it, or use ZeRO stage 0"
+            )
+    if sharded or moved:
+        _refuse_shared_memory(model)
+    if summed:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise ModelError(
+                    f"{name or 'the model'} makes sparse gradients ({type(module).__name__}, sparse=True), and ranks sum dense ones; "
+                    "build it with sparse=False"
+                )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and not isinstance(tensor, DTensor):
+            by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
+    for (first, one), (second, other) in (pair for held in by_storage.values() for pair in combinations(held, 2)):
+        if (one.requires_grad or other.requires_grad) and _share_elements(one, other):
+            raise ModelError(
+                f"{first} and {second} are two tensors in the same memory, which sharding or moving them would tear apart; make them one "
+                "parameter (`b.weight = a.weight`), or use ZeRO stage 0 with real weights on the training device"
+            )
+
+
+def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    (low, high), (other_low, other_high) = _extent(one), _extent(other)
+    if one.dtype != other.dtype or max(low, other_low) >= min(high, other_high):
+        return one.dtype != other.dtype and one.untyped_storage().nbytes() > 0
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    found = [torch.zeros(max(high, other_high), dtype=torch.bool) for _ in range(2)]
+    for marks, tensor in zip(found, (one, other), strict=True):
+        marks.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+    return bool((found[0] & found[1]).any())
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first element of the storage that a tensor has, and the one after its last."""
+    start = tensor.storage_offset()
+    return int(start), int(start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))

@@ -1,0 +1,474 @@
+"""Gradients of replicated and sharded parameters that come in several parts, from parameters that lie unusually in memory, and after steps
+that failed: against one process in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import plait
+from plait.errors import InputError, ModelError
+from plait.verify.parity import whole
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+WORLD = 2
+Gradients = dict[str, torch.Tensor | None]
+
+
+class Block(nn.Module):
+    """`shared` is one layer of several blocks."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(6, 6), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.shared(self.own(x)))
+
+
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints around every block; a head that is frozen, or not; `twice` shares a layer between blocks and the end."""
+
+    def __init__(self, *, frozen: bool, twice: bool) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block(self.shared if twice else nn.Linear(6, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 2)
+        self.head.requires_grad_(not frozen)
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)  # type: ignore[assignment]
+        return self.head(self.shared(x) if self.twice else x)
+
+
+def plain(*, frozen: bool = False, twice: bool = False) -> Checkpointed:
+    torch.manual_seed(3)
+    return Checkpointed(frozen=frozen, twice=twice).double()
+
+
+def data(parts: int) -> list[torch.Tensor]:
+    """One tensor a rank and backward."""
+    return list(torch.randn(WORLD * parts, 4, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64))
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {name: None if p.grad is None else whole(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def reference(model: nn.Module, pieces: list[torch.Tensor], scale: float) -> Gradients:
+    for piece in pieces:
+        (model(piece).square().mean() * scale).backward()
+    return gradients(model)
+
+
+def same(found: Gradients, wanted: Gradients, tolerance: float = 1e-13, *, zero_is_none: bool = False) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        got = found[name]
+        if gradient is None or got is None:
+            missing = [t for t in (gradient, got) if t is not None]
+            assert not missing or (zero_is_none and not missing[0].any()), name
+            continue
+        torch.testing.assert_close(got, gradient, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def engine_of(model: nn.Module, stage: int, more: dict[str, Any] | None = None, accumulation: int = 1) -> plait.Engine:
+    config = settings(WORLD, stage, 1, accumulation)
+    config["gradient_clipping"] = 0
+    config["parallel"] |= more or {}
+    return plait.initialize(model, config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+
+
+# ---- A1 -----------------------------------------------------------------------------------------------------------------------------
+
+
+def several_backwards(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+    """Runs in a worker."""
+    for frozen, twice, parts in ((False, False, 1), (True, False, 1), (True, True, 1), (False, True, 3)):
+        if twice and stage:
+            continue  # `fully_shard` shares no parameter between units
+        pieces = data(parts)
+        mine = pieces[rank::world]
+        wanted = reference(plain(frozen=frozen, twice=twice), pieces, 1 / world)
+        engine = engine_of(plain(frozen=frozen, twice=twice), stage, more)
+        for _ in range(2):  # the second step begins with nothing of the first
+            for piece in mine:
+                engine.backward(engine(piece).square().mean())
+            found = gradients(engine.model)
+            same(found, wanted, 0.02 if "compress_gradients" in more else 1e-13, zero_is_none="unused_parameters" in more or stage > 0)
+            with torch.no_grad():
+                engine.optimizer.param_groups[0]["lr"] = 0.0
+            engine.step()
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (0, {}),
+        (0, {"transport": "torch"}),
+        (0, {"unused_parameters": False}),
+        (0, {"compress_gradients": "int8"}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+    ],
+    ids=str,
+)
+def test_gradients_that_come_in_parts(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+    """A1: several `engine.backward` before one `engine.step`, and reentrant checkpoints, whose gradients come from inside of a backward,
+    for the same parameter more than once."""
+    pool.run(WORLD, several_backwards, stage, more)
+
+
+def own_loop(rank: int, world: int, stage: int) -> None:
+    """Runs in a worker."""
+    for frozen, twice, parts in ((True, False, 1), (True, True, 1), (False, True, 3)):
+        if twice and stage:
+            continue
+        pieces = data(parts)
+        wanted = reference(plain(frozen=frozen, twice=twice), pieces, 1 / world)
+        config = settings(world, stage, 1, 1)
+        config["parallel"]["unused_parameters"] = stage == 0
+        for called in (True, False):
+            model = plait.parallelize(plain(frozen=frozen, twice=twice), config)
+            for piece in pieces[rank::world]:
+                output = model(piece) if called or stage else model.forward(piece)  # hooks of the root do not see the second
+                output.square().mean().backward()
+            same(gradients(model), wanted, zero_is_none=stage > 0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_that_come_in_parts_in_a_loop_of_ones_own(pool: Pool, stage: int) -> None:
+    """A1, as DistributedDataParallel adds them up: means over the ranks."""
+    pool.run(WORLD, own_loop, stage)
+
+
+# ---- A2 -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Unusual(nn.Module):
+    """Parameters that are transposed, channels last, with gaps, parts of one storage, empty, and (with `alias`) one storage twice."""
+
+    def __init__(self, *, alias: bool) -> None:
+        """`alias` is for replicated parameters: sharded, it is refused, and so is an empty parameter."""
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 4)
+        self.first.weight = nn.Parameter(torch.randn(5, 6).t())
+        self.gaps = nn.Parameter(torch.randn(6, 12)[:, ::2])
+        storage = torch.randn(6 * 6 + 6)
+        self.part, self.rest = nn.Parameter(storage[:36].view(6, 6)), nn.Parameter(storage[36:])
+        self.empty = nn.Parameter(torch.empty(0, 3), requires_grad=alias)
+        if alias:
+            self.again = nn.Parameter(self.last.weight.data)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.conv(image).mean((2, 3)))
+        x = torch.tanh(x @ self.gaps) @ self.part + self.rest + self.empty.sum()
+        return self.last(x) + (F.linear(x, self.again) if hasattr(self, "again") else 0)
+
+
+def unusual(*, alias: bool) -> Unusual:
+    torch.manual_seed(11)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return Unusual(alias=alias)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def images(steps: int) -> torch.Tensor:
+    """[steps, ranks, samples, 3, 5, 5]."""
+    return torch.randn(steps, WORLD, 2, 3, 5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def lying_unusually(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+    """Runs in a worker."""
+    for kind, alias in (("SGD", stage == 0), ("AdamW", False)):
+        one = unusual(alias=alias)
+        if kind == "SGD":
+            update: torch.optim.Optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+            params: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        else:
+            update = torch.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.0, foreach=False)
+            params = {"lr": 0.01}
+        config = settings(world, stage, 1, 1, optimizer={"type": kind, "params": params}) | {"gradient_clipping": 0}
+        config["parallel"] |= more
+        engine = plait.initialize(unusual(alias=alias), config)
+        for step in images(3):
+            for part in step:
+                (one(part).square().mean() / world).backward()
+            update.step()
+            update.zero_grad()
+            engine.backward(engine(step[rank]).square().mean())
+            engine.step()
+        found = {name: whole(p) for name, p in engine.model.named_parameters()}
+        same(found, {name: p.detach() for name, p in one.named_parameters()}, 1e-11)  # type: ignore[arg-type]
+        engine.close()
+
+
+@pytest.mark.parametrize(("stage", "more"), [(0, {}), (0, {"transport": "torch"}), (1, {}), (3, {})], ids=str)
+def test_parameters_that_lie_unusually_in_memory(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+    """A2: the gradient, the optimizer's fused kernel and the shards see the same elements."""
+    pool.run(WORLD, lying_unusually, stage, more)
+
+
+# ---- A12 ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(Block(nn.Linear(6, 6)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, fails: str = "") -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if fails == "forward" and index == 1:
+                raise ArithmeticError("planted")
+            if fails == "backward" and index == 1:
+                x.register_hook(_fail)
+        return self.last(x)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ArithmeticError("planted")
+
+
+def deep() -> Deep:
+    torch.manual_seed(3)
+    return Deep().double()
+
+
+def trained_alone(steps: int, parts: int = 1) -> Gradients:
+    """One process, plain torch: parameters after steps of SGD."""
+    one = deep()
+    update = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(steps):
+        for piece in data(parts * steps)[step * WORLD * parts : (step + 1) * WORLD * parts]:
+            (one(piece).square().mean() / WORLD / parts).backward()
+        update.step()
+        update.zero_grad()
+    return {name: p.detach() for name, p in one.named_parameters()}
+
+
+def looks_between(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+    """Runs in a worker."""
+    wanted = trained_alone(3)
+    engine = engine_of(deep(), stage, more)
+    for piece in data(3)[rank::world]:
+        engine.backward(engine(piece).square().mean())
+        with torch.no_grad():
+            engine(piece)
+        engine.step()
+    same({name: whole(p) for name, p in engine.model.named_parameters()}, wanted)
+    engine.close()
+    config = settings(world, stage, 1, 1) | {"gradient_clipping": 0}
+    config["parallel"] |= more
+    model = plait.parallelize(deep(), config)
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, piece in enumerate(data(3)[rank::world]):
+        model(piece).square().mean().backward()
+        with torch.set_grad_enabled(index == 1):
+            model(piece)
+        update.step()
+        update.zero_grad()
+    same({name: whole(p) for name, p in model.named_parameters()}, wanted)
+
+
+@pytest.mark.parametrize("transport", ["torch", "shared-memory"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_forward_before_the_update_leaves_no_old_values(pool: Pool, stage: int, transport: str) -> None:
+    """A12."""
+    pool.run(WORLD, looks_between, stage, {"transport": transport})
+
+
+# ---- A14 ----------------------------------------------------------------------------------------------------------------------------
+
+
+def fails(run: Callable[[], Any]) -> None:
+    with pytest.raises(ArithmeticError, match="planted"):
+        run()
+
+
+def after_failures(rank: int, world: int, stage: int, more: dict[str, Any]) -> None:
+    """Runs in a worker: whole steps that fail in a forward, in a backward and in the loss, then three calls that do."""
+    wanted = trained_alone(3, 2)
+    pieces = [data(6)[step * 4 : step * 4 + 4][rank::world] for step in range(3)]
+    config = settings(world, stage, 1, 2) | {"gradient_clipping": 0}
+    config["parallel"] |= more
+    failing = ""
+
+    def forward(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
+        return model(piece, failing)
+
+    def loss(output: torch.Tensor, piece: torch.Tensor) -> tuple[torch.Tensor, float]:
+        if failing == "loss":
+            raise ArithmeticError("planted")
+        return output.square().mean(), 1.0
+
+    def engine_here() -> plait.Engine:
+        return plait.initialize(
+            deep(), config, loss_fn=loss, weight_fn=lambda _: 1.0, forward=forward, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)
+        )
+
+    engine = engine_here()
+    for step, failing in zip(pieces, ("forward", "backward", "loss"), strict=True):
+        calls = 0
+
+        def sometimes(model: nn.Module, piece: torch.Tensor, how: str = failing) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return model(piece, how if calls == 2 else "")
+
+        engine._forward = sometimes if failing != "loss" else forward
+        fails(lambda step=step: engine.train_batch(iter(step)))  # type: ignore[misc]
+        failing, engine._forward = "", forward
+        engine.train_batch(iter(step))
+    same({name: whole(p) for name, p in engine.model.named_parameters()}, wanted)
+    assert engine.global_steps == 3
+    engine.close()
+
+    engine = engine_here()
+    for step, kind in zip(pieces, ("forward", "backward", "dropped"), strict=True):
+        for again in (kind, ""):
+            if kind == "forward" and not again:
+                step = step[1:]  # a forward that fails takes nothing from the micro-batches before
+            for index, piece in enumerate(step):
+                output = None
+                if again == "forward" and index == 1:
+                    fails(lambda piece=piece: engine(piece, "forward"))  # type: ignore[misc]
+                    break
+                output = engine(piece, "backward" if again == "backward" and index == 1 else "").square().mean()
+                if again == "backward" and index == 1:
+                    fails(lambda output=output: engine.backward(output))  # type: ignore[misc]
+                    break
+                engine.backward(output)
+                if again == "dropped" and index == 0:
+                    engine.zero_grad()
+                    engine.backward(engine(piece).square().mean())
+                if again == "dropped" and index == 1:
+                    engine.zero_grad()
+                    assert all(p.grad is None for p in engine.model.parameters())
+                    for other in step:
+                        engine.backward(engine(other).square().mean())
+                engine.step()
+            if kind == "dropped":
+                break
+    same({name: whole(p) for name, p in engine.model.named_parameters()}, wanted)
+    assert engine.global_steps == 3
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(0, {}), (0, {"transport": "torch"}), (1, {}), (2, {"transport": "torch"}), (3, {}), (3, {"transport": "torch"})],
+    ids=str,
+)
+def test_a_failed_step_leaves_nothing_behind(pool: Pool, stage: int, more: dict[str, Any]) -> None:
+    """A14: all ranks raised, the user caught it and went on; and `engine.zero_grad` drops what a step has so far."""
+    pool.run(WORLD, after_failures, stage, more)
+
+
+# ---- A11, and a loop of one's own -----------------------------------------------------------------------------------------------------
+
+
+def given_twice(rank: int, world: int) -> None:
+    """Runs in a worker."""
+    wanted = trained_alone(3)
+    model, engines = deep(), []
+    config = settings(world, 0, 1, 1) | {"gradient_clipping": 0}
+    plait.parallelize(model, config)
+    for piece in data(3)[rank::world]:
+        engine = plait.initialize(model, config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))
+        engines.append(engine)
+        engine.backward(engine(piece).square().mean())
+        engine.step()
+        if len(engines) == 2:
+            engine.close()
+    same({name: whole(p) for name, p in model.named_parameters()}, wanted)
+    with pytest.raises(InputError, match="was not sharded by plait.parallelize"):
+        plait.clip_grad_norm(copy.deepcopy(model), 1.0)
+    for former in engines[:2]:
+        with pytest.raises(InputError, match="was closed, or its model given to another"):
+            former(data(1)[rank])
+    plait.parallelize(model, config)
+    copy.deepcopy(model)(data(1)[rank]).sum().backward()
+    model(data(1)[rank]).square().mean().backward()
+    again = deep()
+    again.load_state_dict(model.state_dict())
+    same(gradients(model), reference(again, data(1), 1 / world))
+    sharded = engine_of(deep(), 2)
+    with pytest.raises(ModelError, match=r"already sharded by Plait \(ZeRO stage 2"):
+        plait.initialize(sharded.model, config)
+
+
+def test_a_model_is_given_twice(pool: Pool) -> None:
+    """A11: whoever got a replicated model last trains it, alone."""
+    pool.run(WORLD, given_twice)
+
+
+def refused(rank: int, world: int) -> None:
+    """Runs in a worker."""
+    piece = data(1)[rank]
+    config = settings(world, 1, 1, 2) | {"gradient_clipping": 0}
+    model = deep()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    plait.parallelize(model, config)
+    model(piece).square().mean().backward()
+    with pytest.raises(InputError, match="was built before plait.parallelize"):
+        early.step()
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    update.step()
+    update.zero_grad()
+    with plait.accumulate(model):
+        model(piece).square().mean().backward()
+    with pytest.raises(InputError, match="backwards inside plait.accumulate only"):
+        update.step()
+    for stage in (0, 1):
+        engine = engine_of(deep(), stage)
+        with pytest.raises(InputError, match=r"loss.backward\(\)"):
+            engine(piece).square().mean().backward()
+        for loss, words in ((None, "not NoneType"), (torch.ones(3), "shape"), (torch.ones(()), "without a gradient")):
+            with pytest.raises(InputError, match=words):
+                engine.backward(loss)  # type: ignore[arg-type]
+        engine.zero_grad()
+        frozen = deep()
+        frozen.last.requires_grad_(False)
+        engine = engine_of(frozen, stage)
+        engine.model.get_submodule("last").requires_grad_(True)
+        engine.backward(engine(piece).square().mean())
+        with pytest.raises(InputError, match="was frozen when plait.initialize"):
+            engine.step()
+    replicated = settings(world, 0, 1, 1)
+    sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+    expanded = nn.Linear(2, 2)
+    expanded.weight = nn.Parameter(torch.zeros(1, 2).expand(2, 2))
+    for wrong, words in ((sparse, "sparse gradients"), (expanded, "expanded tensor")):
+        with pytest.raises(ModelError, match=words):
+            plait.initialize(wrong, replicated)
+    watched = deep()
+    watched.last.weight.register_hook(lambda gradient: gradient)
+    for wrong, words in ((unusual(alias=True), "no elements|same memory"), (nn.Linear(0, 2), "no elements"), (watched, "has a hook")):
+        with pytest.raises(ModelError, match=words):
+            plait.initialize(wrong, config)
+
+
+def test_what_would_train_something_else_is_refused(pool: Pool) -> None:
+    """Misuse, B14 and what no layout can train."""
+    pool.run(WORLD, refused)
