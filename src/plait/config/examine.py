@@ -18,7 +18,8 @@ from plait.config.aliases import ABSENT, ALIASES, SHORT_FORMS
 from plait.config.deepspeed import SECRETS, TABLE, Key, Status
 from plait.config.optimizers import ONLY
 from plait.config.overrides import apply_override
-from plait.config.schema import PLAIT_SECTIONS, Provenance, Row
+from plait.config.provenance import Provenance, Row
+from plait.config.schema import PLAIT_SECTIONS
 from plait.config.source import Document
 from plait.config.table_values import asks_for_nothing, type_problem
 from plait.errors import Problem

@@ -12,8 +12,9 @@ from typing import Any
 from plait.config.deepspeed import Status
 from plait.config.degrees import smallest_world
 from plait.config.numbers import MOST_PROCESSES
+from plait.config.provenance import Row
 from plait.config.resolve import Outline, Resolved, finish, look, outline
-from plait.config.schema import Config, Row
+from plait.config.schema import Config
 from plait.config.source import Source
 from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem

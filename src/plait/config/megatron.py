@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from plait.config.deepspeed import Status
 from plait.config.keys import nearest
 from plait.config.megatron_flags import DEFAULTS, DISTRIBUTED, FLAGS, LAYERS_PER_STAGE, OF_BF16, OF_FP16, OF_OPTIMIZER, Flag
-from plait.config.schema import Row
+from plait.config.provenance import Row
 from plait.config.source import Document, scalar
 from plait.errors import ConfigError, Problem
 

@@ -7,15 +7,14 @@ are not fields: they are in the table `deepspeed`. Every key has one default, De
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from plait.cluster.nccl import Algorithms, Protocols
-from plait.config.deepspeed import Status
 from plait.config.numbers import LARGEST, MOST_PROCESSES
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
+from plait.config.provenance import Provenance
 from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.parallel.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
@@ -291,41 +290,6 @@ class ParallelSection(Policy):
     second_copy: Annotated[int, Field(ge=0, le=MOST_PROCESSES), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One key of a file: what was written and what it means."""
-
-    key: str
-    """As written."""
-    value: Any
-    status: Status
-    meaning: str
-    path: str = ""
-    """The key under the name that the schema or the table has for it."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where a configuration came from."""
-
-    name: str = "the configuration"
-    """The file, or what was given instead of one."""
-    deepspeed: bool | None = None
-    """A DeepSpeed file: no section of Plait's in it. None: not read from anything."""
-    rows: tuple[Row, ...] = ()
-    """Every key, in the order of the file."""
-    origins: dict[str, str] = field(default_factory=dict)
-    """Path of a field that was given -> "file", "override", "file: tensor_parallel.tp_size"."""
-
-    def warning(self) -> str | None:
-        """One sentence about the keys that are ignored, for whoever runs the file; None where there are none."""
-        names = [row.key for row in self.rows if row.status is Status.IGNORED]
-        if not names:
-            return None
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"{self.name}: ignored are {shown}; `plait config explain` says why"
 
 
 class Config(Policy):
