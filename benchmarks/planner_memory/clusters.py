@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from plait.cli.planning.rehearse import dry_run
-
 from benchmarks.planner_accuracy.published import LAYOUTS
+from plait.cli.planning.dry_run import dry_run
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, find_model

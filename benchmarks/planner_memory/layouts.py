@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plait.cli.planning.rehearse import DryRun, dry_run
-
+from plait.cli.planning.dry_run import DryRun, dry_run
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
 from plait.planner.search import Request
