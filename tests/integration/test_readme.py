@@ -1,0 +1,57 @@
+"""README's commands run as they are printed, with README's files (E5)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+COMMANDS = [line.split("  #")[0].strip() for language, block in BLOCKS if not language for line in block.splitlines()]
+PLAIT = sorted({line for line in COMMANDS if line.startswith("plait ")})
+ELSEWHERE = re.compile(r"plait (launch|train \S+ --nnodes|train examples)|node1|hosts")
+"""What needs other machines, or a script; `tests/integration/test_launch.py` and `test_quickstart.py` run such ones."""
+SLOW = re.compile(r"plait (train|verify|dryrun)|--world-size 128")
+HERE = [line for line in PLAIT if not ELSEWHERE.search(line)]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with README's files, under the names that it gives them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    trees = [json.loads(block) for language, block in BLOCKS if language == "json"]
+    for name, wanted in (("mine.json", "data"), ("run.json", "parallel")):
+        (tree,) = [tree for tree in trees if wanted in tree and "model" in tree]
+        (tmp_path / name).write_text(json.dumps(tree), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_commands_are_found() -> None:
+    assert {"plait plan models", "plait config explain mine.json", "plait verify run.json"} <= set(HERE)
+    assert len(HERE) >= 8
+
+
+@pytest.mark.parametrize("command", [line for line in HERE if not SLOW.search(line)])
+def test_a_command(command: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        main(shlex.split(command)[1:])
+    except SystemExit as end:
+        assert not end.code, capsys.readouterr().err
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("command", [line for line in HERE if SLOW.search(line)])
+def test_a_slow_command(command: str, files: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, timeout=1700, check=False)
+    assert done.returncode == 0, done.stderr
