@@ -211,5 +211,5 @@ def changed_after_evaluation(rank: int, world: int, config: dict[str, Any], wait
 def test_nobody_changes_what_another_still_reads(pool: Pool, stage: int, waits: bool) -> None:
     config = transported(settings(2, stage, 1, 1), "shared-memory")
     results = pool.run(2, changed_after_evaluation, config, waits)
-    assert torch.equal(*results[0])
-    assert torch.equal(*results[1]) == waits
+    # On a busy machine either rank may be the one that reads what the other has changed.
+    assert all(torch.equal(*found) for found in results) == waits

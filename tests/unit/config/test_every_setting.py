@@ -145,6 +145,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "run.validate_sequences": ({}, 16, 32),
     "run.checkpoint_every": ({}, 1, 2),
     "run.keep": ({}, 1, 2),
+    "run.history": ({}, "a.jsonl", "b.jsonl"),
     "run.sample.prompt": ({}, "a", "b"),
     "run.sample.tokens": ({}, 1, 2),
     "run.sample.temperature": ({}, 0.5, 1),

@@ -326,12 +326,14 @@ def test_compression() -> None:
         "weight_bits": 0,
         "powersgd_rank": 0,
         "error_feedback": True,
+        "revocable": False,
     }
     assert made(2, compress_gradients="int4", compress_weights="int8").compression.model_dump() == {
         "gradient_bits": 4,
         "weight_bits": 8,
         "powersgd_rank": 0,
         "error_feedback": False,
+        "revocable": False,
     }
     assert made(2, compress_gradients="int4", error_feedback=True).compression.error_feedback
     assert made(0, compress_gradients="powersgd", powersgd_rank=2).compression.powersgd_rank == 2

@@ -100,7 +100,7 @@ def test_copies_on_ranks() -> None:
 
 
 def test_configured_allows_what_one_process_has() -> None:
-    mixed = plan(bf16={"enabled": True})
+    mixed = plan(bf16={"enabled": True}, communication_data_type="fp32")
     exact, single = trace(), trace(noise=1e-2, seed=11)
     assert not judge_configured(mixed, exact, single, trace(noise=1e-2, seed=12)).different
     worse = judge_configured(mixed, exact, single, trace(noise=1.4e-2, seed=12)).different
