@@ -104,6 +104,7 @@ def compare(case: Case) -> list[Compared]:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
         "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
         "zero_optimization": {"stage": what.get("stage", 0)},
         "optimizer": {"type": "AdamW"},
         "parallel": parallel,

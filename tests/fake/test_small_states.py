@@ -100,7 +100,7 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
 )
 def test_peak(fake_world: FakeWorld, stage: int, tp: int, bf16: bool, states: str) -> None:
     """Within 2 % of a real step's, and the states in it to the byte."""
-    config = peak.settings(stage=stage, tp=tp, bf16=bf16) | {"optimizer": optimizer(states)}
+    config = peak.settings(stage=stage, tp=tp, bf16=bf16) | {"optimizer": optimizer(states), "communication_data_type": "fp32"}
     forecast, measured = peak.foretold_and_measured(fake_world, "wide", config)
     peak.check(forecast, measured)
 
