@@ -19,6 +19,7 @@ So, to add one cheaply:
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TASKS_OF_A_WORKER = 60
+TASKS_OF_A_WORKER = 12
 """Workers are renewed after this many, since torch and its groups never give everything back."""
 MOST_WORKERS = 10
 """That wait for a task: each has threads that wake a hundred times a second."""
@@ -88,6 +89,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     _keep_groups()
     timeout = timedelta(seconds=SECONDS)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+    gc.freeze()  # what was imported is not looked through after every task
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         task = connection.recv()
@@ -95,6 +97,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
             dist.destroy_process_group()
             return
         function, args = task
+        gc.collect()  # what the last task left in cycles holds memory that ranks share
         try:
             torch.manual_seed(0)
             connection.send((True, function(rank, world_size, *args)))
