@@ -4,6 +4,7 @@
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the whole test matrix (hours)
+#   make mutants       plants every defect of tools/mutants/defects, one at a time, and says which test notices it (an hour or two)
 #   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions beside torch by hand; ARGS=--quick for a minute
 #   make coverage-docs docs/coverage.md from the last test runs
@@ -15,7 +16,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -33,6 +34,9 @@ quickstart: environment
 test: environment
 	@mkdir -p $(RESULTS)
 	$(RUN) tools/tests.py $(ARGS)
+
+mutants: environment
+	$(RUN) -m tools.mutants $(ARGS)
 
 proof: environment
 	@mkdir -p $(RESULTS)

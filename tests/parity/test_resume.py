@@ -136,6 +136,10 @@ def skipped_first(rank: int, world: int, folder: str) -> list[str]:
     straight, saved = go(build(), 1), go(build(), 1)
     assert straight.skipped_steps == 1
     saved.save_checkpoint(folder)
+    again = build()
+    again.load_checkpoint(folder)
+    assert again.skipped_steps == 1
+    again.close()
     while not straight.was_step_applied():
         go(straight, 2)
         go(saved, 2)

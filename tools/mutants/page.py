@@ -1,0 +1,59 @@
+"""docs/mutants.md, from the list and the last results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.mutants.catalogue import ROOT, Mutant
+
+PAGE = ROOT / "docs/mutants.md"
+LISTS = {
+    "fresh": "Written by someone who had not read the tests",
+    "known": "Defects that Plait once had, and others of their kind",
+}
+
+
+def write(mutants: list[Mutant], results: dict[str, Any]) -> None:
+    """The whole page."""
+    ran = [mutant for mutant in mutants if mutant.id in results]
+    missed = [mutant for mutant in ran if not results[mutant.id]["caught_by"]]
+    by_verify = [mutant.id for mutant in missed if results[mutant.id].get("verify")]
+    by_nothing = [mutant.id for mutant in missed if not results[mutant.id].get("verify") and results[mutant.id]["ran"] == "everything"]
+    open_ = [mutant.id for mutant in missed if results[mutant.id]["ran"] != "everything"]
+    lines = [
+        "# Mutants",
+        "",
+        "Written by `make mutants`; do not edit. Each row is a defect that was planted into the sources, alone, and the first test of",
+        "`make test` that failed. A mutant runs the tests that reach its lines and stops at the first failure; one that none of them",
+        "notices runs everything. Seconds are from the start of pytest to that failure, two mutants side by side.",
+        "",
+        f"**{len(ran) - len(missed)} of {len(ran)} are noticed by `make test`.** "
+        f"Only `plait verify` notices: {', '.join(by_verify) or 'none'}. Nothing notices: {', '.join(by_nothing) or 'none'}. "
+        f"Noticed by no test that reaches them, and not run against everything yet: {', '.join(open_) or 'none'}. "
+        f"Not run yet: {len(mutants) - len(ran)} of {len(mutants)}.",
+    ]
+    for author, title in LISTS.items():
+        lines += ["", f"## {title}", "", "| defect | what goes wrong | noticed by | s |", "|---|---|---|---:|"]
+        lines += [_row(mutant, results.get(mutant.id)) for mutant in mutants if mutant.author == author]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _row(mutant: Mutant, result: dict[str, Any] | None) -> str:
+    if result is None:
+        found, seconds = "not run yet", ""
+    else:
+        found = (
+            f"`{result['caught_by']}`"
+            if result["caught_by"]
+            else "`plait verify` only"
+            if result.get("verify")
+            else "**nothing**"
+            if result["ran"] == "everything"
+            else "no test that reaches it; not run against everything yet"
+        )
+        seconds = f"{result['seconds']:.0f}"
+    return f"| {mutant.id} | {_plain(mutant.what)} (`{mutant.file}`) | {_plain(found)} | {seconds} |"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|")
