@@ -70,14 +70,9 @@ def dryrun(
         gpus=devices(world_size, nnodes, nproc_per_node, gpu),
         gpu=gpu,
         per_node=nproc_per_node,
-        cluster=None,
         batch=batch,
         seq=seq,
         precision=precision,
-        compiled=False,
-        memory_gib=None,
-        network=None,
-        everything=False,
         fixed=parse_fixed(fix or []),
     )
     how: dict[str, Any] = {"rank": rank, "whole_step": whole_step, "on_device": on_device}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved
-from plait.errors import InputError, ModelError
+from plait.errors import InputError, ModelError, warn
 
 _LARGEST_SEED = 1 << 32
 """A generator that nobody seeded has 64 random bits, and a seed that somebody chose fits numpy's 32."""
@@ -48,7 +47,7 @@ def check_placement(resolved: Resolved) -> None:
     refuse_wider_than_a_node(resolved.layout, machines)
     note = warning(resolved.layout, machines)
     if note and place().rank == 0:
-        warnings.warn(note, stacklevel=4)
+        warn(note)
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
@@ -95,10 +94,9 @@ def warn_of_no_blocks(model: nn.Module, blocks: Sequence[str], *, stage: int) ->
     """ZeRO stage 3 gathers block by block, and a model without blocks as a whole. Said once, by rank 0."""
     size = sum(parameter.numel() for parameter in model.parameters())
     if stage == 3 and not blocks and size >= GATHERED_AT_ONCE and place().rank == 0:
-        warnings.warn(
+        warn(
             f"zero_optimization.stage = 3: {type(model).__name__} has no list of repeated layers, so all of its {size:,} parameters are "
-            "gathered at once; name its layers in parallel.blocks",
-            stacklevel=2,
+            "gathered at once; name its layers in parallel.blocks"
         )
 
 
@@ -109,9 +107,7 @@ def warn_of_unused_sections(resolved: Resolved, *, optimizer: Any, lr_scheduler:
     for section, given in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
         if given is not None and resolved.sources.get(f"{section}.type", "default") != "default":
             name = "lr_scheduler" if section == "scheduler" else section
-            warnings.warn(
-                f"`{section}` of the configuration is not used: plait.initialize was given {name}=; leave one of the two out", stacklevel=5
-            )
+            warn(f"`{section}` of the configuration is not used: plait.initialize was given {name}=; leave one of the two out")
 
 
 def with_callers_seed(resolved: Resolved, seed: int) -> Resolved:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 from plait.checkpoint import distributed, exact, optimizer_content
 from plait.cluster.mesh import Mesh
 from plait.engine.resume import Resume, schedule_facts
+from plait.errors import warn
 from plait.parallel import compression
 from plait.parallel.data import free_gathered
 
@@ -104,7 +104,7 @@ def load_engine(
         if on_note is not None:
             on_note(note)
         elif engine.rank == 0:
-            warnings.warn(f"{found.name}: {note}", stacklevel=3)
+            warn(f"{found.name}: {note}")
     return found, client
 
 

@@ -57,15 +57,15 @@ def read_request(
     gpus: int | None,
     gpu: str | None,
     per_node: int | None,
-    cluster: Path | None,
     batch: int | None,
     seq: int | None,
     precision: str | None,
-    compiled: bool,
-    memory_gib: float | None,
-    network: float | None,
-    everything: bool,
     fixed: Mapping[str, int] | None = None,
+    cluster: Path | None = None,
+    compiled: bool = False,
+    memory_gib: float | None = None,
+    network: float | None = None,
+    everything: bool = False,
 ) -> Asked:
     """What is planned: for the values that a file gives (an option wins over the file, and a note says so), the rest open.
 
