@@ -200,12 +200,13 @@ def _flat(text: str) -> str:
 
 
 def write() -> None:
-    """docs/model_types.json and docs/model_types.md from what was run."""
+    """docs/model_types.json and docs/model_types.md from what was run here, and what they have of other types with this Transformers."""
     import torch
     import transformers
 
     state: dict[str, Entry] = json.loads(STATE.read_text())
-    types = {}
+    written = json.loads(DATA.read_text()) if DATA.exists() else {}
+    types: dict[str, Entry] = written["types"] if written.get("transformers") == transformers.__version__ else {}
     for name in sorted(state):
         entry = state[name]
         if "subject" not in entry:
@@ -223,7 +224,7 @@ def write() -> None:
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "not_run": sorted(set(model_types()) - set(types)),
-        "types": types,
+        "types": dict(sorted(types.items())),
     }
     DATA.write_text(json.dumps(data, indent=1) + "\n")
     PAGE.write_text(page(data))

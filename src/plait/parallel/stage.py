@@ -1,6 +1,6 @@
 """One pipeline rank's part of a model, in place: the model keeps its own `forward`, and each stage runs the part of it that it owns.
 
-The list of blocks keeps its length. To run a stage, blocks outside of it are replaced by stand-ins for the time of the call: the one
+The list of blocks keeps its length. To run a stage, blocks outside of it are replaced by placeholders for the time of the call: the one
 before the stage returns what arrived from the stage before, the last block of the stage ends the forward. What a model computes before its
 blocks is not known on later stages: it is NaN there, unless the cut says that a stage computes it again. Names of parameters stay; a rank
 has only its own, and in the place of others stands what cannot be used: NaN where the model's code passes over it with values that are not
@@ -20,49 +20,13 @@ from torch import nn
 
 from plait._torch import leave_forward, local_tensor, tree_leaves, tree_map
 from plait.errors import ModelError
-from plait.model.stages import StageCut
+from plait.model.stages import StageCut, stage_at
 from plait.model.unavailable import Unavailable
+from plait.parallel.placeholders import Elsewhere, StageEnd, absent, elsewhere, tail
 from plait.parallel.styles import Region
 
 Run = Callable[[nn.Module], Any]
 """Calls the model on one micro-batch."""
-
-
-class StageEnd(Exception):
-    """Leaves the model's forward after a stage's last block."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__("a pipeline stage ended")
-        self.output = output
-
-
-class _StandIn(nn.Module):
-    """In the place of a block. Other attributes that the model's code reads (a layer's type) are the block's."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        registries = set(self.__dict__)
-        self.__dict__.update({name: value for name, value in vars(block).items() if name not in registries and name != "forward"})
-
-
-class Elsewhere(_StandIn):
-    """A block of another stage."""
-
-    value: Any = None
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.value
-
-
-class _Tail(_StandIn):
-    """The last block of a stage that is not the last."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__(block)
-        self.__dict__["run"] = block.__call__  # the block is no submodule of this: it is registered elsewhere
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageEnd(self.__dict__["run"](*args, **kwargs))
 
 
 @dataclass
@@ -84,7 +48,7 @@ class Stage:
 
 
 @dataclass
-class Placeholder:
+class PassedOver:
     """Stands for a parameter of another stage that the model's code passes over."""
 
     module: nn.Module
@@ -108,7 +72,7 @@ class StagedModel:
     stages: dict[int, Stage]
     region: Region | None
     """What tensor parallelism shares; it knows the length of a sequence that is split over tp."""
-    placeholders: tuple[Placeholder, ...] = field(repr=False)
+    passed_over: tuple[PassedOver, ...] = field(repr=False)
 
     def run(self, stage: Stage, call: Run, received: Any = None, *, length: int = 0) -> Any:
         """Forward of one stage: the model's output on the last, else what its last block returns.
@@ -137,15 +101,15 @@ class StagedModel:
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
         modules.update(stage.view)
         if stage.entrance is not None:
-            stage.entrance.value = received
+            stage.entrance.plait_value = received
             unknown = tree_map(partial(_unknown_like, dense=self.cut.writes), received)
             # What a model makes of an embedding besides (masks) takes its dtype from it.
             dtype = next((t.dtype for t in tree_leaves(received) if isinstance(t, torch.Tensor) and t.is_floating_point()), None)
             for module in stage.before:
-                module.value = unknown
+                module.plait_value = unknown
             if dtype is not None:
-                for placeholder in self.placeholders:
-                    placeholder.set(dtype)
+                for parameter in self.passed_over:
+                    parameter.set(dtype)
             for embedding in stage.unknown:
                 forwards[embedding] = embedding.__dict__.get("forward")
                 embedding.__dict__["forward"] = partial(_unknown_embedding, embedding, embedding.forward, dtype, self.cut.writes)
@@ -155,7 +119,7 @@ class StagedModel:
             modules.update(resident)
             if stage.entrance is not None:
                 for module in (stage.entrance, *stage.before):
-                    module.value = None
+                    module.plait_value = None
                 for embedding, forward in forwards.items():
                     del embedding.__dict__["forward"]
                     if forward is not None:
@@ -171,32 +135,42 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.front
     }
-    placeholders = _drop_parameters(model, cut, set(indices), device)
+    passed_over = _drop_parameters(model, cut, set(indices), device)
     modules = model.get_submodule(cut.container)._modules
+    others: dict[str, Elsewhere] = {}
+    for at, name in enumerate(cut.blocks):
+        stage = stage_at(cut.bounds, at)
+        others[name] = elsewhere(blocks[name]) if stage in indices else absent(blocks[name], partial(_absent, name, stage))
     stages = {}
     for index in indices:
         low, high = cut.bounds[index], cut.bounds[index + 1]
         last = index == cut.stages - 1
-        view = {names[name]: blocks[name] if low <= at < high else Elsewhere(blocks[name]) for at, name in enumerate(cut.blocks)}
+        view = {names[name]: blocks[name] if low <= at < high else others[name] for at, name in enumerate(cut.blocks)}
         if not last:
-            view[names[cut.blocks[high - 1]]] = _Tail(blocks[cut.blocks[high - 1]])
-        others = [view[names[name]] for name in cut.blocks[:low]]
-        stand_ins = tuple(module for module in others if isinstance(module, Elsewhere))
-        entrance = stand_ins[-1] if index else None
+            view[names[cut.blocks[high - 1]]] = tail(blocks[cut.blocks[high - 1]])
+        earlier = tuple(others[name] for name in cut.blocks[:low])
+        entrance = earlier[-1] if index else None
         unknown = tuple(module for name, module in front.items() if index not in cut.recomputed.get(name, ()))
-        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, entrance, stand_ins[:-1], unknown)
+        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, entrance, earlier[:-1], unknown)
     own = {name for stage in stages.values() for name in stage.blocks}
     for name in cut.blocks:
         if name not in own:
-            modules[names[name]] = Elsewhere(blocks[name])
-    return StagedModel(model, cut, stages, region, placeholders)
+            modules[names[name]] = others[name]
+    return StagedModel(model, cut, stages, region, passed_over)
 
 
-def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: torch.device) -> tuple[Placeholder, ...]:
+def _absent(block: str, stage: int, name: str) -> str:
+    return (
+        f"parallel.pp: the model reads {block}.{name} outside of that block, which belongs to stage {stage} and another rank; a pipeline "
+        "stage has the tensors of its own blocks only; use parallel.pp = 1"
+    )
+
+
+def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: torch.device) -> tuple[PassedOver, ...]:
     """Take parameters outside of the blocks that are used on other stages only. Those that an earlier stage uses are NaN here, without
     memory, because the model's code still passes over them; any use of another is an error."""
     begin = max(cut.bounds[stage] for stage in own)
-    placeholders = []
+    passed_over = []
     for name, stages in cut.owners.items():
         if stages & own or any(name.startswith(f"{block}.") for block in cut.blocks):
             continue
@@ -207,8 +181,8 @@ def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: tor
         module._parameters[leaf] = None
         local = local_tensor(parameter.detach())
         if cut.first_use(name) < begin:
-            placeholders.append(Placeholder(module, leaf, local.shape, device))
-            placeholders[-1].set(parameter.dtype)
+            passed_over.append(PassedOver(module, leaf, local.shape, device))
+            passed_over[-1].set(parameter.dtype)
         else:
             where = ", ".join(str(stage) for stage in sorted(stages))
             module.__dict__[leaf] = Unavailable(
@@ -216,7 +190,7 @@ def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: tor
                 "forward of this batch takes another way through the model than the one it was cut by; use parallel.pp = 1",
                 local,
             )
-    return tuple(placeholders)
+    return tuple(passed_over)
 
 
 def _nan(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device, *, dense: bool) -> torch.Tensor:

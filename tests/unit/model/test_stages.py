@@ -153,6 +153,71 @@ class Looks(Net):
         return Result(self.end(hidden, input_ids))
 
 
+class Layer(nn.Module):
+    """A block of which more is read than its output."""
+
+    kind = "full"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.inner.register_buffer("table", torch.ones(8))
+        self.way = self.inner.way = "slow"  # type: ignore[assignment]
+
+    @property
+    def width(self) -> int:
+        return self.inner.out_features
+
+    def set_way(self, way: str) -> None:
+        self.way = way
+        self.inner.way = way  # type: ignore[assignment]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * (1 if self.inner.way == "fast" else 2)
+
+
+class Asks(Net):
+    """Reads attributes, properties, inner modules and shapes of its blocks, and changes a setting by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            if block.way != "fast":
+                block.set_way("fast")
+        for block in self.blocks:
+            assert isinstance(block, Layer) and block.training == self.training
+            hidden = block(hidden) * block.width if block.kind == "full" and block.way == "fast" and block.inner.bias.shape == (8,) else 0
+        return Result(self.end(hidden, input_ids))
+
+
+def test_a_model_reads_more_of_its_blocks_than_their_output() -> None:
+    """big_bird calls a method of each, inkling2_text reads a class's attribute. Tensors of another rank's block are refused by name."""
+    for bounds in ((0, 2, 4), (0, 1, 2, 4)):
+        check(Asks().double(), bounds)
+    model = Asks().double()
+    cut = cut_model(model, find_blocks(model), (0, 1, 2, 3, 4))
+    one = stage_model(copy.deepcopy(model), cut, [0, 3], region=None, device=torch.device("cpu"))
+    arrived = torch.ones(2, 7, 8, dtype=torch.float64)
+    for stage, value in ((0, None), (3, arrived)):
+        one.run(one.stages[stage], lambda model: model(input_ids=TOKENS), value)
+    assert [block.way for block in one.model.blocks] == ["fast"] * 4
+    held = one.model.state_dict()
+    assert not [name for name in (*held, *dict(one.model.named_modules())) if name.startswith(("blocks.1.", "blocks.2."))]
+    assert {"blocks.0.inner.weight", "blocks.3.inner.table"} <= set(held) and one.model.eval().blocks[1].training is False
+    absent = one.model.blocks[1]
+    with pytest.raises(
+        ModelError, match=r"reads blocks\.1\.inner\.weight outside of that block, which belongs to stage 1 and another rank"
+    ):
+        absent.inner(arrived)
+    with pytest.raises(ModelError, match=r"blocks\.1\.inner\.table"):
+        absent.inner.table + 1  # type: ignore[operator]
+    assert copy.deepcopy(one.model).blocks[1].inner.out_features == 8
+
+
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 2, 4), (0, 1, 2, 3, 4)])
 def test_parameters_between_blocks_and_read_twice(bounds: tuple[int, ...]) -> None:
     """Each is on the stages that use it, and NaN or an error elsewhere."""
