@@ -42,6 +42,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 # One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -117,12 +117,7 @@ PIPELINES = [
         PIPELINES,
         strength=1,
         features=lambda world, rank, config: frozenset(
-            {
-                config["parallel"]["pipeline"]["schedule"],
-                config["zero_optimization"]["stage"],
-                str(config["parallel"].get("recompute")),
-                *config["parallel"],
-            }
+            {config["parallel"]["pipeline"]["schedule"], config["zero_optimization"]["stage"], *config["parallel"]}
         ),
         name=lambda world, rank, config: f"rank{rank}-{named(config)}",
     ),

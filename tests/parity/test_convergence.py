@@ -33,6 +33,7 @@ def test_int8_costs_a_language_model_less_than_one_percent(pool: Pool, stage: in
     assert mean(found[-40:]) == pytest.approx(exact(pool), rel=0.01)
 
 
+@pytest.mark.proof
 def test_four_bits_hurt_without_error_feedback(pool: Pool) -> None:
     """Full-batch gradient descent, where a difference is no chance: at equal steps 4 bits are worse without feedback and not with it."""
 

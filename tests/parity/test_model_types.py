@@ -19,9 +19,9 @@ from plait.verify.model_types import LATE, LAYOUTS, PROCESSES, Cell, Small, make
 from tests.pool import Pool, WorkerFailed
 
 ROOT = Path(__file__).parents[2]
-COVER = ("llama", "gpt2", "bart", "gemma2", "mixtral", "mamba", "bloom")
-"""Grouped heads; fused weights transposed, learned positions; a decoder with a norm before its blocks; two kinds of layers and soft caps;
-experts; no attention; interleaved heads with biases."""
+COVER = ("gpt2", "bart", "mixtral", "mamba", "bloom")
+"""Fused weights transposed, learned positions; a decoder with a norm before its blocks; grouped heads, experts; no attention; interleaved
+heads with biases."""
 
 
 @cache

@@ -156,9 +156,8 @@ MOVES = {
 @pytest.mark.parametrize(
     ("states", "move"),
     [
-        ("int8", "2 to 4"),
         ("int8", "tp 2 to 1"),
-        *(pytest.param("int8", move, marks=pytest.mark.proof) for move in ("2 to 1", "1 to tp 2")),
+        *(pytest.param("int8", move, marks=pytest.mark.proof) for move in ("2 to 1", "2 to 4", "1 to tp 2")),
         pytest.param("float8", "2 to 4", marks=pytest.mark.proof),
         pytest.param("bf16", "tp 2 to 1", marks=pytest.mark.proof),
     ],

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,20 @@ def test_kernels_for_many_tensors() -> None:
     halves = [torch.full((2,), 48.0, dtype=torch.float16)]
     _torch.foreach_unscale_(halves, torch.zeros(()), torch.tensor(2.0**-26))
     assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
+
+
+def test_function_modes_that_are_on() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(_torch.function_modes())
+            return func(*args, **(kwargs or {}))
+
+    seen: list[list[Any]] = []
+    assert not _torch.function_modes()
+    with Mode() as mode:
+        assert _torch.function_modes() == [mode]
+        torch.zeros(1).sin()
+    assert seen[-1] == []  # off where it runs itself
 
 
 def test_custom_reduce_scatter() -> None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from plait._torch import TorchDispatchMode, tree_leaves, tree_map
 from plait.errors import ModelError, PlaitError
 from plait.model.facts import tied_names
-from plait.model.without_values import run_without_values
+from plait.model.without_values import Shapes, run_without_values
 
 COMPUTED = 2**20
 """Elements up to which what follows from the batch is computed. Larger values (long masks) are known by shape only."""
@@ -102,6 +102,8 @@ class Skeleton:
     blocks: tuple[str, ...]
     names: dict[int, str]
     """Storage to the first name of the parameter."""
+    shapes: Shapes = field(default_factory=Shapes)
+    """What operators of earlier traces were found to return."""
 
     @classmethod
     def of(cls, model: nn.Module, blocks: Sequence[str]) -> Skeleton:
@@ -297,7 +299,9 @@ class Trace(TorchDispatchMode):
         if self._inside is not None and origin != KNOWN:
             origin = Origin(self._inside)
         known = all(self.has_value(tensor) for tensor in tensors)
-        result, read = run_without_values(func, args, kwargs, known=known, limit=COMPUTED, has_value=self.has_value)
+        result, read = run_without_values(
+            func, args, kwargs, known=known, limit=COMPUTED, has_value=self.has_value, shapes=self.skeleton.shapes
+        )
         if read is not None:
             self.read(tensors[0], shapes=read)
             if self._negate and isinstance(result, bool) and self._inside is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait._torch import tree_leaves, tree_map
+from plait._torch import tree_flatten, tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _CHOOSES = frozenset(
@@ -21,11 +21,12 @@ _INDEXES = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_p
 
 
 def run_without_values(
-    func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, limit: int, has_value: Callable[[torch.Tensor], bool]
+    func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, limit: int, has_value: Callable[[torch.Tensor], bool], shapes: Shapes
 ) -> tuple[Any, bool | None]:
     """The result, and whether values were looked at: None for no, False for a yes or no, True for a number or a choice of elements.
 
-    `known`: all tensors have values. They are computed with where no result has more than `limit` elements.
+    `known`: all tensors have values. They are computed with where no result has more than `limit` elements. `shapes` keeps what operators
+    were found to return.
     """
     if func is _aten._local_scalar_dense.default:
         (tensor,) = args
@@ -41,15 +42,55 @@ def run_without_values(
         args, masks = _without_masks(args, has_value)
         read = True if masks else None
     if known:
-        found = _shapes(func, args, kwargs) if not func._schema.is_mutable else ()
+        found = shapes.of(func, args, kwargs) if not func._schema.is_mutable else ()
         if all(leaf.numel() <= limit for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)):
             return func(*args, **_on("cpu", kwargs)), read
         return found, read
-    return _shapes(func, args, kwargs), read
+    return shapes.of(func, args, kwargs), read
 
 
-def _shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run on `meta`. A tensor elsewhere that is written to is returned as the same object."""
+class Shapes:
+    """What operators return, by shape. Kept, since torch takes a millisecond to find one, and the blocks of a model ask for the same."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result on `meta`. A tensor elsewhere that is written to is returned as the same object."""
+        schema = func._schema
+        if schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns):
+            return _on_meta(func, args, kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        # With their types, since 1, 1.0 and True are equal and give results of three dtypes.
+        key = func, structure, tuple(_described(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf) for leaf in leaves)
+        try:
+            found = self._kept.get(key)
+        except TypeError:  # an argument that cannot be a key
+            return _on_meta(func, args, kwargs)
+        if found is None:
+            result = _on_meta(func, args, kwargs)
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if all(leaf.device.type == "meta" and leaf.storage_offset() == 0 for leaf in made):
+                self._kept[key] = tree_map(lambda leaf: _Described(leaf) if isinstance(leaf, torch.Tensor) else leaf, result)
+            return result
+        return tree_map(lambda leaf: leaf.again() if isinstance(leaf, _Described) else leaf, found)
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.layout, tensor.is_conj(), tensor.is_neg()
+
+
+class _Described:
+    """A result to be made again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+    def again(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     same: dict[int, torch.Tensor] = {}
 
     def on_meta(leaf: Any) -> Any:

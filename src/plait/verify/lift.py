@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch import TorchDispatchMode, tree_leaves
+from plait._torch import TorchDispatchMode, function_modes, tree_leaves
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
@@ -32,8 +32,8 @@ class _StayWide(TorchFunctionMode):
                 return args[0]
             if func in (torch.Tensor.to, torch.Tensor.type_as) and len(args) > 1 and isinstance(args[1], torch.Tensor):
                 return args[0].to(args[1].device) if args[1].dtype in _NARROWER else func(*args, **kwargs)
-            args = tuple(_wide(value) for value in args)
-            kwargs = {name: _wide(value) for name, value in kwargs.items()}
+            args = tuple([_wide(value) for value in args])
+            kwargs = {name: _wide(value) for name, value in kwargs.items()} if kwargs else kwargs
         return func(*args, **kwargs)
 
 
@@ -71,6 +71,8 @@ def _owner(kind: type, name: str) -> type:
 def _staying_wide(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, _StayWide) for mode in function_modes()):  # inside of another module's forward
+            return function(*args, **kwargs)
         with _StayWide():
             return function(*args, **kwargs)
 

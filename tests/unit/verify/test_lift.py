@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from plait._torch import function_modes
 from plait.verify.lift import lifted, roundings
 
 
@@ -35,6 +36,28 @@ def test_a_model_stays_in_float64() -> None:
         assert data.float().dtype == torch.float32, "outside the model's forward a cast is a cast"
         model(data).sum().backward()
     assert roundings(lambda: model(data)), "and afterwards it is as before"
+
+
+def test_modules_inside_of_others() -> None:
+    """One mode for the outermost of them is enough: each more of them was paid for at every operator."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.islands = Islands()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            depths.append(len(function_modes()))
+            out: torch.Tensor = self.islands(x)
+            depths.append(len(function_modes()))
+            return out.float()
+
+    depths: list[int] = []
+    model, data = nn.Sequential(Outer(), Outer()).double(), torch.randn(3, 4, dtype=torch.float64)
+    model[0].islands.register_forward_pre_hook(lambda *_: depths.append(len(function_modes())))
+    with lifted(model):
+        assert not roundings(lambda: model(data))
+    assert set(depths) == {1}
 
 
 def test_float32_models_are_left_alone() -> None:
