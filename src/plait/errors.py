@@ -22,7 +22,8 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        shown = _cut(self.field) if self.value is None else f"{_cut(self.field)} = {_show(self.value)}"
+        field = _cut(self.field) or '""'
+        shown = field if self.value is None else f"{field} = {_show(self.value)}"
         return f"{shown}: {_cut(self.rule, 1500)}; {_cut(self.remedy, 1500)}"
 
 

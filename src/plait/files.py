@@ -1,9 +1,12 @@
-"""Small files that are whole or not there."""
+"""Paths as users write them, folders that can be written, and small files that are whole or not there."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
+
+from plait.errors import InputError
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -19,3 +22,25 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def user_path(text: str | Path, field: str) -> Path:
+    """A path with `~` and `~name` replaced by the home of that user. Raises InputError, naming `field`, where there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise InputError(f"{field} = {str(text)!r}: no user of this machine has that name; write the path in full") from None
+
+
+def require_folder(text: str | Path, field: str) -> Path:
+    """Make a folder unless it is there, and find out that files can be written in it. Raises InputError, naming `field`."""
+    path = user_path(text, field)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".plait-"):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        rule = "is a file" if path.is_file() else f"no file can be written there ({why})"
+        raise InputError(f"{field} = {str(text)!r}: {rule}; name a folder that can be written") from None
+    return path

@@ -17,6 +17,7 @@ import typer
 from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
 from plait.errors import InputError
+from plait.observe.files import require_writable
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,6 +56,7 @@ def calibrate(
     from plait.cli import launch
     from plait.cluster.topology import default_processes, place
 
+    require_writable("--out", out, make_folder=True)
     if table is not None:
         if nproc_per_node is not None:
             raise InputError("--nproc-per-node: with a table nothing is measured here; leave one of the two out")

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.options import Json, Set
+from plait.cli.options import MOST, Json, Set
 from plait.config.degrees import processes
 from plait.config.explain import Explanation, explain
 from plait.config.json_schema import json_schema
@@ -31,7 +31,7 @@ def explain_command(
     source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file; or, after `--`, Megatron's flags.")],
     overrides: Set = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of processes. Default: run.processes, or as few as the degrees allow.")
+        int | None, typer.Option(min=1, max=MOST, help="Number of processes. Default: run.processes, or as few as the degrees allow.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -27,6 +27,7 @@ from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort,
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem
+from plait.files import require_folder
 
 app = typer.Typer(add_completion=False)
 
@@ -100,6 +101,10 @@ def launch(
     is returned. Ctrl-C and SIGTERM reach every rank once, which then has --grace seconds to end; a second one stops all at once.
     """
     command = _command(script or [], module)
+    if log_dir is not None:
+        require_folder(log_dir, "--log-dir")
+    if master_port is not None and not 1 <= master_port <= 65535:
+        raise ConfigError(Problem("--master-port", master_port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"))
     minimum, maximum = parse_nodes(nnodes or "1")
     nproc = parse_processes(nproc_per_node, gpus=default_processes, cores=cpu_count)
     _refuse_contradictions(
@@ -208,12 +213,19 @@ def _start_hosts(there: remote.Remote, *, ssh: bool) -> int:
 
 def _command(arguments: Sequence[str], module: bool) -> list[str]:
     """What the ranks run. A missing script is refused here, before any process starts."""
-    if not arguments:
+    if not arguments or not arguments[0]:
         what = "module" if module else "script"
         raise InputError(f"no {what} to launch; write `plait launch {'-m module' if module else 'script.py'}` and its arguments after it")
-    if not module and not Path(arguments[0]).is_file():
+    if not module and not _is_file(arguments[0]):
         raise InputError(f"{arguments[0]}: no such script; name a Python file, or use -m for a module")
     return ["-m", *arguments] if module else list(arguments)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _refuse_contradictions(beside_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool) -> None:

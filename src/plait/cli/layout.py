@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.options import PROCESSES, Json, Nnodes, Set
+from plait.cli.options import MOST, PROCESSES, Json, Nnodes, Set
 from plait.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def layout(
     ] = None,
     nnodes: Nnodes = 1,
     nproc_per_node: Annotated[
-        int | None, typer.Option(*PROCESSES, min=1, help="Devices of a machine. [default: as many as the layout needs]")
+        int | None, typer.Option(*PROCESSES, min=1, max=MOST, help="Devices of a machine. [default: as many as the layout needs]")
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nnodes and --nproc-per-node.")] = None,
     override: Set = None,
@@ -51,6 +51,10 @@ def layout(
     from plait.verify.choose import fields_of
     from plait.verify.subject import transformers_model
 
+    if cluster is not None and (nnodes != 1 or nproc_per_node is not None):
+        raise InputError(f"--cluster {cluster}: says the machines; leave --nnodes and --nproc-per-node out")
+    if sequence_length is not None and not peak:
+        raise InputError(f"--sequence-length {sequence_length}: says for which samples --peak is found; add --peak, or leave it out")
     config = load(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
@@ -87,6 +91,10 @@ def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: i
     if cluster is not None:
         return load(cluster)
     each = devices or max(1, -(-least // nodes))
+    if nodes * each > MOST_SHOWN:
+        raise InputError(
+            f"--nnodes {nodes} x --nproc-per-node {each}: {nodes * each:,} devices, and at most {MOST_SHOWN:,} are shown; give fewer"
+        )
     return Topology(tuple(Node(f"node{index}", each) for index in range(nodes)), "cuda")
 
 
@@ -223,6 +231,8 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
         _table(console, columns, rows)
 
 
+MOST_SHOWN = 2**17
+"""Devices, each of which is a row of what is computed here."""
 _FIRST, _CELLS = 6, 8
 """Machines, and devices of a machine, that are shown one by one."""
 

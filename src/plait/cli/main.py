@@ -6,12 +6,14 @@ error, without a traceback, and its exit code is returned.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -79,13 +81,65 @@ def _plait(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit: 0, 2 for a wrong command line or configuration, or what the verb returns."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):  # a name or a value that the terminal cannot show is escaped and ends nothing
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        typer.main.get_command(app).main(args=None if arguments is None else list(arguments), prog_name="plait")
+        code = typer.main.get_command(app).main(args=given, prog_name="plait", standalone_mode=False)
+        sys.stdout.flush()
     except PlaitError as error:
         print("\n".join(f"plait: {line}" for line in str(error).splitlines()), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as end:  # rich and typer end so where standard output is closed
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        _leave_stdout(end.__context__)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        _leave_stdout(error)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        _refuse_command_line(error, given)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_stdout(error: OSError) -> NoReturn:
+    """Whoever read standard output is gone, as with `| head -1`, or there is no room for it. Python would tell that again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        sys.exit(128 + signal.SIGPIPE)
+    print(f"plait: standard output cannot be written ({error.strerror})", file=sys.stderr)
+    sys.exit(1)
+
+
+def _refuse_command_line(error: Any, given: Sequence[str]) -> NoReturn:
+    """Tell what typer found wrong with the command line, in the form of every other message."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(context.get_help(), end="")
+        sys.exit(error.exit_code)
+    rule = error.format_message().rstrip(".")
+    names = list(getattr(parameter, "opts", ()))
+    if names and type(error).__name__ == "BadParameter":
+        rule = str(error.message).rstrip(".").replace("Input should be", "must be").replace("Value error, ", "")
+        option = any(name.startswith("-") for name in names)
+        if not option:  # which of the arguments it was, typer does not say
+            rule = ", ".join([rule, *(f"{token[:100]!r}" for token in given if "\0" in token)])
+        rule = f"{names[0] if option else parameter.metavar or names[0]}{_given_to(names, given) if option else ''}: {rule}"
+    print(f"plait: {rule}; see `{context.command_path if context is not None else 'plait'} --help`", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _given_to(names: Sequence[str], given: Sequence[str]) -> str:
+    """` = '0'`, what stands after an option on the command line."""
+    found = ""
+    for token, following in zip(given, [*given[1:], ""], strict=True):
+        name, equals, value = token.partition("=")
+        if _with_dashes(name) in names:
+            found = f" = {(value if equals else following)[:100]!r}"
+    return found

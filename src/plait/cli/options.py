@@ -10,6 +10,9 @@ from typing import Annotated
 
 import typer
 
+MOST = 2**20
+"""Processes or machines: more than anybody has."""
+
 PROCESSES = ("--nproc-per-node", "--num-gpus")
 """DeepSpeed's launcher has the second name."""
 NODES = ("--nnodes", "--num-nodes")
@@ -19,10 +22,10 @@ MEETING = "Several machines"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on standard output.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")]
 Nproc = Annotated[
-    int | None, typer.Option(*PROCESSES, min=1, help="Processes to start on this machine. [default: one a GPU; without GPUs two]")
+    int | None, typer.Option(*PROCESSES, min=1, max=MOST, help="Processes to start on this machine. [default: one a GPU; without GPUs two]")
 ]
-Nnodes = Annotated[int, typer.Option(*NODES, min=1, help="Machines, all alike.")]
-NodesOfRun = Annotated[int, typer.Option(*NODES, min=1, help="Machines; the same command runs on each.", rich_help_panel=MEETING)]
+Nnodes = Annotated[int, typer.Option(*NODES, min=1, max=MOST, help="Machines, all alike.")]
+NodesOfRun = Annotated[int, typer.Option(*NODES, min=1, max=MOST, help="Machines; the same command runs on each.", rich_help_panel=MEETING)]
 NodeRank = Annotated[int | None, typer.Option(help="Which of them this is, from 0; with --master-addr.", rich_help_panel=MEETING)]
 MasterAddr = Annotated[str | None, typer.Option(help="The machine with rank 0, as the others reach it.", rich_help_panel=MEETING)]
 MasterPort = Annotated[int | None, typer.Option(help="A free port there. [default: 29500]", rich_help_panel=MEETING)]
@@ -30,4 +33,4 @@ RdzvEndpoint = Annotated[
     str | None, typer.Option(help="HOST:PORT where machines meet and number themselves; the same on all.", rich_help_panel=MEETING)
 ]
 RdzvId = Annotated[str | None, typer.Option(help="Name of the job, where several meet at one endpoint.", rich_help_panel=MEETING)]
-WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, help="Processes of all machines.")]
+WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, max=MOST, help="Processes of all machines.")]

@@ -86,7 +86,7 @@ def plan(
             rich_help_panel=_ANSWER,
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.", rich_help_panel=_ANSWER)] = 5,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to show.", rich_help_panel=_ANSWER)] = 5,
     everything: Annotated[
         bool, typer.Option("--all", help="Also price what this version does not run; nothing is then written.", rich_help_panel=_ANSWER)
     ] = False,
@@ -166,11 +166,17 @@ def _check_files(file: Path | None, out: Path | None, report: Path | None, trace
         if force:
             raise InputError("--force: says that --out may replace a file; add --out, or leave it out")
         return
+    if out.suffix != ".json":
+        raise InputError(f"--out {out}: the configuration is written as JSON; give a name that ends in .json")
     if everything:
         raise InputError("--out: with --all the best layout may be one that this version does not run; leave one of the two out")
     from plait.planner.output import is_own
 
-    if out.exists() and not force and not is_own(out):
+    try:
+        exists = out.exists()
+    except OSError as error:
+        raise InputError(f"--out {out}: cannot be written ({error.strerror})") from None
+    if exists and not force and not is_own(out):
         again = " and is what is planned for" if file is not None and file.exists() and out.samefile(file) else ""
         raise InputError(
             f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name, or add --force to replace it"

@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from plait.cli.options import Json
+from plait.errors import InputError
 from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _PIPE_WIDTH = 200
+_MOST_ACTIONS = 2**20
 
 
 @app.command()
@@ -51,6 +53,11 @@ def schedule(
         return
     require_writable("--svg", svg)
     require_writable("--trace", trace)
+    if pp * microbatches * (stages_per_rank or 2) > _MOST_ACTIONS:
+        raise InputError(
+            f"--pp {pp} x --microbatches {microbatches}: {pp * microbatches:,} boxes, and at most {_MOST_ACTIONS // 2:,} can be drawn; "
+            "give fewer"
+        )
     table = make_schedule(name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank)
     durations = even(table, forward=forward, input=input_, weight=weight, send=send)
     timeline = simulate(table, durations)

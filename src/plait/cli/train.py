@@ -18,6 +18,7 @@ import typer
 from plait.cli.options import MasterAddr, MasterPort, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set
 from plait.cluster.launchers import claim
 from plait.errors import ConfigError, InputError, PlaitError, Problem
+from plait.files import user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,7 +160,7 @@ def _check(config: Config, *, world_size: int, console: Console, fresh: bool = F
     from plait.train.session import check
 
     given = config.data.cache if config.data is not None else None
-    cache = Path(given).expanduser() if given else default_cache()
+    cache = user_path(given, "data.cache") if given else default_cache()
     return check(config, world_size=world_size, cache=cache, fresh=fresh, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 

@@ -7,6 +7,7 @@ machines) each process runs the layout and rank 0 judges. Not here: what is comp
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import sys
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.options import PROCESSES, Json, Set
+from plait.cli.options import MOST, PROCESSES, Json, Set
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, place
 from plait.errors import InputError
@@ -73,7 +74,8 @@ def verify(
     ] = None,
     set_: Set = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option(*PROCESSES, min=1, help="By default what FILE's degrees need, two for every degree it leaves open.")
+        int | None,
+        typer.Option(*PROCESSES, min=1, max=MOST, help="Default: what FILE's degrees need, 2 for each open one."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
@@ -98,9 +100,9 @@ def verify(
     """
     from plait.verify.run import judge, run_watched
 
-    if tolerance is not None and not tolerance > 0:
+    if tolerance is not None and not 0 < tolerance < math.inf:
         raise InputError(f"--tolerance {tolerance}: not a positive number; use for example 1e-10")
-    if not timeout > 0:
+    if not 0 < timeout < math.inf:
         raise InputError(f"--timeout {timeout}: not a positive number of seconds; use for example 600")
     if device is Device.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks

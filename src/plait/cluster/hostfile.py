@@ -12,7 +12,9 @@ from pathlib import Path
 
 from plait.errors import ConfigError, InputError, Problem
 
-_LINE = re.compile(r"(?P<name>[^\s#=]+)\s+slots\s*=\s*(?P<slots>\d+)")
+MOST_SLOTS = 2**16
+"""Of a machine."""
+_LINE = re.compile(r"(?P<name>[^\s#=-][^\s#=]*)\s+slots\s*=\s*(?P<slots>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,9 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
         if not content:
             continue
         match = _LINE.fullmatch(content)
-        if match is None or int(match["slots"]) == 0:
-            problems.append(
-                Problem(f"{source}:{number}", content, "not `name slots=N` with N at least 1", "write for example `node1 slots=8`")
-            )
+        if match is None or not 1 <= int(match["slots"]) <= MOST_SLOTS:
+            rule = f"not `name slots=N` with N from 1 to {MOST_SLOTS}"
+            problems.append(Problem(f"{source}:{number}", content, rule, "write for example `node1 slots=8`"))
         elif match["name"] in hosts:
             problems.append(
                 Problem(f"{source}:{number}", content, f"{match['name']} is named twice", "give each machine one line with all its slots")
@@ -99,7 +100,7 @@ def _filter(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, tuple[
         if name not in known:
             problems.append(Problem(option, part, f"{name!r} is not in the hostfile", f"use {', '.join(sorted(known)[:8])}"))
             continue
-        if not re.fullmatch(r"\d+(,\d+)*", numbers) if colon else False:
+        if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", numbers) if colon else False:
             problems.append(Problem(option, part, "not slot numbers after the colon", f"write for example `{name}:0,1`"))
             continue
         slots = tuple(sorted({int(number) for number in numbers.split(",")})) if colon else known[name]

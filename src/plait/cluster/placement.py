@@ -42,7 +42,7 @@ def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
                 f"use a product of degrees of {topology.world_size}",
             )
         )
-    nodes = [node_of(rank, topology) for rank in range(layout.world_size)]
+    nodes = [index for index, node in enumerate(topology.nodes) for _ in range(node.devices)]
     found = []
     for axis in AXES:
         if getattr(layout, axis) == 1:

@@ -30,3 +30,19 @@ Count = Annotated[Whole, Field(ge=0)]
 """0, 1, 2, ..."""
 Steps = Annotated[Whole, Field(ge=1)]
 """1, 2, ..."""
+
+
+def _place(value: object) -> object:
+    if isinstance(value, str):
+        if not value.strip():
+            raise PydanticCustomError("place", "the name of a file or folder, and this one is empty; write one, or leave the key out")
+        if len(value.encode()) >= LONGEST_PATH or any(len(part.encode()) > LONGEST_NAME for part in value.split("/")):
+            numbers = {"part": LONGEST_NAME, "path": LONGEST_PATH - 1}
+            raise PydanticCustomError("place", "a path of at most {path} bytes, {part} between two slashes; shorten it", numbers)
+    return value
+
+
+LONGEST_NAME, LONGEST_PATH = 255, 4096
+"""Bytes of a name in a folder, and of a path with its end mark: Linux's."""
+Place = Annotated[str, BeforeValidator(_place)]
+"""A file or folder, by a name that one can have."""

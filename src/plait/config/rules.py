@@ -38,12 +38,19 @@ def tell(error: ErrorDetails) -> tuple[str, str]:
             return "an object", "write {...}"
         case "too_short":
             return f"at least {context['min_length']} long", "add to it"
+        case "missing":
+            return "longer by at least one value", "add what is missing"
+        case "too_long":
+            return f"at most {context['max_length']} long", "shorten it"
         case "string_too_short":
             return "some text", "write a text"
         case "union_tag_invalid":
             return "one of what is known", "correct it"
         case "literal_error":
             return str(context["expected"]), _nearest_literal(error["input"], str(context["expected"]))
+        case "place":
+            rule, _, remedy = error["msg"].rpartition("; ")
+            return rule, remedy
         case _:
             return error["msg"][:1].lower() + error["msg"][1:], "correct it"
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from plait.cluster.nccl import Algorithms, Protocols
-from plait.config.numbers import LARGEST, MOST_PROCESSES
+from plait.config.numbers import LARGEST, MOST_PROCESSES, Place
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.provenance import Provenance
 from plait.config.sections import DataSection, ModelSection, RunSection
@@ -115,7 +115,7 @@ class OffloadOptimizerSection(Policy):
     pieces during the step; not for GPUs in this release."""
     pin_memory: bool = True
     """cpu: pin the host memory, so that copies run beside the computation."""
-    nvme_path: str | None = None
+    nvme_path: Place | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
     """nvme: pieces of the states that are in memory at once: those that arrive, one computed, those that leave."""
@@ -133,7 +133,7 @@ class OffloadParamSection(Policy):
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu". nvme: in files in `nvme_path`, read ahead
     of the block that is gathered next and given back after; not for GPUs in this release."""
-    nvme_path: str | None = None
+    nvme_path: Place | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
     """nvme: buffers in memory; together they hold the shards of the block that is gathered and of those that are read ahead."""
@@ -212,7 +212,7 @@ class ActivationOffloadSection(Policy):
     """The share of blocks that do, from the first one on: their backward comes last, so there is most time for the way out and back."""
     device: Literal["cpu", "disk"] = "cpu"
     """cpu: pinned host memory, for GPUs. disk: files in `path`."""
-    path: str | None = None
+    path: Place | None = None
     """disk: a folder on a fast local disk."""
 
 
@@ -266,7 +266,7 @@ class ParallelSection(Policy):
     measure_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), Number] = 1.0
     """About how long "auto" in all_reduce measures the links of the run's own processes when it starts, where they share no memory and
     links names no file. 0: it does not, and decides by the machines."""
-    links: str | None = None
+    links: Place | None = None
     """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
     compress_gradients: Compressions = "none"
     """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from plait.config.numbers import MOST_PROCESSES, Fraction, NotNegative, Whole
+from plait.config.numbers import MOST_PROCESSES, Fraction, NotNegative, Place, Whole
 from plait.policy import Policy
 
 MOST_TOKENS = 2**31 - 1
@@ -23,7 +23,7 @@ class ModelSection(Policy):
     config: dict[str, Any] | None = None
     """A Transformers model configuration: `model_type` and any of its fields. Weights are initialised from `run.seed`, the same on
     every layout. `vocab_size` follows the tokenizer when it is left out."""
-    path: str | None = None
+    path: Place | None = None
     """A folder with `config.json` and safetensors weights, or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """The type of the parameters that the optimizer updates. The type of the computation is set by `bf16` or `fp16`."""
@@ -43,7 +43,7 @@ class DataSection(Policy):
     source: Literal["python-stdlib", "files", "jsonl", "datasets"] = "python-stdlib"
     """`python-stdlib`: the sources of the running Python, which every machine has. `files`: text files, one document each. `jsonl`:
     one JSON object a line, its text in `field`. `datasets`: a Hugging Face data set."""
-    paths: tuple[str, ...] = ()
+    paths: tuple[Place, ...] = ()
     """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken from the working folder. For
     `datasets`, one folder written by `save_to_disk` or one name on the hub."""
     field: str = "text"
@@ -52,7 +52,7 @@ class DataSection(Policy):
     """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
     split: str = "train"
     """Which split of a data set to read. Validation text is held out of it, see `validation_fraction`."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """A folder, a `tokenizer.json` or a hub name. Left out: the tokenizer in `model.path`; for a model from scratch, a byte-level BPE
     with `vocab_size` entries, trained on the training text and cached."""
     vocab_size: Annotated[Whole, Field(ge=257, le=MOST_TOKENS)] = 8192
@@ -61,7 +61,7 @@ class DataSection(Policy):
     """Tokens in a training sequence. Documents are joined with an end-of-text mark between them and cut to this length."""
     validation_fraction: Fraction = 0.02
     """The share of documents held out for validation, chosen by a hash of each document: the same on every machine and in every run."""
-    cache: str | None = None
+    cache: Place | None = None
     """Where trained tokenizers and tokenised text are kept. Left out: `$PLAIT_CACHE`, or `~/.cache/plait`."""
 
     @model_validator(mode="after")
@@ -93,7 +93,7 @@ class SampleSection(Policy):
 class RunSection(Policy):
     """How long the run is, what it writes, and how often."""
 
-    folder: str = "runs/plait"
+    folder: Place = "runs/plait"
     """Where metrics, checkpoints, tokenizer and the resolved configuration are written. The same folder resumes."""
     steps: Annotated[Whole, Field(ge=1)] = 1000
     """Optimizer steps in the whole run."""
@@ -114,7 +114,7 @@ class RunSection(Policy):
     """How many checkpoints stay in the folder."""
     sample: SampleSection | None = None
     """A text written by the model at the end. Left out: none."""
-    history: str | None = None
+    history: Place | None = None
     """A file (.jsonl) to which a run of a plan adds the step and the memory that it measured, for `plait plan --calibrate FILE`. Left out:
     they are compared with the plan and not kept."""
 

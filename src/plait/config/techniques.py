@@ -11,10 +11,12 @@ from typing import Literal
 from plait.cluster.layout import Layout
 from plait.comm.algorithms import Name
 from plait.config.batch import CALLERS, MICRO, Batch
+from plait.config.names import instead
 from plait.config.optimization import OptimizerSpec
 from plait.config.parts import Findings, described
 from plait.config.schema import Config
 from plait.errors import ConfigError, Problem
+from plait.parallel import selective
 from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel
@@ -82,6 +84,9 @@ def pipeline(found: Findings, solved: Layout) -> Pipeline:
         schedule = "interleaved-1f1b" if several else "1f1b"
         if several:
             found.sources["parallel.pipeline.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
+    if schedule not in SCHEDULES:
+        rule = "is no schedule of a pipeline that Plait runs"
+        found.problems.append(Problem("parallel.pipeline.schedule", schedule, rule, instead(schedule, SCHEDULES)))
     return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
 
 
@@ -262,6 +267,7 @@ def recompute(found: Findings) -> Recompute:
     partition, name = found.config.activation_checkpointing.partition_activations, "activation_checkpointing.partition_activations"
     found.sources[name] = found.config.origin(name)
     problems = []
+    selective.kept(section.keep)
     if mode == "budget" and section.budget_gib is None:
         problems.append(Problem(f"{path}.mode", "budget", "no budget is given", f"set {path}.budget_gib"))
     if mode != "budget" and section.budget_gib is not None:

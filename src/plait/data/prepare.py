@@ -62,7 +62,7 @@ def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say
         train, validation = train[: max(kept, 0)], train[max(kept, 0) :]
         note = f"the last {100 * share:.3g} % of the text, as no whole document was chosen"
     if len(train) < 2:
-        raise InputError(f"{corpus.description}: holds {len(train)} training tokens; name more text in data.paths")
+        raise InputError(f"{corpus.place}: holds {len(train)} training tokens; name more text")
     padding = int(tokenizer.eos_token_id)
     return Prepared(
         description=corpus.description,

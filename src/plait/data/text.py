@@ -19,6 +19,7 @@ from typing import Any
 from plait.config.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.errors import InputError
+from plait.files import user_path
 
 _READ_BYTES = 1 << 20
 
@@ -31,6 +32,8 @@ class Corpus:
     """For a person: `the Python 3.11.7 standard library, 674 files`."""
     fingerprint: str
     """Equal exactly for equal documents in the same order."""
+    place: str
+    """For messages: the setting that names the text, and its value."""
     documents: Callable[[], Iterator[str]]
 
 
@@ -41,11 +44,12 @@ def open_corpus(section: DataSection, *, cache: Path) -> Corpus:
     if section.source == "datasets":
         return _dataset(section, cache)
     files = find_files(section.paths, suffixes=(".jsonl",) if section.source == "jsonl" else (".txt", ".md"))
+    place = f"data.paths = {json.dumps(section.paths)}"
     fingerprint = _remembered(cache, [(str(file), file) for file in files], lambda: digest(_chunks(files)))
     if section.source == "files":
-        return Corpus(f"{_counted(files)} of text", fingerprint, lambda: (_read(file) for file in files))
+        return Corpus(f"{_counted(files)} of text", fingerprint, place, lambda: (_read(file) for file in files))
     name = digest([fingerprint, section.field])
-    return Corpus(f"{_counted(files)} of JSON lines", name, lambda: _json_lines(files, section.field))
+    return Corpus(f"{_counted(files)} of JSON lines", name, place, lambda: _json_lines(files, section.field))
 
 
 def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Path]:
@@ -55,7 +59,7 @@ def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Pat
     """
     found: set[Path] = set()
     for path in paths:
-        place = Path(path).expanduser()
+        place = user_path(path, "data.paths")
         if place.is_dir():
             here = [file for suffix in suffixes for file in place.rglob(f"*{suffix}") if file.is_file()]
             rule = f"has no file that ends in {' or '.join(suffixes)}; name the files with a glob such as {place / '**' / '*.*'}"
@@ -111,6 +115,8 @@ def _json_lines(files: list[Path], field: str) -> Iterator[str]:
 def _field_of(line: bytes, field: str, *, where: str) -> str:
     try:
         row: Any = json.loads(line)
+    except RecursionError:
+        raise InputError(f"{where}: is nested too deeply; each line of a JSONL file is one JSON object") from None
     except ValueError as error:
         raise InputError(f"{where}: not valid JSON ({error}); each line of a JSONL file is one JSON object") from error
     if not isinstance(row, dict):
@@ -121,7 +127,17 @@ def _field_of(line: bytes, field: str, *, where: str) -> str:
         raise InputError(
             f"{where}: {field!r} holds a {type(row[field]).__name__} and not a string; set data.field to the field with the text"
         )
+    if (half := _half_of_a_character(row[field])) is not None:
+        raise InputError(f"{where}: {field!r} holds {half}, half of a character (a lone surrogate); correct the line, or leave it out")
     return str(row[field])
+
+
+def _half_of_a_character(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start])
+    return None
 
 
 def _standard_library() -> Corpus:
@@ -134,7 +150,7 @@ def _standard_library() -> Corpus:
     # Encodings are declared in the first lines of a source file, so these are opened the way Python does.
     texts = [_source(root / name) for name in names]
     description = f"the standard library of Python {platform.python_version()}, {len(names):,} files"
-    return Corpus(description, digest(texts), lambda: iter(texts))
+    return Corpus(description, digest(texts), 'data.source = "python-stdlib"', lambda: iter(texts))
 
 
 def _source(file: Path) -> str:
@@ -156,7 +172,12 @@ def _dataset(section: DataSection, cache: Path) -> Corpus:
 
     files = [(f"{file['filename']}\0{section.field}\0{section.split}", Path(file["filename"])) for file in data.cache_files]
     fingerprint = _remembered(cache, files, lambda: digest(documents())) if files else digest(documents())
-    return Corpus(f"the data set {Path(name).name}, split {section.split}, {len(data):,} rows", fingerprint, documents)
+    return Corpus(
+        f"the data set {Path(name).name}, split {section.split}, {len(data):,} rows",
+        fingerprint,
+        f"data.paths = {json.dumps(section.paths)}",
+        documents,
+    )
 
 
 def _load_dataset(section: DataSection) -> Any:
@@ -164,7 +185,7 @@ def _load_dataset(section: DataSection) -> Any:
         import datasets
     except ImportError as error:
         raise InputError('data.source = "datasets": the package datasets is not installed; run `pip install datasets`') from error
-    name, folder = section.paths[0], Path(section.paths[0]).expanduser()
+    name, folder = section.paths[0], user_path(section.paths[0], "data.paths")
     try:
         if not any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
             return datasets.load_dataset(name, section.subset, split=section.split)

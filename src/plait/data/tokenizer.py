@@ -14,6 +14,7 @@ from plait.config.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.text import Corpus
 from plait.errors import InputError
+from plait.files import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ def _training_text(corpus: Corpus, fraction: float) -> Iterator[str]:
             empty = empty and not document
             yield document
     if empty:
-        raise InputError(f"{corpus.description}: there is no text to train on; correct data.paths, or lower data.validation_fraction")
+        raise InputError(f"{corpus.place}: there is no text to train on; name more, or lower data.validation_fraction")
 
 
 def is_path(name: str) -> bool:
@@ -75,7 +76,7 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, a `tokenizer.json`, or on the hub. Raises InputError when it cannot be used."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    name, path = str(place), Path(place).expanduser()
+    name, path = str(place), user_path(place, "data.tokenizer")
     if is_path(name) and not path.exists():
         raise InputError(f"data.tokenizer = {name!r}: there is no such file or folder; name a folder with a tokenizer or a tokenizer.json")
     tokenizer: PreTrainedTokenizerBase

@@ -7,10 +7,11 @@ the nearest one that exists.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from plait.errors import ConfigError, InputError, Problem
 
@@ -61,12 +62,65 @@ def described_config(fields: Mapping[str, Any], *, follow: Mapping[str, Any]) ->
     kind = fields["model_type"]
     known = known_fields(CONFIG_MAPPING[kind])
     written = {name: value for name, value in fields.items() if name != "model_type"}
+    values = {name: value for name, value in follow.items() if name in known} | written
+    check_sizes(values, "model.config.")
+    _check_padding(values)
     try:
-        return AutoConfig.for_model(kind, **({name: value for name, value in follow.items() if name in known} | written))
+        config = AutoConfig.for_model(kind, **values)
     except Exception as error:  # each configuration class validates in its own way
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         rule = lines[-1] if lines else type(error).__name__
         raise ConfigError(Problem("model.config", None, f"Transformers refuses it: {rule}", "correct the field it names")) from error
+    check_sizes(config.to_dict(), "model.config.")
+    return config
+
+
+_LARGEST = 2**31 - 1
+_SIZES = (
+    "hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_attention_heads", "n_head",
+    "n_heads", "num_key_value_heads", "intermediate_size", "head_dim", "vocab_size", "max_position_embeddings", "n_positions",
+)  # fmt: skip
+"""Fields that count something a model has at least one of, as architectures name them."""
+_SHARES = ("dropout", "_pdrop", "dropout_prob", "layerdrop")
+"""Endings of the names of fields that are a probability."""
+
+
+def check_sizes(fields: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for every number that no model can have: a size below 1, a dropout of 7, 4 heads over 3 groups. Transformers builds
+    such models, which fail later or train without their layers. `where` stands before the name of a field in the message."""
+    if problems := list(_wrong_sizes(fields, where)):
+        raise ConfigError(*problems)
+
+
+def _wrong_sizes(fields: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    for name, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        shown = f"{where}{name}"
+        if name in _SIZES and not 1 <= value <= _LARGEST:
+            yield Problem(shown, value, f"must be 1 to {_LARGEST}", "use a size that a model can have")
+        elif name.endswith(_SHARES) and not 0 <= value <= 1:
+            yield Problem(shown, value, "is a probability, from 0 to 1", "use for example 0.1")
+        elif isinstance(value, float) and not math.isfinite(value) and name.endswith(("_eps", "epsilon", "_theta", "_range")):
+            yield Problem(shown, value, "must be a finite number", "write one")
+        elif name == "rope_theta" and value <= 0:
+            yield Problem(shown, value, "is the base of rotary positions, which is above 0", "use for example 10000")
+    heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if _count(heads) and _count(groups) and heads % groups:
+        rule = f"num_attention_heads is {heads} and {heads} % {groups} = {heads % groups}"
+        works = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
+        yield Problem(f"{where}num_key_value_heads", groups, rule, f"use {works}" if len(works) < 100 else "use a number that divides it")
+
+
+def _check_padding(written: Mapping[str, Any]) -> None:
+    rows, padding = written.get("vocab_size"), written.get("pad_token_id")
+    if _count(rows) and isinstance(padding, int) and padding >= rows:
+        rule = f"the vocabulary has {rows} tokens, from 0 to {rows - 1}"
+        raise ConfigError(Problem("model.config.pad_token_id", padding, rule, "use one of them"))
+
+
+def _count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= _LARGEST
 
 
 def known_fields(config_class: type[PreTrainedConfig]) -> set[str]:

@@ -7,16 +7,19 @@ from pathlib import Path
 from plait.errors import InputError
 
 
-def require_writable(option: str, path: Path | None) -> None:
-    """Find out whether a file can be written before anything takes time; no trace is left of that. Raises InputError."""
+def require_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:
+    """Find out whether a file can be written before anything takes time; no trace is left of that, but with make_folder its folder. Raises
+    InputError."""
     if path is None:
         return
-    if path.is_dir():
-        raise InputError(f"{option} {path}: is a folder; give the name of a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p {path.parent})")
-    existed = path.exists()
     try:
+        if path.is_dir():
+            raise InputError(f"{option} {path}: is a folder; give the name of a file in it")
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.is_dir():
+            raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first (mkdir -p {path.parent})")
+        existed = path.exists()
         with path.open("ab"):
             pass
         if not existed:

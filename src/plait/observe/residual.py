@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.errors import InputError
 from plait.events import Event, RunEnded, StepDone
+from plait.files import user_path
 from plait.planner.history import Measured, append
 from plait.planner.job import SCHEDULES
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
@@ -115,7 +116,7 @@ def residual_of(
             predicted_bytes=plan["memory"]["allocated_bytes"],
         )
         wanted = config.run.history if config.run is not None else None
-        history = Path(wanted).expanduser() if wanted is not None else None
+        history = user_path(wanted, "run.history") if wanted is not None else None
         return Residual(planned, needed_bytes=plan["memory"]["needed_bytes"], history=history, say=say)
     except (OSError, ValueError, KeyError, TypeError) as error:
         say(f"plan    {beside} is not compared with this run: it cannot be read ({type(error).__name__}: {error})")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import nn
+
 from plait.cluster.mesh import Mesh
+from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger
 from plait.parallel.technique import Parts, Technique
@@ -26,6 +32,18 @@ class Compile(Technique):
         for module in targets:
             module.compile(backend=self.backend, mode=self.mode)
         return parts.with_(applied=(*parts.applied, "compile"))
+
+    def check(self) -> None:
+        """Raise ConfigError for a backend or a mode that torch does not have. Compiles nothing."""
+        if not self.enabled:
+            return
+        both: dict[str, Any] = {"backend": self.backend, "mode": self.mode}
+        for name, settings in (("backend", {"backend": self.backend}), ("mode", both)):
+            try:
+                torch.compile(nn.Identity(), **settings)
+            except Exception as error:  # each backend refuses in its own way
+                first = next(iter(str(error).splitlines()), "") or type(error).__name__
+                raise ConfigError(Problem(f"compile.{name}", settings[name], f"torch refuses it: {first}", "correct it")) from error
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Compilation holds no state and sends nothing."""

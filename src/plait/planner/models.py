@@ -18,6 +18,8 @@ from typing import Any
 import yaml
 
 from plait.errors import ConfigError, InputError, Problem
+from plait.files import user_path
+from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
 
 # ---- the table of public models ------------------------------------------------------------------------------------------------------
@@ -132,6 +134,23 @@ _LAYER_NORM = _TWO_MATRICES - {"falcon"}
 _STRUCTURE = {"mamba", "mamba2", "rwkv", "t5", "bart", "bert", "roberta", "vit", "whisper", "clip"}
 
 
+_LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_OTHERS = ("kv_lora_rank", "q_lora_rank", "shared_expert_intermediate_size", "n_shared_experts", *_LATENT, *_LEARNED_POSITIONS.values())
+
+
+def _check_optional(config: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError for sizes that may be left out and are no whole numbers, and for latent attention without its sizes."""
+    names = [name for keys in _OPTIONAL.values() for name in keys] + list(_OTHERS)
+    needed = _LATENT if config.get("kv_lora_rank") else ()
+    problems = [
+        Problem(f"{source}: {name}", config.get(name), "not a whole number", "set one" if name in needed else "set one, or leave it out")
+        for name in dict.fromkeys(names)
+        if (config.get(name) is not None or name in needed) and (type(config.get(name)) is not int or config[name] < 0)
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
     """The shape that a Hugging Face configuration describes; `vocab` is taken where it has none. Raises ConfigError for what is missing
     or does not fit, InputError for an architecture that is no decoder-only language model."""
@@ -154,6 +173,8 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
             found[field] = value
     if problems:
         raise ConfigError(*problems)
+    check_sizes(config, f"{source}: ")
+    _check_optional(config, source)
     optional = {field: next((config[key] for key in keys if config.get(key) is not None), None) for field, keys in _OPTIONAL.items()}
     hidden, heads = found["hidden"], found["heads"]
     if optional["head_dim"] is None and hidden % heads:
@@ -221,7 +242,7 @@ _NOT_FOR_TRAINING = (
 
 def find_model(source: str, *, sequence: int | None = None) -> Model:
     """A name in the table, a config.json, or a folder that holds one. Raises InputError for what is neither."""
-    path = Path(source).expanduser()
+    path = user_path(source, "--model")
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         config = _read(file)

@@ -32,6 +32,9 @@ _WORDS = {
     "recompute": {RECOMPUTE_NAMES[name]: index for index, name in enumerate(RECOMPUTE)},
 }
 """Values with names, as a configuration writes them."""
+_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "offload": (0, 1)}
+_MOST_DIGITS = 9
+"""Of a degree or a count; arrays hold no more."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,17 @@ def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
         if words is not None:
             if value not in words:
                 raise ConfigError(Problem(name, value, "not a value of it", f"use {', '.join(words)}"))
-            found[key] = words[value]
+            number = words[value]
         else:
             if value.lower() in ("true", "false", "yes", "no"):
                 value = str(int(value.lower() in ("true", "yes")))
-            if not value.isdigit():
-                raise ConfigError(Problem(name, value, "not a whole number", "write for example tp=4"))
-            found[key] = int(value)
+            number = int(value) if value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS else -1
+            least, most = _BOUNDS.get(key, (1, 10**_MOST_DIGITS - 1))
+            if not least <= number <= most:
+                raise ConfigError(Problem(name, value, f"not a whole number from {least} to {most}", "write for example tp=4"))
+        if found.get(key, number) != number:
+            raise ConfigError(Problem(name, value, "is asked for a second time, with another value", "keep one of them"))
+        found[key] = number
     return found
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from plait.config.sections import ModelSection
 from plait.data.tokenizer import is_path, vocabulary_size
 from plait.errors import ConfigError, InputError, Problem
+from plait.files import user_path
 from plait.model.described import check_fields, described_config, require_transformers
 from plait.units import dtype_of
 
@@ -41,7 +42,7 @@ def weights_folder(section: ModelSection) -> Path | None:
     """Where the weights named by `section.path` are on this machine, fetched from the hub if need be. None for a model from scratch."""
     if section.path is None:
         return None
-    folder = Path(section.path).expanduser()
+    folder = user_path(section.path, "model.path")
     if not folder.is_dir():
         folder = _fetched(section.path)
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
@@ -92,11 +93,18 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section.dtype))
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(f"model: {config.model_type!r} is not a causal language model of Transformers ({first})") from error
     except Exception as error:  # sizes and numbers that a module cannot have end in whatever it raises
         first = next(iter(str(error).strip().splitlines()), "")[:200]
+        if isinstance(error, KeyError):  # a word that none of its tables has
+            written = {name: value for name, value in (section.config or {}).items() if value == error.args[0]}
+            if written:
+                rule = f"Transformers has no such value for a {config.model_type}"
+                raise ConfigError(
+                    *(Problem(f"model.config.{name}", value, rule, "correct it") for name, value in written.items())
+                ) from error
         rule = f"no {config.model_type} can be built of it ({type(error).__name__}: {first})"
         raise ConfigError(Problem("model.config", None, rule, "correct its sizes")) from error
     identity = {f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE}

@@ -6,6 +6,8 @@ they tell listeners.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from plait.comm import links
 from plait.config.resolve import Config, Resolved, resolve
 from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import Loader, validation_batches
@@ -21,9 +25,13 @@ from plait.data.prepare import Prepared, prepare
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.engine.loss import causal_lm_loss
+from plait.engine.optimizer import build_optimizer
+from plait.engine.schedules import build_scheduler
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
+from plait.files import require_folder, user_path
 from plait.model.blocks import find_blocks
+from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.pipeline import PipelineParts
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
@@ -72,7 +80,9 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     """
     model, data = _sections(config)
     # What the file alone shows comes before the text, which may take minutes to prepare.
-    resolve(config, world_size=world_size)
+    alone = resolve(config, world_size=world_size)
+    refuse_incompatible(Choice(layout=alone.layout, compiled=alone.compile, second_copy=alone.data_parallel.second_copy))
+    alone.compile.check()
     check_model(model)
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
@@ -87,6 +97,9 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         rule = f"one step takes {batch} sequences and the text has {have} of {data.sequence_length} tokens"
         remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
+    check_schedule(resolved)
+    if resolved.data_parallel.links is not None:
+        _check_links(resolved.data_parallel.links)
     identity = {
         **built.identity,
         **prepared.identity,
@@ -95,10 +108,57 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         "optimizer.type": resolved.optimizer.type,
         "run.seed": resolved.seed,
     }
-    folder = RunFolder(Path(resolved.run.folder))
-    if fresh:
-        return Checked(resolved, prepared, built, pipeline, folder, identity, Position(), changes=[])
-    return Checked(resolved, prepared, built, pipeline, folder, identity, folder.position(identity), folder.changes(resolved))
+    folder = RunFolder(user_path(resolved.run.folder, "run.folder"))
+    position, changes = (Position(), []) if fresh else (folder.position(identity), folder.changes(resolved))
+    for field, place in _written(resolved):
+        require_folder(place, field)
+    return Checked(resolved, prepared, built, pipeline, folder, identity, position, changes)
+
+
+def _written(resolved: Resolved) -> Iterator[tuple[str, str]]:
+    """(field, folder) of every folder that the run writes to."""
+    yield "run.folder", resolved.run.folder
+    for field, place in (
+        ("zero_optimization.offload_optimizer.nvme_path", resolved.optimizer_offload.path),
+        ("zero_optimization.offload_param.nvme_path", resolved.parameter_offload.path),
+        ("parallel.activation_offload.path", resolved.activation_offload.path),
+    ):
+        if place is not None:
+            yield field, place
+
+
+def _check_links(path: str) -> None:
+    try:
+        links.load(Path(path))
+    except InputError as error:
+        raise ConfigError(Problem("parallel.links", path, str(error), "or leave it out")) from error
+
+
+def check_schedule(resolved: Resolved) -> None:
+    """Make the schedule of the learning rate for an optimizer of two small parameters, and look at its first steps. Raises ConfigError for
+    one that cannot be made, or whose rates are not 0 or more."""
+    if resolved.scheduler is None:
+        return
+    spec, steps = resolved.scheduler, resolved.run.steps
+    small = {name: nn.Parameter(torch.zeros(*shape)) for name, shape in (("a.weight", (2, 2)), ("a.bias", (2,)))}
+    optimizer = build_optimizer(resolved.optimizer, small.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a schedule that goes on without its optimizer
+        schedule = build_scheduler(spec, optimizer, total_steps=steps)
+        for step in range(1, min(steps, _LOOKED_AT) + 1):
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            if not all(0 <= rate < math.inf for rate in rates):
+                rule = f"{spec.type} makes the learning rate of step {step} {rates[0]:g}, which is not 0 or more"
+                raise ConfigError(Problem("scheduler.params", spec.params, rule, "correct its values"))
+            try:
+                schedule.step()
+            except (ValueError, ArithmeticError, TypeError) as error:
+                rule = f"{spec.type} has no learning rate for step {step + 1} ({error})"
+                raise ConfigError(Problem("scheduler.params", spec.params, rule, "correct its values")) from error
+
+
+_LOOKED_AT = 200
+"""Steps of a schedule."""
 
 
 def _sections(config: Config) -> tuple[ModelSection, DataSection]:

@@ -19,8 +19,9 @@ from torch import nn
 from plait.cluster.layout import Layout
 from plait.config.schema import Config
 from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.files import user_path
 from plait.model.blocks import find_blocks
-from plait.model.described import described_config, require_transformers
+from plait.model.described import check_sizes, described_config, require_transformers
 from plait.planner.models import find_model, named
 from plait.units import DTYPES, format_count
 from plait.verify import shrink
@@ -87,7 +88,7 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
     require_transformers(option)
     from transformers import AutoConfig
 
-    path = Path(source).expanduser()
+    path = user_path(source, option)
     if not path.exists() and named(source) is not None:
         fields: shrink.Fields = described_config(find_model(source).section["config"], follow={}).to_dict()
         return fields
@@ -100,6 +101,7 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
     except Exception as error:  # the hub, the network and each configuration class raise their own
         raise InputError(f"{option} = {source!r}: Transformers cannot read it ({_first_line(error)})") from error
     read: shrink.Fields = config.to_dict()
+    check_sizes(read, f"{option} {source}: ")
     return read
 
 

@@ -37,6 +37,8 @@ SCALE_POWER = 12
 """float16 starts from at most this power of two, so that no step of a short comparison is skipped."""
 LEAST_BUCKET_BYTES = 1024
 
+_MOST_STEPS = 10_000
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -125,6 +127,8 @@ def prepare(
     being told a number, `gpus` how many processes can have one of their own."""
     if steps < 1:
         raise InputError(f"--steps {steps}: at least one step is compared; use 1 or more")
+    if steps > _MOST_STEPS:
+        raise InputError(f"--steps {steps}: every step's data and gradients are kept; use at most {_MOST_STEPS:,}")
     parallel, world, degrees = small_degrees(config, processes, most=most_processes)
     small, rest = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)

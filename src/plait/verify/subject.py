@@ -140,7 +140,14 @@ _WHAT_A_FUNCTION_RETURNS = (
 
 def call_function(path: str) -> tuple[nn.Module, Loss | None, BatchFunction | None]:
     """What `package.module:function` returns, called without arguments. Raises InputError where it cannot be called or returns else."""
-    made = _imported(path)()
+    function = _imported(path)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(f"--model {path}: it is called without arguments ({error}); {_WHAT_A_FUNCTION_RETURNS}") from None
+    except ValueError:  # it is not of Python and has no signature
+        pass
+    made = function()
     if isinstance(made, nn.Module):
         return made, None, None
     if isinstance(made, tuple) and len(made) == 3:
@@ -158,6 +165,8 @@ def _described(made: Any) -> str:
 
 def _imported(path: str) -> Callable[[], Any]:
     name, _, attribute = path.partition(":")
+    if not name or name.startswith(".") or not attribute:
+        raise InputError(f"--model {path}: not package.module:function; write for example mymodels.small:build")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -50,7 +50,7 @@ def test_held_out_text_does_not_train_the_tokenizer(tmp_path: Path) -> None:
 
     held = [document.replace("zebra", "quokka") for document in documents if is_held_out(document.replace("zebra", "quokka"), 0.5)]
     seen = [document for document in documents if not is_held_out(document, 0.5)]
-    corpus = Corpus("made up", "1", lambda: iter([*seen, *held]))
+    corpus = Corpus("made up", "1", "data.paths", lambda: iter([*seen, *held]))
     words = load_tokenizer(trained_tokenizer(corpus, section, cache=tmp_path, say=_silent)).get_vocab()
     assert any("zebra" in word for word in words)
     assert not any("quokka" in word for word in words)

@@ -5,6 +5,7 @@ Pure: no torch, no environment, no network. `check` refuses settings that torchr
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from plait.errors import ConfigError, Problem
 
 DEFAULT_PORT = 29500
+MOST_NODES, MOST_ON_A_MACHINE = 2**20, 4096
 DEFAULT_GRACE_SECONDS = 300
 DEFAULT_TIMEOUT_SECONDS = 900
 
@@ -56,7 +58,7 @@ class Settings:
 
 def parse_nodes(text: str) -> tuple[int, int]:
     """`4` to (4, 4), `2:4` to (2, 4). Raises ConfigError for anything else."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
     if match is None:
         raise ConfigError(Problem("--nnodes", text, "neither a number of machines nor MIN:MAX", "write for example 4 or 2:4"))
     return int(match[1]), int(match[2] or match[1])
@@ -88,19 +90,27 @@ def _numbers(settings: Settings) -> list[Problem]:
     problems = []
     if settings.processes < 1:
         problems.append(Problem("--nproc-per-node", settings.processes, "at least one process runs on a machine", "use 1 or more"))
+    if settings.processes > MOST_ON_A_MACHINE:
+        rule = f"more than {MOST_ON_A_MACHINE:,} processes on one machine"
+        problems.append(Problem("--nproc-per-node", settings.processes, rule, "use fewer"))
     if not 1 <= settings.min_nodes <= settings.max_nodes:
         shown = f"{settings.min_nodes}:{settings.max_nodes}"
         problems.append(Problem("--nnodes", shown, "not 1 <= MIN <= MAX machines", "write for example 2:4"))
+    elif settings.max_nodes > MOST_NODES:
+        problems.append(Problem("--nnodes", settings.max_nodes, f"more than {MOST_NODES} machines", "use fewer"))
     if settings.max_restarts < 0:
         problems.append(Problem("--max-restarts", settings.max_restarts, "cannot be negative", "use 0 to stop at the first failure"))
-    if settings.grace_seconds < 0:
-        problems.append(Problem("--grace", settings.grace_seconds, "cannot be negative", "use 0 to stop the ranks at once"))
-    if settings.timeout_seconds <= 0:
+    if not 0 <= settings.grace_seconds < math.inf:
+        problems.append(Problem("--grace", settings.grace_seconds, "not 0 or more seconds", "use 0 to stop the ranks at once"))
+    if not 0 < settings.timeout_seconds < math.inf:
         problems.append(Problem("--timeout", settings.timeout_seconds, "not a positive number of seconds", "use for example 900"))
     if settings.master_port is not None and not 1 <= settings.master_port <= 65535:
         problems.append(Problem("--master-port", settings.master_port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"))
-    if settings.rdzv_endpoint is not None and not re.fullmatch(r"\S+:\d+", settings.rdzv_endpoint):
-        problems.append(Problem("--rdzv-endpoint", settings.rdzv_endpoint, "not HOST:PORT", f"write for example node1:{DEFAULT_PORT}"))
+    if settings.rdzv_endpoint is not None:
+        match = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint)
+        if match is None or not 1 <= int(match[1]) <= 65535:
+            rule = "not HOST:PORT with a port from 1 to 65535"
+            problems.append(Problem("--rdzv-endpoint", settings.rdzv_endpoint, rule, f"write for example node1:{DEFAULT_PORT}"))
     return problems
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.options import NODES
+from plait.cli.options import MOST, NODES
 from plait.errors import InputError
 
 DEVICES = "The devices"
@@ -17,11 +17,13 @@ Gpu = Annotated[
     str | None, typer.Option(metavar="NAME", help="h100, a100, mi300x and others. [default: this machine's]", rich_help_panel=DEVICES)
 ]
 WorldSize = Annotated[
-    int | None, typer.Option("--world-size", "--gpus", min=1, help="Number of all GPUs. [default: this machine's]", rich_help_panel=DEVICES)
+    int | None,
+    typer.Option("--world-size", "--gpus", min=1, max=MOST, help="Number of all GPUs. [default: this machine's]", rich_help_panel=DEVICES),
 ]
-Nnodes = Annotated[int | None, typer.Option(*NODES, min=1, help="Machines, in place of --world-size.", rich_help_panel=DEVICES)]
+Nnodes = Annotated[int | None, typer.Option(*NODES, min=1, max=MOST, help="Machines, in place of --world-size.", rich_help_panel=DEVICES)]
 NprocPerNode = Annotated[
-    int | None, typer.Option("--nproc-per-node", min=1, help="GPUs of a machine. [default: usual for that GPU]", rich_help_panel=DEVICES)
+    int | None,
+    typer.Option("--nproc-per-node", min=1, max=MOST, help="GPUs of a machine. [default: usual for that GPU]", rich_help_panel=DEVICES),
 ]
 ClusterFile = Annotated[Path | None, typer.Option(help="A cluster file, in place of the counts.", rich_help_panel=DEVICES)]
 MemoryGib = Annotated[float | None, typer.Option(help="Memory of a GPU. [default: the catalogue's]", rich_help_panel=DEVICES)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import InputError
+from plait.files import user_path
 
 
 def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable[[str], None]) -> Path | None:
@@ -31,9 +32,8 @@ def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable
     from plait.planner.output import write
 
     run = told.config.run
-    path = Path(
-        (run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}") + ".planned.json"
-    ).expanduser()
+    beside = run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}"
+    path = user_path(f"{beside}.planned.json", "run.folder")
     if not fresh and _asked(path) == found.raw:
         say(f'{", ".join(asked)}: "auto" was planned before ({path})')
         return path

@@ -77,8 +77,9 @@ def read_request(
 
     options = {"batch": batch, "seq": seq}
     for name, value in options.items():
-        if value is not None and value < 1:
-            raise ConfigError(Problem(f"--{name}", value, f"{_LEAST[name]}", "give 1 or more"))
+        if value is not None and not 1 <= value <= _MOST:
+            rule = _LEAST[name] if value < 1 else f"no plan counts more than {_MOST:,}"
+            raise ConfigError(Problem(f"--{name}", value, rule, "give 1 or more" if value < 1 else "give fewer"))
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise InputError(f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32")
     notes: list[str] = []
@@ -136,6 +137,8 @@ def read_request(
     return Asked(request, dict(found.raw), dict(found.tree), layout | dict(fixed or {}), notes)
 
 
+_MOST = 10**9
+"""Samples of a step or tokens of a sample."""
 _LEAST = {"batch": "a step has at least one sample", "seq": "a sample has at least one token"}
 
 
