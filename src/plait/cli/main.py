@@ -119,7 +119,8 @@ def _leave_stdout(error: OSError) -> NoReturn:
 
 def _refuse_command_line(error: Any, given: Sequence[str]) -> NoReturn:
     """Tell what typer found wrong with the command line, in the form of every other message."""
-    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    context: Any = getattr(error, "ctx", None)
+    parameter: Any = getattr(error, "param", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         print(context.get_help(), end="")
         sys.exit(error.exit_code)
