@@ -50,12 +50,14 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _groups(module: FSDPModule) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """What torch gathers and reduces of one fully sharded unit; torch 2.11 has at most one, under another name."""
+    state: Any = module._get_fsdp_state()
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group][: bool(state._fsdp_param_group)]
 
 
 def _sharded_parameters(module: FSDPModule) -> list[Any]:
-    return [p for group in _groups(module) for p in group.fsdp_params]
+    return [p for group in parameter_groups(module) for p in group.fsdp_params]
 
 
 def shard_buffers(module: FSDPModule) -> list[torch.Tensor]:
@@ -80,7 +82,7 @@ Moment = tuple[str, bool]
 def on_shard_reads(module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
     """Call `before` when a gather of this unit is about to read its shards, and `after` when it has read them. A gather of a unit that is
     whole already, or from other shards (those of a second copy), reads none."""
-    for group in _groups(module):
+    for group in parameter_groups(module):
         _watch_reads(group, before, after)
 
 
@@ -115,7 +117,7 @@ def gather_in_place(
     rank's shards are a part already (`replace_shard_buffers`). For units that are computed in the dtype of their shards.
 
     `begin` is called when a gather starts, `finish` when it is waited for, `give_back` after a reshard outside of training."""
-    group = _groups(module)[0]
+    group = parameter_groups(module)[0]
     for p, whole in zip(group.fsdp_params, wholes, strict=True):
         p.all_gather_outputs = [whole]
         p.free_unsharded_param = lambda: None  # nothing was allocated for it
@@ -182,7 +184,7 @@ def expect_backward(model: nn.Module, output: Any) -> Any:
 def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
     """Run the end of backward for `units` of the sharded root `model`: reduce and free as their flags say. Outside of a backward pass."""
     for unit in units:
-        for group in _groups(unit):
+        for group in parameter_groups(unit):
             group.post_backward()
     model._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -223,7 +225,7 @@ def reduce_unused_parameters(model: nn.Module) -> None:
         setter = getattr(module, "set_reduce_scatter_unused_params", None)
         if setter is not None:
             setter(True, recurse=False)
-        for group in _groups(module) if setter is None else ():  # torch < 2.13
+        for group in parameter_groups(module) if setter is None else ():  # torch < 2.13
             group.post_backward = partial(reduce_with_zeros, group, group.post_backward)
 
 

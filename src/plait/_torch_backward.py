@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import sharded_modules
+from plait._torch import parameter_groups, sharded_modules
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ def drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     for module in sharded_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in parameter_groups(module):
             group._partial_reduce_output = None
             for held in group.fsdp_params:
                 held.sharded_param.grad = held.unsharded_accumulated_grad = None
@@ -44,7 +44,7 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
     ranks: everything sharded, nothing awaited. `keep_gradients`: those of micro-batches before."""
     if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
         return
-    groups = [group for module in sharded_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
     partial = [group._partial_reduce_output for group in groups]
     model.reset_iter_state()
     for group, output in zip(groups, partial, strict=True):
@@ -53,12 +53,12 @@ def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
 
 def has_gathered(model: nn.Module) -> bool:
     """Whether a unit of a sharded model holds gathered parameters now."""
-    return any(not group.is_sharded for module in sharded_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups)
+    return any(not group.is_sharded for module in sharded_modules(model) for group in parameter_groups(module))
 
 
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over all ranks."""
-    groups = [group for module in sharded_modules(model) for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
     held = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     kept = any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in held)
     return kept or any(group._partial_reduce_output is not None for group in groups)

@@ -123,7 +123,7 @@ def test_zeros_are_reduced_for_unused_parameters() -> None:
         unit = HalfUsed()
         fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
         if emulated:
-            for group in _torch._groups(unit):  # type: ignore[arg-type]
+            for group in _torch.parameter_groups(unit):  # type: ignore[arg-type]
                 group.post_backward = partial(_torch.reduce_with_zeros, group, group.post_backward)
         else:
             _torch.reduce_unused_parameters(unit)

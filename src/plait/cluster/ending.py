@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -35,11 +36,20 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_groups() -> None:
+def end_default_group() -> None:
     """Destroy all process groups, once gloo's threads have let go of what they computed."""
     if dist.is_initialized():
         let_threads_finish()
         dist.destroy_process_group()
+
+
+def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
+    """The same for some groups. One that was destroyed before, alone or with the default group, is passed over."""
+    if groups and dist.is_initialized():
+        let_threads_finish()
+        for group in groups:
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait._torch import give_timeout
-from plait.cluster.ending import end_groups, finish_at_exit
+from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
 from plait.cluster.topology import Place, init_method, place, tell_nccl
@@ -75,6 +75,8 @@ class Mesh:
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups over several axes. Made with the mesh, because that is collective over all ranks, and not all may want a group later."""
+    made: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
+    """All groups that this mesh made, to be ended with it."""
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -108,21 +110,24 @@ class Mesh:
     def with_combined(self) -> Mesh:
         """With the groups over several axes. Collective over all ranks."""
         wanted = dict.fromkeys(used for used in map(self._used, COMBINED) if len(used) > 1)
-        return replace(self, combined={used: _timed(self.sub(*used)._flatten().get_group()) for used in wanted})
+        return replace(self, combined={used: self._own(self.sub(*used)._flatten().get_group()) for used in wanted})
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
         """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
         columns = [tuple(column[stage] for stage in sorted(stages)) for column in self.layout.groups("pp")]
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
         if group is not None:
-            _timed(group)
+            self._own(group)
         return group if self.coordinates["pp"] in stages else None
 
     def levels(self, *axes: str) -> Levels | None:
         """The two levels of the group over `axes`; None where it has one (see `split_by_node`). Collective over the group where the run
         spans machines."""
         group, nodes = self.group(*axes), self._nodes(*axes)
-        return split_by_node(group, nodes) if group is not None and len(set(nodes)) > 1 else None
+        found = split_by_node(group, nodes) if group is not None and len(set(nodes)) > 1 else None
+        if found is not None:
+            self.made.extend((found.inside, found.across))
+        return found
 
     def machines(self, *axes: str) -> int:
         """How many machines the group over `axes` spans, equally many ranks on each; 1 where these are not equal. Collective like
@@ -145,16 +150,23 @@ class Mesh:
         """Whether Plait made the default group."""
         return self.use is not None
 
+    def _own(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        if group is not dist.group.WORLD:  # which torch takes for an axis that holds all ranks
+            self.made.append(group)
+        return _timed(group)
+
     def leave(self) -> None:
-        """Whoever else uses the default group may destroy it."""
+        """End the groups that this mesh made; whoever else uses the default group may destroy it."""
         if self.use is not None:
             self.use.users.discard(self.use)
+        end_groups(self.made)
+        self.made.clear()
 
     def close(self) -> None:
-        """End all process groups, if Plait made the default one and no other mesh uses it."""
+        """End the groups that this mesh made, and the default one, if Plait made it and no other mesh uses it."""
         self.leave()
         if self.use is not None and not self.use.users:
-            end_groups()
+            end_default_group()
 
 
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
@@ -220,9 +232,10 @@ def build_mesh(
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
+    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns))
     for name in names:
-        _timed(device_mesh[name].get_group())
-    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns)).with_combined()
+        mesh._own(device_mesh[name].get_group())
+    mesh = mesh.with_combined()
     return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 
 

@@ -124,6 +124,13 @@ class DiskTier:
         """Each once."""
         return tuple(dict.fromkeys(arena for arena in (self.arena, self.shards) if arena is not None))
 
+    def close(self) -> None:
+        """End the threads, and close the files. What is mapped stays readable, as long as a tensor of it is there."""
+        for pool in (self._writer, self._reader):
+            pool.shutdown()
+        for arena in self.arenas:
+            arena.close()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor is in files."""
         return any(arena.holds(tensor) for arena in self.arenas)

@@ -224,6 +224,9 @@ class Nowhere:
     def drain(self) -> None:
         """Nothing is on its way."""
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class _NowhereGroup:
     def __init__(self, store: Nowhere, index: int) -> None:

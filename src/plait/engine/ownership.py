@@ -99,8 +99,12 @@ def take_over(model: nn.Module) -> None:
 
 
 def close(model: nn.Module, owner: Owner) -> None:
-    """`owner` is closed: it lets go of the model, and of the default process group where Plait made it."""
+    """`owner` is closed: it lets go of the model, and its threads, files and process groups end, the default one where Plait made
+    it and nobody else uses it."""
     release(model, owner)
+    for store in (owner.parts.disk_tier, owner.parts.activation_store):
+        if store is not None:
+            store.close()
     owner.mesh.close()
 
 

@@ -92,6 +92,10 @@ class HostStore:
         if self.out is not None:
             self.out.synchronize()
 
+    def close(self) -> None:
+        """Free what nothing uses."""
+        self._drop(self._held)
+
     def buffer(self, size: int) -> torch.Tensor:
         """`size` bytes of host memory or more: the next power of 2, to which torch rounds pinned memory anyway."""
         room = 1 << (size - 1).bit_length() if size else 0
@@ -212,6 +216,10 @@ class DiskStore:
     def prefetcher(self) -> Any:
         """Starts the way back of the group that was opened last."""
         return self.chain.prefetcher()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown()
 
     def wait_for_room(self, size: int) -> None:
         """Until `size` more bytes may wait to be written."""

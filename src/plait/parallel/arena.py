@@ -105,6 +105,12 @@ class Arena:
                 self._libc.sync_file_range(segment.file.fileno(), ctypes.c_longlong(offset), ctypes.c_longlong(size), _WRITE_RANGE)
         self._advise(tensor, _DONTNEED)  # of a shared mapping: the pages leave this process, their content stays in the file
 
+    def close(self) -> None:
+        """Close the files. Tensors stay readable; none is fetched or put away any more."""
+        for segment in self._segments:
+            segment.file.close()
+        self._segments.clear()
+
     def trim(self) -> None:
         """Give what was freed elsewhere back to the system (glibc keeps it otherwise)."""
         if hasattr(self._libc, "malloc_trim"):

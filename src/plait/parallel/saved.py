@@ -52,6 +52,9 @@ class Store(Protocol):
     def drain(self) -> None:
         """Wait until all that was put has left the device's memory."""
 
+    def close(self) -> None:
+        """Nothing is put there any more: end threads, free what waits to be used again."""
+
 
 @dataclass(frozen=True)
 class _Whole:

@@ -1,0 +1,75 @@
+"""What an engine leaves behind when it is closed in a process group that it did not make (defect B12)."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import plait
+from plait.cluster import ending, mesh
+from tests.parity import cases
+from tests.pool import Pool
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def built(folder: Path | None) -> plait.Engine:
+    """An engine that has taken one step. With `folder`, shards, gradients and states are in files there."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": cases.OPTIMIZER}
+    if folder is not None:
+        files = {"device": "nvme", "nvme_path": str(folder)}
+        config["zero_optimization"] = {"stage": 3, "offload_param": files, "offload_optimizer": files}
+    model = cases.build("plain", tied=True)
+    engine = plait.initialize(model, {**config, "parallel": {"measure_seconds": 0}}, loss_fn=plait.causal_lm_loss)
+    engine.train_batch(cases.ragged_steps(1, steps=1, keys=())[0])
+    return engine
+
+
+def engines(rank: int, world: int, folder: Path) -> None:
+    """Runs in a worker. The pool keeps one mesh a layout for all of its tasks; here each engine has its own."""
+    with mock.patch.object(mesh, "init_device_mesh", init_device_mesh), mock.patch.object(mesh, "end_groups", ending.end_groups):
+        built(None).close()
+        before = held()
+        for _ in range(5):
+            built(None).close()
+            assert held() == before
+        first, second = built(None), built(None)
+        first.close()
+        second.train_batch(cases.ragged_steps(1, steps=1, keys=())[0])
+        first.close()  # again, for nothing
+        second.close()
+        del first, second
+        assert held() == before
+
+        engine = built(folder)
+        assert any(str(folder) in _target(name) for name in os.listdir("/proc/self/fd"))
+        assert any(thread.name.startswith("plait-disk") for thread in threading.enumerate())
+        engine.close()  # and kept
+        assert not [name for name in os.listdir("/proc/self/fd") if str(folder) in _target(name)]
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("plait-")]
+        assert all(torch.isfinite(p.to_local() if hasattr(p, "to_local") else p).all() for p in engine.model.parameters())
+    dist.barrier()
+
+
+def _target(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:  # the descriptor of the listing itself
+        return ""
+
+
+def test_engines_in_one_process_group_leave_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    """B12: groups, descriptors and threads end with the engine that made them, and with no other; files of the disk tier too."""
+    pool.run(2, engines, tmp_path)

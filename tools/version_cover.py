@@ -1,0 +1,254 @@
+"""Every technique on the torch of the environment that runs this: two steps and one from a checkpoint, losses against one process.
+
+    python tools/version_cover.py                 one torch: writes benchmarks/results/versions/torch-VERSION.json
+    python tools/version_cover.py "zero-3"        cases whose name has it; the others stay as they were written
+    python tools/version_cover.py --page          docs/versions.md from what was written
+
+tools/versions.sh makes the environments and calls this. Processes are forks of this one, so torch is imported once. The losses of all
+steps are compared in float64, to three digits where a technique rounds. A case that does not end within SECONDS counts as failed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+import plait
+import plait.engine.build  # before the forks
+from plait.parallel.schedule import SCHEDULES
+from tests.parity import cases
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "versions", ROOT / "docs" / "versions.md"
+
+SECONDS = 120
+GLOBAL = 4
+"""Micro-batches of a step over all data-parallel ranks."""
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    # name: (processes, what the file says; "then" is what the one says that loads the checkpoint, where it is another)
+    "zero-0": (2, {}),
+    "zero-0, torch's collectives": (2, {"parallel": {"transport": "torch"}}),
+    "zero-1": (2, {"zero_optimization": {"stage": 1}}),
+    "zero-2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero-3": (2, {"zero_optimization": {"stage": 3}}),
+    "zero-3, torch's collectives": (2, {"zero_optimization": {"stage": 3}, "parallel": {"transport": "torch"}}),
+    "zero-3, hybrid": (4, {"zero_optimization": {"stage": 3}, "parallel": {"dp_replicate": 2, "dp_shard": 2}}),
+    "tensor": (2, {"parallel": {"tp": 2}}),
+    "tensor, sequence": (2, {"parallel": {"tp": 2, "sequence_parallel": True}}),
+    "tensor, overlapped": (2, {"parallel": {"tp": 2, "tensor_overlap": 2}}),
+    "tensor x zero-3": (4, {"zero_optimization": {"stage": 3}, "parallel": {"tp": 2}}),
+    **{f"pipeline, {name}": (2, {"parallel": {"pp": 2, "pipeline": {"schedule": name}}}) for name in SCHEDULES},
+    "pipeline x zero-2": (4, {"zero_optimization": {"stage": 2}, "parallel": {"pp": 2}}),
+    "recompute, full": (2, {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}}),
+    "recompute, selective": (2, {"parallel": {"recompute": {"mode": "selective"}}}),
+    "activations on disk": (2, {"parallel": {"activation_offload": {"fraction": 1, "device": "disk", "path": "{folder}"}}}),
+    "optimizer on disk": (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "{folder}"}}}),
+    "parameters on disk": (2, {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "{folder}"}}}),
+    "optimizer in the backward": (
+        4,
+        {
+            "zero_optimization": {"stage": 2},
+            "gradient_clipping": 0,
+            "parallel": {"optimizer_in_backward": True, "unused_parameters": False},
+        },
+    ),
+    "loss in chunks": (2, {"parallel": {"loss_chunk_tokens": 8}}),
+    "zero-2, after a step that failed": (2, {"zero_optimization": {"stage": 2}}),
+    "compile": (2, {"compile": {"enabled": True, "backend": "aot_eager"}}),
+    "checkpoint of zero-3, then tensor": (2, {"zero_optimization": {"stage": 3}, "then": {"parallel": {"tp": 2}}}),
+    "checkpoint of a pipeline, then zero-2": (2, {"parallel": {"pp": 2}, "then": {"zero_optimization": {"stage": 2}}}),
+    "bf16": (2, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}),
+    "fp16": (2, {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 2}}),
+    "gradients in int8": (2, {"parallel": {"compress_gradients": "int8"}}),
+    "gradients by PowerSGD": (2, {"parallel": {"compress_gradients": "powersgd"}}),
+    "gradients and weights in int8": (
+        2,
+        {"zero_optimization": {"stage": 3}, "parallel": {"compress_gradients": "int8", "compress_weights": "int8"}},
+    ),
+    "states in int8": (2, {"zero_optimization": {"stage": 2}, "optimizer": {**cases.OPTIMIZER, "states": "int8"}}),
+}
+LOSSY = ("bf16", "fp16", "gradients", "states")
+"""Beginnings of what changes numbers: its losses are compared to three digits."""
+
+
+def losses(world: int, more: dict[str, Any], folder: str, name: str) -> list[float]:
+    """Two steps, a checkpoint before the third, and the third by who has loaded it."""
+    dtype = torch.float32 if name.startswith(LOSSY) else torch.float64
+    steps = cases.ragged_steps(GLOBAL, steps=3, keys=())
+
+    def build(more: dict[str, Any]) -> plait.Engine:
+        config = settings(world, more, folder)
+        return plait.initialize(cases.build("llama", tied=True, dtype=dtype, layers=4), config, loss_fn=plait.causal_lm_loss)
+
+    def train(engine: plait.Engine, step: list[dict[str, torch.Tensor]]) -> float:
+        count = GLOBAL // engine.dp_size
+        return float(engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count]).loss)
+
+    then = {name: value for name, value in more.items() if name != "then"}
+    engine = build(then)
+    found = [train(engine, step) for step in steps[: 1 if "failed" in name else 2]]
+    if "failed" in name:  # in the middle of a forward, on all ranks
+        with suppress(IndexError):
+            train(engine, [{**piece, "input_ids": piece["input_ids"] + cases.VOCABULARY} for piece in steps[2]])
+        found.append(train(engine, steps[1]))
+    engine.save_checkpoint(f"{folder}/{world}")
+    again = build(more.get("then", then))
+    again.load_checkpoint(f"{folder}/{world}")
+    return [*found, train(again, steps[2])]
+
+
+def settings(world: int, more: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A file for `world` processes."""
+    parallel = {"measure_seconds": 0, **more.get("parallel", {})}
+    dp = world // parallel.get("tp", 1) // parallel.get("pp", 1)
+    base = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": GLOBAL // dp,
+        "optimizer": cases.OPTIMIZER,
+        "run": {"seed": 3},
+    }
+    return json.loads(json.dumps(base | more | {"parallel": parallel}).replace("{folder}", folder))
+
+
+def child(rank: int, world: int, name: str, more: dict[str, Any], folder: str, results: Any) -> None:
+    """One process of a case."""
+    warnings.simplefilter("ignore")
+    os.chdir(folder)
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        results.put((rank, losses(world, more, folder, name)))
+    except BaseException:
+        results.put((rank, traceback.format_exc(limit=-4)))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def run(name: str, world: int, more: dict[str, Any]) -> list[float] | str:
+    """The losses, or what went wrong."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="plait-cover-") as folder:
+        results = context.Queue()
+        processes = [context.Process(target=child, args=(rank, world, name, more, folder, results)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < world:
+                rank, value = results.get(timeout=SECONDS)
+                found[rank] = value
+                if isinstance(value, str):
+                    return value
+        except Exception as error:
+            return f"no answer within {SECONDS} s ({type(error).__name__})"
+        finally:
+            for process in processes:
+                process.join(0 if len(found) < world else 10)
+                process.kill()
+    return found[0]
+
+
+def verdict(found: list[float] | str, expected: list[float] | str, limit: float) -> str:
+    """One line on a case."""
+    if isinstance(found, str) or isinstance(expected, str):
+        text = found if isinstance(found, str) else str(expected)
+        print(text, file=sys.stderr, flush=True)
+        return text.strip().splitlines()[-1][:300]
+    worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return "passed" if worst <= limit else f"losses differ by {worst:.1e}"
+
+
+def cover(wanted: str) -> int:
+    """Run the cases of one torch; 1 where one failed."""
+    began = time.monotonic()
+    one = {more: run("zero-0" if more == "float64" else "bf16", 1, {}) for more in ("float64", "float32")}
+    rows: dict[str, str] = {}
+    for name, (world, more) in CASES.items():
+        if wanted in name:
+            lossy = name.startswith(LOSSY)
+            rows[name] = verdict(run(name, world, more), one["float32" if lossy else "float64"], 3e-2 if lossy else 1e-10)
+            print(f"torch {torch.__version__}  {name}: {rows[name]}", flush=True)
+    path = RESULTS / f"torch-{torch.__version__.partition('+')[0]}.json"
+    before = json.loads(path.read_text()) if wanted and path.exists() else {"cases": {}, "seconds": 0}
+    content = {"torch": torch.__version__, "python": platform.python_version(), "plait": revision(), "cases": before["cases"] | rows}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**content, "seconds": round(before["seconds"] + time.monotonic() - began)}, indent=1) + "\n")
+    return int(any(row != "passed" for row in rows.values()))
+
+
+def revision() -> str:
+    """Of what runs."""
+    return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+HEAD = """# Versions of torch
+
+Every technique on the releases of torch from 2.11 on, by `make versions`: a small Llama trains two steps and saves a checkpoint, and
+another engine takes the third step from it. All losses are those of one process, within 1e-10 in float64, and within 3e-2 where the
+technique rounds (bf16, fp16, 8 bits, PowerSGD). Processes of gloo on the CPU: this says nothing about speed, about a GPU, or about what
+needs one (offload to the host's memory). `pyproject.toml` allows the releases on which every row passes. The tests as a whole run on the
+torch of `requirements.lock` only.
+
+"""
+
+
+def release(one: dict[str, Any]) -> list[int]:
+    """To sort by."""
+    return [int(number) for number in one["torch"].partition("+")[0].split(".")]
+
+
+def page() -> None:
+    """Write docs/versions.md."""
+    from benchmarks.common.table import markdown
+
+    found = sorted(
+        (json.loads(path.read_text()) for path in RESULTS.glob("*.json")),
+        key=lambda one: [int(n) for n in one["torch"].partition("+")[0].split(".")],
+    )
+    reasons: dict[str, int] = {}
+    rows = []
+    for name in CASES:
+        cells = [one["cases"].get(name, "not run") for one in found]
+        rows.append(
+            (
+                name,
+                *(
+                    cell if cell in ("passed", "not run") else f"**failed** ({reasons.setdefault(cell, len(reasons) + 1)})"
+                    for cell in cells
+                ),
+            )
+        )
+    text = HEAD + markdown(("", *(one["torch"] for one in found)), rows)
+    if reasons:
+        text += "\n\n" + "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
+    lines = [f"torch {one['torch']} with Python {one['python']}, revision {one['plait']}, {one['seconds']} s" for one in found]
+    PAGE.write_text(text.rstrip() + "\n\nRun as: " + "; ".join(lines) + ".\n")
+
+
+def main(arguments: list[str]) -> int:
+    """See the module's docstring."""
+    if arguments != ["--page"]:
+        return cover(arguments[0] if arguments else "")
+    page()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
