@@ -20,6 +20,9 @@ from plait.config.signatures import parameters, wrong_value
 AUTO: Mapping[str, Any] = MappingProxyType({"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 """What `"auto"` means: the defaults of Hugging Face's `TrainingArguments`, which its DeepSpeed integration fills in."""
 
+LION: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "betas": (0.9, 0.999)})
+"""What Lion takes where the file says nothing: DeepSpeed's defaults. lion-pytorch, which runs it, has lr 1e-4 and betas (0.9, 0.99)."""
+
 _TORCH = {
     name: found
     for name, found in vars(torch.optim).items()

@@ -276,7 +276,7 @@ def _learning_rate(spec: OptimizerSpec) -> float | None:
     if "lr" in spec.params:
         return float(spec.params["lr"])
     if spec.type == "Lion":
-        return 1e-4
+        return float(optimizers.LION["lr"])
     if optimizers.is_path(spec.type):
         return None
     return float(inspect.signature(optimizers.torch_class(spec.type)).parameters["lr"].default)

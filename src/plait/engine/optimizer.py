@@ -83,8 +83,7 @@ def _class_and_params(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer
     if kind in ("Adam", "AdamW"):
         return _adam(kind, params)
     if kind == "Lion":
-        # DeepSpeed's default betas; lion-pytorch has (0.9, 0.99) and lr 1e-4.
-        return _imported("lion_pytorch.Lion", "pip install lion-pytorch"), {"lr": 1e-3, "betas": (0.9, 0.999), **params}
+        return _imported("lion_pytorch.Lion", "pip install lion-pytorch"), {**optimizers.LION, **params}
     if optimizers.is_path(kind):
         return _imported(kind, f"install the package `{kind.split('.')[0]}`, or correct the path"), params
     return optimizers.torch_class(kind), params

@@ -183,7 +183,7 @@ def test_the_highest_rate_of_a_schedule_is_the_optimizers() -> None:
         ({}, 1e-3),
         ({"type": "SGD", "params": {"lr": 0.5}}, 0.5),
         ({"type": "Adagrad"}, 1e-2),
-        ({"type": "Lion"}, 1e-4),
+        ({"type": "Lion"}, 1e-3),
     ):
         scheduler = resolved({**tree, "optimizer": optimizer}).scheduler
         assert scheduler is not None
