@@ -31,7 +31,8 @@ def explain_command(
     source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file; or, after `--`, Megatron's flags.")],
     overrides: Set = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Number of processes. Default: run.processes, or as few as the degrees allow.")
+        int | None,
+        typer.Option(min=1, max=MOST, metavar="N", help="Number of processes. Default: run.processes, or as few as the degrees allow."),
     ] = None,
     as_json: Json = False,
 ) -> None:

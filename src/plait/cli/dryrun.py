@@ -21,18 +21,12 @@ from plait.cli.planning.show import print_nothing_fits
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _HOW = "The dry run"
-_EPILOG = """Examples:
-
-plait dryrun run.json --world-size 1024 --gpu h100
-
-plait dryrun --model llama-3-70b --world-size 1024 --gpu h100 --rank 1023"""
+_EPILOG = "Example: plait dryrun --model llama-3-70b --world-size 1024 --gpu h100 --rank 1023"
 
 
 @app.command(epilog=_EPILOG)
 def dryrun(
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="A training configuration; what it leaves open of its layout is planned first.")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="A training configuration; what it leaves open is planned.")] = None,
     model: Model = None,
     batch: Batch = None,
     seq: Seq = None,
@@ -43,22 +37,19 @@ def dryrun(
     nnodes: Nnodes = None,
     nproc_per_node: NprocPerNode = None,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", min=0, help="Which rank. [default: the one that needs most memory]", rich_help_panel=_HOW)
+        int | None, typer.Option(metavar="R", min=0, help="Which rank. (default: the one that needs most memory)", rich_help_panel=_HOW)
     ] = None,
     whole_step: Annotated[
-        bool, typer.Option("--whole-step", help="Run every micro-batch, not only as many as reach the peak.", rich_help_panel=_HOW)
+        bool, typer.Option("--whole-step", help="Run every micro-batch, not only up to the peak.", rich_help_panel=_HOW)
     ] = False,
     on_device: Annotated[
         bool,
-        typer.Option("--on-device", help="Run the kernels on this machine's GPU; time and memory are then its own.", rich_help_panel=_HOW),
+        typer.Option("--on-device", help="Run the kernels on this machine's GPU.", rich_help_panel=_HOW),
     ] = False,
-    operators: Annotated[int, typer.Option(min=1, help="How many operators to show.", rich_help_panel=_HOW)] = 10,
+    operators: Annotated[int, typer.Option(min=1, metavar="N", help="How many operators to show.", rich_help_panel=_HOW)] = 10,
     as_json: Json = False,
 ) -> None:
-    """Build and step one rank of a layout without its peers, and without GPUs: its memory, traffic and operators beside the prediction.
-
-    Exit code 1 if no layout fits.
-    """
+    """Build and step one rank of a layout without peers and GPUs: memory, traffic and operators. Exit code 1 if none fits."""
     from plait.planner import output
     from plait.planner import search as searching
     from plait.planner.explain import describe

@@ -47,7 +47,7 @@ def launch(
         typer.Option(
             *PROCESSES,
             metavar="N",
-            help="Processes on a machine; or gpu, cpu, auto. [default: one a GPU; without GPUs 2]",
+            help="Processes here; or gpu, cpu, auto.",
             rich_help_panel=_ONE,
         ),
     ] = None,
@@ -55,16 +55,14 @@ def launch(
         bool, typer.Option("--standalone", help="This machine alone, as without --nnodes.", rich_help_panel=_ONE)
     ] = False,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Write what each rank prints to files in this folder, too.", rich_help_panel=_ONE)
+        Path | None, typer.Option(metavar="FOLDER", help="Keep what each rank prints in files there, too.", rich_help_panel=_ONE)
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Start all ranks again after a failure, at most so often.", rich_help_panel=_ONE)] = 0,
+    max_restarts: Annotated[int, typer.Option(metavar="N", help="Times that all ranks start again.", rich_help_panel=_ONE)] = 0,
     grace: Annotated[
         float,
-        typer.Option(help="Seconds that the ranks may take to end (to write a checkpoint) after Ctrl-C or SIGTERM.", rich_help_panel=_ONE),
+        typer.Option(metavar="S", help="Seconds to end in after Ctrl-C or SIGTERM.", rich_help_panel=_ONE),
     ] = DEFAULT_GRACE_SECONDS,
-    nnodes: Annotated[
-        str | None, typer.Option(*NODES, help="Machines: N, or MIN:MAX for a changing number.", rich_help_panel=_MANY)
-    ] = None,
+    nnodes: Annotated[str | None, typer.Option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.", rich_help_panel=_MANY)] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
@@ -72,24 +70,23 @@ def launch(
     rdzv_id: RdzvId = None,
     rdzv_backend: Annotated[
         str | None,
-        typer.Option(help="torchrun's: c10d with --rdzv-endpoint, static with --master-addr; follows from these.", rich_help_panel=_MANY),
+        typer.Option(metavar="NAME", help="torchrun's; follows from the others.", rich_help_panel=_MANY),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for the other machines.", rich_help_panel=_MANY)
+        float, typer.Option(metavar="S", help="Seconds to wait for the others.", rich_help_panel=_MANY)
     ] = DEFAULT_TIMEOUT_SECONDS,
     hostfile: Annotated[
         Path | None,
-        typer.Option("-H", "--hostfile", help="DeepSpeed's `name slots=N` a line; the machines are started by ssh.", rich_help_panel=_MANY),
+        typer.Option("-H", "--hostfile", metavar="FILE", help="DeepSpeed's; machines are started by ssh.", rich_help_panel=_MANY),
     ] = None,
-    include: Annotated[str, typer.Option("-i", "--include", help="Of the hostfile only these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
-    exclude: Annotated[str, typer.Option("-e", "--exclude", help="Of the hostfile not these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
-    ssh: Annotated[
-        bool, typer.Option("--ssh/--no-ssh", help="With --no-ssh run this on every machine of the hostfile.", rich_help_panel=_MANY)
-    ] = True,
+    include: Annotated[str, typer.Option("-i", "--include", metavar="A", help="Of it only these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
+    exclude: Annotated[str, typer.Option("-e", "--exclude", metavar="A", help="Of it not these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
+    ssh: Annotated[bool, typer.Option("--ssh/--no-ssh", help="--no-ssh: run this on every machine.", rich_help_panel=_MANY)] = True,
     export: Annotated[
         list[str] | None,
         typer.Option(
-            help="A variable that machines started by ssh get too, beside NCCL_*, GLOO_*, TORCH_*, UCX_* and PYTHONPATH.",
+            metavar="NAME",
+            help="A variable for machines started by ssh.",
             rich_help_panel=_MANY,
         ),
     ] = None,
@@ -97,8 +94,8 @@ def launch(
 ) -> None:
     """Run a script on every device of one or several machines.
 
-    Sets the variables that torchrun sets. When a rank fails its traceback is printed first, the others are stopped, and its exit code
-    is returned. Ctrl-C and SIGTERM reach every rank once, which then has --grace seconds to end; a second one stops all at once.
+    Sets torchrun's variables. When a rank fails its traceback is printed, the others are stopped, and its exit code is returned.
+    Ctrl-C and SIGTERM reach every rank once; a second one stops all at once.
     """
     command = _command(script or [], module)
     if log_dir is not None:

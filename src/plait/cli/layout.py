@@ -31,7 +31,8 @@ def layout(
     ] = None,
     nnodes: Nnodes = 1,
     nproc_per_node: Annotated[
-        int | None, typer.Option(*PROCESSES, min=1, max=MOST, help="Devices of a machine. [default: as many as the layout needs]")
+        int | None,
+        typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Devices of a machine. (default: as many as the layout needs)"),
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nnodes and --nproc-per-node.")] = None,
     override: Set = None,
@@ -39,7 +40,7 @@ def layout(
         bool, typer.Option("--peak", help="Find the most that a rank holds during a step, by a run on fake tensors: seconds to minutes.")
     ] = False,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="--peak: tokens of a sequence. [default: the file's data.sequence_length]")
+        int | None, typer.Option(min=2, help="--peak: tokens of a sequence. (default: the file's data.sequence_length)")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -19,18 +19,18 @@ NODES = ("--nnodes", "--num-nodes")
 MEETING = "Several machines"
 """The panel of a verb's help."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, on standard output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")]
-Nproc = Annotated[
-    int | None, typer.Option(*PROCESSES, min=1, max=MOST, help="Processes to start on this machine. [default: one a GPU; without GPUs two]")
+Nproc = Annotated[int | None, typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Processes here. (default: one a GPU, else two)")]
+Nnodes = Annotated[int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines, all alike.")]
+NodesOfRun = Annotated[
+    int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines; the same command runs on each.", rich_help_panel=MEETING)
 ]
-Nnodes = Annotated[int, typer.Option(*NODES, min=1, max=MOST, help="Machines, all alike.")]
-NodesOfRun = Annotated[int, typer.Option(*NODES, min=1, max=MOST, help="Machines; the same command runs on each.", rich_help_panel=MEETING)]
-NodeRank = Annotated[int | None, typer.Option(help="Which of them this is, from 0; with --master-addr.", rich_help_panel=MEETING)]
-MasterAddr = Annotated[str | None, typer.Option(help="The machine with rank 0, as the others reach it.", rich_help_panel=MEETING)]
-MasterPort = Annotated[int | None, typer.Option(help="A free port there. [default: 29500]", rich_help_panel=MEETING)]
+NodeRank = Annotated[int | None, typer.Option(metavar="N", help="Which of them this is; with --master-addr.", rich_help_panel=MEETING)]
+MasterAddr = Annotated[str | None, typer.Option(metavar="HOST", help="The machine with rank 0.", rich_help_panel=MEETING)]
+MasterPort = Annotated[int | None, typer.Option(metavar="PORT", help="A free port there. (default: 29500)", rich_help_panel=MEETING)]
 RdzvEndpoint = Annotated[
-    str | None, typer.Option(help="HOST:PORT where machines meet and number themselves; the same on all.", rich_help_panel=MEETING)
+    str | None, typer.Option(metavar="HOST:PORT", help="Where machines meet; the same on all.", rich_help_panel=MEETING)
 ]
-RdzvId = Annotated[str | None, typer.Option(help="Name of the job, where several meet at one endpoint.", rich_help_panel=MEETING)]
-WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, max=MOST, help="Processes of all machines.")]
+RdzvId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, where several meet.", rich_help_panel=MEETING)]
+WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, max=MOST, metavar="N", help="Processes of all machines.")]

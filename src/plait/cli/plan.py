@@ -40,28 +40,15 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _NAMES = "models"
-_ANSWER = "The answer"
-_EPILOG = """Examples:
-
-plait plan --model llama-3-8b --world-size 64 --gpu h100 --seq 8192 --batch 512 --out run.json
-
-plait plan --model ./my-model/config.json --nnodes 2 --nproc-per-node 8 --gpu a100 --why tp=4 --why stage=3
-
-plait plan run.json --gpu h200 --world-size 8 --why sensitivity
-
-plait plan --model llama-3-70b --world-size 128 --gpu h100 --why neighbours --report plan.html --trace plan.json
-
-plait plan models"""
 
 
-@app.command(epilog=_EPILOG)
+@app.command()
 def plan(
     file: Annotated[
         Path | None,
         typer.Argument(
             metavar="[FILE|models]",
-            help="A training configuration: its model, batch and sequence length are planned for. `models` prints the models and GPUs that "
-            "have names.",
+            help="A training configuration to plan for; `models` prints what has a name.",
         ),
     ] = None,
     model: Model = None,
@@ -81,41 +68,28 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="A=B",
-            help="Why not this one? May be repeated. neighbours: all one step away; sensitivity: half and twice the network, links, "
-            "memory, batch.",
-            rich_help_panel=_ANSWER,
+            help="Why not tp=4? Or: neighbours, sensitivity. May be repeated.",
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, max=1000, help="How many layouts to show.", rich_help_panel=_ANSWER)] = 5,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also price what this version does not run; nothing is then written.", rich_help_panel=_ANSWER)
-    ] = False,
+    top: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="How many layouts to show.")] = 5,
+    everything: Annotated[bool, typer.Option("--all", help="Also price what this version does not run.")] = False,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants of this GPU: what `plait calibrate` wrote (.json), or measured runs (.csv, or the .jsonl of run.history); by "
-            "default those that ship.",
-            rich_help_panel=_ANSWER,
+            help="Constants that `plait calibrate` wrote, or runs (.csv, .jsonl).",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the best as the file that `plait train` runs, and FILE's .plan.json.", rich_help_panel=_ANSWER
-        ),
+        typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="--out: replace a file that no plan wrote.", rich_help_panel=_ANSWER)] = False,
-    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.", rich_help_panel=_ANSWER)] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev.", rich_help_panel=_ANSWER)
-    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="--out: replace a file that no plan wrote.")] = False,
+    report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Search every layout of a model on a cluster: what fits, how fast, and why.
-
-    Needs no GPU, no weights and no network. Times and memory carry an interval that holds nine times in ten. Exit code 1 if nothing fits.
-    """
+    """Search every layout of a model on a cluster: what fits, how fast, and why, without a GPU. Exit code 1 if nothing fits."""
     if file == Path(_NAMES) and not file.exists():
         print(json.dumps(names_as_json())) if as_json else print_names()
         return

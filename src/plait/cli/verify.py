@@ -70,33 +70,28 @@ def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run; a DeepSpeed file too.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A folder or file config.json, a hub name, or package.module:function; else FILE's model."),
+        typer.Option(metavar="NAME", help="A folder, config.json, hub name or package.module:function."),
     ] = None,
     set_: Set = None,
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(*PROCESSES, min=1, max=MOST, help="Default: what FILE's degrees need, 2 for each open one."),
+        typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Processes. (default: what FILE's degrees need)"),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(
-            help="float64 must be equal, the configured precision as close to it as one process. Default: both (deepspeed: configured)."
-        ),
+        typer.Option(metavar="NAME", help="float64, configured or both. (default: both; deepspeed: configured)"),
     ] = None,
-    tolerance: Annotated[
-        float | None, typer.Option(help="The bar in float64: 1e-10 by default, 1e-7 where the model rounds to float32.")
-    ] = None,
-    engine: Annotated[Engine, typer.Option(help="Judge another engine, if it is installed, in float32.")] = Engine.plait,
-    device: Annotated[Device, typer.Option(help="By default GPUs where there are enough, else the CPU.")] = Device.auto,
+    tolerance: Annotated[float | None, typer.Option(metavar="X", help="In float64. (default: 1e-10; 1e-7 where the model rounds)")] = None,
+    engine: Annotated[Engine, typer.Option(metavar="NAME", help="plait; or deepspeed, accelerate, in float32.")] = Engine.plait,
+    device: Annotated[Device, typer.Option(metavar="NAME", help="auto (GPUs where there are enough), cpu or cuda.")] = Device.auto,
     all_: Annotated[bool, typer.Option("--all", help="A line for every tensor, not for every block.")] = False,
     as_json: Json = False,
-    timeout: Annotated[float, typer.Option(help="Seconds after which processes that wait for each other are ended.")] = 600,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds after which a wait is ended.")] = 600,
 ) -> None:
     """Compare the layout in FILE with one process: losses, gradient norms, every gradient, every parameter after some steps.
 
-    The model is made small first, and what was made small is told. Exit code 0 if all is equal, 3 with the first parameter that
-    differs, 2 for what cannot be run.
+    The model is made small first. Exit code 0 if all is equal, 3 with the first parameter that differs, 2 for what cannot be run.
     """
     from plait.verify.run import judge, run_watched
 

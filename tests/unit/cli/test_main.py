@@ -101,3 +101,14 @@ class TestErrors:
     def test_ctrl_c(self, failing: dict[str, Exception]) -> None:
         failing["it"] = KeyboardInterrupt()  # type: ignore[assignment]
         assert _exit(["launch"]) == 130
+
+
+@pytest.mark.parametrize("verb", [*command.VERBS, "config explain", "config schema"])
+def test_help_is_a_screen(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 100 columns, 40 lines; and a default that is told in words is not taken for markup."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert _exit([*verb.split(), "--help"]) == 0
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert len(shown) <= 40, f"{len(shown)} lines"
+    if verb == "layout":
+        assert "(default:" in "".join(shown)
