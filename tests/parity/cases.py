@@ -80,6 +80,7 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
         "gemma2": {**wide, "sliding_window": 64},
         "phi3": {**llama_like, "pad_token_id": 0},
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},
+        "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},
         "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, **gpt2_like},
         "gpt_neox": {
             "hidden_size": 32,

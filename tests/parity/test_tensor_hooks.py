@@ -154,9 +154,9 @@ def returned(rank: int, world: int, kind: str) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "openai-gpt"])
 def test_a_loss_of_hidden_states_and_attention_weights(pool: Pool, kind: str) -> None:
-    """A5: hidden states are sequence shards inside, attention weights the heads of a rank."""
+    """A5: hidden states are sequence shards inside, attention weights the heads of a rank; OpenAI's GPT returns both in lists."""
     model = built(kind)
     with lifted(model):
         wanted = reference_trace(model, steps(kind), loss_fn=plait.per_sample(total), optimizer=cases.adamw, clipping=CLIPPING)

@@ -30,7 +30,7 @@ def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
     own = heads // group.size()
 
     def after(_module: nn.Module, _args: object, output: object) -> None:
-        for value in output[1:] if isinstance(output, tuple) else ():
+        for value in output[1:] if isinstance(output, tuple | list) else ():
             if isinstance(value, torch.Tensor) and value.ndim == 4 and value.shape[1] == own:
                 mark(value, dim=1, length=heads)
 

@@ -21,6 +21,7 @@ from plait.errors import ModelError
 from plait.model.facts import ModelFacts, tied_names
 from plait.model.plans import Sharded, TensorPlan, make_plan
 from plait.parallel import outputs, styles
+from plait.parallel.containers import rebuilt
 from plait.parallel.ledger import Ledger
 from plait.parallel.split_hooks import refuse_hooks, watch
 from plait.parallel.styles import SEQUENCE, Entrance, Region
@@ -177,9 +178,13 @@ def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: 
         return styles.on_hidden(shard, args, kwargs)
 
     def leave_last(_module: nn.Module, _args: object, output: object) -> object:
-        if isinstance(output, tuple):
-            return (leave_last(_module, _args, output[0]), *output[1:])
-        assert isinstance(output, torch.Tensor)
+        if isinstance(output, tuple | list):  # OpenAI's GPT returns lists
+            return rebuilt(output, {**dict(enumerate(output)), 0: leave_last(_module, _args, output[0])})
+        if not isinstance(output, torch.Tensor):
+            raise ModelError(
+                f"{plan.final_norm or blocks[-1]} returns a {type(output).__name__}; with parallel.sequence_parallel = true it has to "
+                "return hidden states, alone or as the first of a tuple; set parallel.sequence_parallel = false"
+            )
         return gather(output, region.group, dim=SEQUENCE, length=region.length)
 
     def enter_block(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,7 +192,7 @@ def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: 
             region.stream.enter(args[0] if args else kwargs["hidden_states"])
 
     def leave_block(_module: nn.Module, _args: object, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = output[0] if isinstance(output, tuple | list) else output
         outputs.mark(hidden, dim=SEQUENCE, length=region.length)
 
     for name in blocks:
