@@ -97,6 +97,8 @@ def test_experts() -> None:
     assert small["num_local_experts"] == 16
     assert small["num_experts_per_tok"] == 8
     assert small["moe_intermediate_size"] < 100
+    longcat = {**LLAMA, "n_routed_experts": 512, "moe_topk": 12, "expert_ffn_hidden_size": 2048}
+    assert shrink.with_width(longcat, Layout(), head_size=8)["n_routed_experts"] == 24
     grouped = shrink.with_width({**fields, "n_group": 8}, Layout(), head_size=8)
     assert grouped["num_local_experts"] == 128, "groups of experts would have to fit"
 
