@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -18,23 +18,55 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     matches only the outermost counts. Without: the children of every outermost `nn.ModuleList` or `nn.Sequential` of repeated layers that
     holds at least 5 % of the parameters (so an encoder and a decoder both count, a small stem does not). Repeated are layers of one class,
     and in an `nn.ModuleList` those of several classes that take the same first argument (attention layers among state space layers). A
-    model without such a list has no blocks and is one unit. A model may name its own as `pipeline_blocks`.
+    model without such a list has no blocks and is one unit. A model may name its own as `pipeline_blocks`. Of a model that takes more than
+    text, the language model's blocks count: a tower's layers (for images, for sound) are not in the chain that tokens pass through.
     """
     if patterns is not None:
         return _match(model, patterns)
     named: tuple[str, ...] | None = getattr(model, "pipeline_blocks", None)
     if named is not None:
         return named
-    total = sum(p.numel() for p in model.parameters())
+    within = _language_models(model)
+    beside = () if within else _towers(model)
+    outside = {id(parameter) for tower in beside for parameter in model.get_submodule(tower).parameters()}
+    inside = [parameter for name in within or ("",) for parameter in model.get_submodule(name).parameters()]
+    total = sum(p.numel() for p in inside if id(p) not in outside)
     blocks: list[str] = []
     lists: list[str] = []
     for name, module in model.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in lists):
+        if _is_in(name, (*beside, *lists)) or (within and not _is_in(name, within)):
             continue
         if _repeats(module) and 0 < total <= 20 * sum(p.numel() for p in module.parameters()):
             lists.append(name)
             blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
     return tuple(blocks)
+
+
+def _is_in(name: str, modules: Sequence[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _language_models(model: nn.Module) -> tuple[str, ...]:
+    """Names of the outermost modules that take text alone, in a model that takes more than text; Transformers' models say so."""
+    return _outermost(model, lambda kinds: kinds == ("text",)) if len(_inputs(model)) > 1 else ()
+
+
+def _towers(model: nn.Module) -> tuple[str, ...]:
+    """Names of the outermost modules that take no text, in a model that takes text."""
+    return _outermost(model, lambda kinds: bool(kinds) and "text" not in kinds) if "text" in _inputs(model) else ()
+
+
+def _outermost(model: nn.Module, wanted: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not _is_in(name, found) and wanted(_inputs(module)):
+            found.append(name)
+    return tuple(found)
+
+
+def _inputs(module: nn.Module) -> tuple[str, ...]:
+    kinds = getattr(type(module), "input_modalities", ())
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
 
 
 def _repeats(module: nn.Module) -> bool:
