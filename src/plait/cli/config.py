@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,10 @@ from plait.cli.options import MOST, Json, Set
 from plait.config.degrees import processes
 from plait.config.explain import Explanation, explain
 from plait.config.json_schema import json_schema
-from plait.errors import ConfigError
+from plait.config.megatron import read_flags
+from plait.config.resolve import load
+from plait.errors import ConfigError, InputError
+from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(
     help="What a configuration file means, and what one may contain.",
@@ -48,6 +52,24 @@ def explain_command(
         _print_lines(explanation)
     if explanation.problems:
         raise ConfigError(*explanation.problems)
+
+
+@app.command("from-megatron")
+def from_megatron_command(
+    flags: Annotated[list[str], typer.Argument(metavar="-- FLAGS", help="Megatron-LM's flags, after `--`.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file to write. (default: standard output)")] = None,
+) -> None:
+    """Write Megatron-LM's flags, with its defaults, as the file that `plait train` and `plait.initialize` take."""
+    if out is not None and out.exists():
+        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+    require_writable("--out", out)
+    load(flags)
+    text = json.dumps(read_flags(flags).tree, indent=2)
+    if out is None:
+        typer.echo(text)
+        return
+    write_text("--out", out, text + "\n")
+    typer.echo(f"wrote {out}; add the sections model and data for `plait train {out}`, and see `plait config explain {out}`")
 
 
 @app.command("schema")

@@ -69,7 +69,8 @@ _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
 _TRACKER = "no tracker is called, and who looks there would wait for ever; every step is written to metrics.jsonl in run.folder"
 _LOGGING = "every step is written to metrics.jsonl in `run.folder`"
-_STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root")}
+_STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
+_FALLS = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED, LAYERS_PER_STAGE = "--use-distributed-optimizer", "--num-layers-per-virtual-pipeline-stage"
 """Targets of flags whose meaning depends on other flags; `megatron` settles them."""
 
@@ -129,6 +130,8 @@ FLAGS: dict[str, Flag] = {
     "adam_eps": _sets("optimizer.params.eps"),
     "sgd_momentum": _sets("optimizer.params.momentum"),
     "lr_decay_style": _sets("scheduler.params.decay_style", convert=_one_of(_STYLES)),
+    "lr_wsd_decay_style": _sets("scheduler.params.wsd_decay_style", convert=_one_of(_FALLS)),
+    "lr_wsd_decay_iters": _sets("scheduler.params.wsd_decay_steps"),
     "lr_decay_iters": _sets("scheduler.params.total_num_steps"),
     "lr_warmup_iters": _sets("scheduler.params.warmup_num_steps"),
     "lr_warmup_fraction": _sets("scheduler.params.warmup_fraction"),
@@ -226,7 +229,7 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused("the batch size is the same at every step", "leave it out and give --global-batch-size", "rampup_batch_size", "values"),
     **_refused("the length of a run is counted in steps", "use --train-iters", "train_samples lr_decay_samples lr_warmup_samples"),
-    **_refused("the style WSD is not one of Plait's", "use --lr-decay-style cosine", "lr_wsd_decay_iters lr_wsd_decay_style"),
+    **_refused("the length of a run is counted in steps", "use --lr-wsd-decay-iters", "lr_wsd_decay_samples"),
     **_refused("weight decay is the same at every step", "use --weight-decay", "start_weight_decay end_weight_decay"),
     **_refused("weight decay is the same at every step", "use --weight-decay", "weight_decay_incr_style", off=("constant",)),
     **_refused("one learning rate for all parameters", "use --lr", "decoupled_lr decoupled_min_lr"),

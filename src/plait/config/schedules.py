@@ -108,8 +108,12 @@ class LRRangeTest(Policy):
 class MegatronLR(Policy):
     """Megatron-LM's: up to the optimizer's own `lr` with the step, then down to `min_lr`, which holds from the last step on."""
 
-    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
-    """How the rate falls."""
+    decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """How the rate falls. WSD: not at all, up to the last `wsd_decay_steps`."""
+    wsd_decay_steps: Steps | None = None
+    """WSD: the steps at the end in which the rate falls."""
+    wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """WSD: how it falls there."""
     warmup_num_steps: NotNegative = 0
     """Steps of the warm-up."""
     warmup_fraction: Fraction | None = None

@@ -38,11 +38,31 @@ def megatron_lr(schedule: MegatronLR, done: int, *, high: float, total_steps: in
         return high
     if done > total_steps:
         return schedule.min_lr
+    if schedule.decay_style == "WSD":
+        return schedule.min_lr + _wsd_share(schedule, done, total_steps) * (high - schedule.min_lr)
     if schedule.decay_style == "inverse-square-root":
         return max(schedule.min_lr, high * float(max(warm, 1)) ** 0.5 / float(max(done, 1)) ** 0.5)
     ratio = (done - warm) / (total_steps - warm)
     share = 1.0 - ratio if schedule.decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
     return schedule.min_lr + share * (high - schedule.min_lr)
+
+
+def _wsd_share(schedule: MegatronLR, done: int, total_steps: int) -> float:
+    """Megatron-LM's coefficient of warm-up, stable, decay."""
+    decay = schedule.wsd_decay_steps or 0
+    start = total_steps - decay
+    if done <= start:
+        return 1.0
+    ratio = float(done - start) / float(decay)
+    match schedule.wsd_decay_style:
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        case "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(ratio)
 
 
 def warmup_steps(schedule: WarmupLR | WarmupCosineLR) -> int:

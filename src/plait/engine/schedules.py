@@ -186,6 +186,10 @@ def _refuse_megatron(schedule: MegatronLR, optimizer: Optimizer, total: int) -> 
     if schedule.warmup_fraction is not None and schedule.warmup_num_steps:
         rule = f"scheduler.params.warmup_num_steps = {schedule.warmup_num_steps:g} says the same otherwise"
         problems.append(Problem("scheduler.params.warmup_fraction", schedule.warmup_fraction, rule, "keep one of them"))
+    falls = schedule.wsd_decay_steps
+    if schedule.decay_style == "WSD" and (falls is None or falls + schedule.warmup_num_steps > total):
+        rule = f"WSD needs the steps in which the rate falls: at most {total}, less those of the warm-up ({schedule.warmup_num_steps:g})"
+        problems.append(Problem("scheduler.params.wsd_decay_steps", falls, rule, "set it, for example to a tenth of the steps"))
     if schedule.warmup_num_steps >= total and schedule.decay_style != "constant":
         rule = f"the decay ends at step {total}, before a warm-up of {schedule.warmup_num_steps:g} steps does"
         problems.append(Problem("scheduler.params.warmup_num_steps", schedule.warmup_num_steps, rule, f"use less than {total}"))

@@ -115,3 +115,22 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     schema = json.loads(out)
     assert {"zero_optimization", "parallel", "model", "data", "run"} <= set(schema["properties"])
+
+
+def test_megatrons_flags_become_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """E8: the file says what the flags say, WSD included; `plait train -- FLAGS` names the command that writes it."""
+    from plait.config.resolve import load
+
+    flags = ["--micro-batch-size", "2", "--bf16", "--lr", "1e-4", "--train-iters", "100"]
+    flags += ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "10"]
+    file = tmp_path / "run.json"
+    for _ in range(2):  # the second time it exists
+        with pytest.raises(SystemExit) as end:
+            main(["config", "from-megatron", "--out", str(file), "--", *flags])
+    assert end.value.code == 2 and "exists" in capsys.readouterr().err
+    read, meant = load(file), load(flags)
+    assert read.model_dump() == meant.model_dump()
+    assert read.scheduler is not None and read.scheduler.params["wsd_decay_steps"] == 10
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--", *flags])
+    assert end.value.code == 2 and "plait config from-megatron" in capsys.readouterr().err

@@ -145,7 +145,7 @@ def test_overrides_win_over_flags() -> None:
         ),
         ("--recompute-num-layers 2", "--recompute-num-layers = 2: blocks are recomputed one by one"),
         ("--expert-model-parallel-size 8", "--expert-model-parallel-size = 8: experts are not distributed in this release"),
-        ("--lr-decay-style WSD", "--lr-decay-style = 'WSD': is none of constant, linear, cosine, inverse-square-root"),
+        ("--lr-decay-style wavy", "--lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD"),
         ("--save a --load b", "--load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them"),
         ("--fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer", "both set zero_optimization.stage and disagree"),
         ("8 --bf16", "the command line = '8': begins with a value and not with a flag"),

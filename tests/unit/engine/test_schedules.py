@@ -472,3 +472,35 @@ def test_every_rate_is_megatrons(style, warm):
 def test_what_megatron_asserts_is_refused(params, words):
     with pytest.raises(ConfigError, match=words):
         make("MegatronLR", {"total_num_steps": 40, **params})
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_wsd_is_megatrons(style: str) -> None:
+    """Against `get_lr` of Megatron-LM's core/optimizer_param_scheduler.py, as it stands there, with its counts in steps."""
+    highest, lowest, warm, total, falls = 0.05, 0.005, 5, 40, 12
+
+    def get_lr(num_steps: int) -> float:
+        if num_steps <= warm:
+            return 0.0 + (highest - 0.0) * float(num_steps) / float(warm)
+        if num_steps > total:
+            return lowest
+        start = total - falls
+        if num_steps <= start:
+            coeff = 1.0
+        else:
+            ratio = float(num_steps - start) / float(falls)
+            coeff = {
+                "linear": 1.0 - ratio,
+                "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+                "exponential": (2.0 * math.pow(0.5, ratio)) - 1.0,
+                "minus_sqrt": 1.0 - math.sqrt(ratio),
+            }[style]
+        return lowest + coeff * (highest - lowest)
+
+    params = {"decay_style": "WSD", "wsd_decay_style": style, "wsd_decay_steps": falls, "total_num_steps": total}
+    seen = [lr for lr, _ in run(make("MegatronLR", {**params, "min_lr": lowest, "warmup_num_steps": warm}, lr=highest), 45)]
+    assert seen == [get_lr(step) for step in range(45)]
+    for wrong in ({"wsd_decay_steps": 36}, {"wsd_decay_steps": None}):
+        given = {name: value for name, value in {**params, **wrong}.items() if value is not None}
+        with pytest.raises(ConfigError, match="wsd_decay_steps"):
+            make("MegatronLR", {**given, "warmup_num_steps": warm}, lr=highest)
