@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait import _torch, _torch_backward
+from plait import _torch, _torch_backward, _torch_shards
+from plait.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -491,3 +492,36 @@ def test_gather_in_place() -> None:
     with torch.no_grad():
         model(x)
     assert told.count((1, "give back")) == 1
+
+
+def test_watch_shards() -> None:
+    """What shards cannot see is refused in the forward of its unit, and gathering in inference mode serves training."""
+    model = sharded()
+    for unit in _torch.sharded_modules(model):
+        _torch_shards.watch_shards(unit)
+    with torch.inference_mode():
+        model(torch.ones(1, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    for module in _torch.sharded_modules(model):
+        module.reshard()
+    shard = model[0].weight  # type: ignore[index]
+    handle = shard.register_hook(lambda grad: grad)
+    with pytest.raises(InputError, match="has a hook on its gradient"):
+        model(torch.ones(1, 4))
+    handle.remove()
+    shard.data = shard.data * 2
+    with pytest.raises(InputError, match="was assigned to"):
+        model(torch.ones(1, 4))
+
+
+def test_sum_before_reading() -> None:
+    """A number that is read of a partial sum is the sum: a fake group's is this rank's part, and the collective is what is seen."""
+    _torch_shards.sum_before_reading()
+    mesh = init_device_mesh("cpu", (2,))
+    total = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).sum()
+    assert total.placements[0].is_partial()
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as seen:
+        float(total)
+    assert seen.get_total_counts() == 1

@@ -49,7 +49,7 @@ from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
 from plait.parallel.buffers import ChangingBuffers, bind_sync_batch_norm, synchronise_in_forward
 from plait.parallel.compatibility import Choice, refuse_incompatible
-from plait.parallel.data import before_backward, reduce_by_sum
+from plait.parallel.data import before_backward, free_after_evaluation, reduce_by_sum, watch_shards_of
 from plait.parallel.full_state import accept_full_tensors
 from plait.parallel.held_once import hold_once
 from plait.parallel.loss_scale import LossScaler
@@ -189,6 +189,7 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
     buffers = ChangingBuffers(model, parts.blocks, mesh)
     buffers_end = synchronise_in_forward(model, buffers)
     watch = StepWatch(model, before, parts.reducer)
+    free_after_evaluation(model)
 
     def let_go() -> None:
         watch.close()
@@ -298,6 +299,7 @@ def _parallelize(
     if parts.reducer is not None:
         parts.reducer.attach()
     accept_full_tensors(model)
+    watch_shards_of(model)
     return mesh, parts.with_(disk_tier=tier)
 
 

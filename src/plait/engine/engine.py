@@ -30,7 +30,7 @@ from plait.engine.weight_check import WeightCheck
 from plait.errors import InputError, PlaitError
 from plait.parallel import compression
 from plait.parallel.buffers import ChangingBuffers
-from plait.parallel.data import before_backward, free_gathered
+from plait.parallel.data import before_backward, free_after_evaluation, free_gathered
 from plait.parallel.pipeline import PipelineRank
 from plait.parallel.technique import Parts
 from plait.parallel.unused import UnusedTracker
@@ -95,6 +95,7 @@ class Engine(EngineFacts):
         self._loss_group = mesh.group("pp", "dp_replicate", "dp_shard")
         self._micro_step = self._step_began = 0
         self._is_evaluating = False
+        free_after_evaluation(parts.model, unless=lambda: self._is_evaluating)
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._weight_check = WeightCheck()

@@ -33,6 +33,7 @@ class Guard:
         """Whether the engine has the model no more."""
         self._parts, self._stepper, self._unused, self._pipeline = parts, stepper, unused, pipeline
         self._lost: Lost = ""
+        self._known = {id(p): p for p in parts.model.parameters()}
         self._frozen = {name: p for name, p in parts.model.named_parameters() if not p.requires_grad}
         self.backwards = 0
         """Of the step so far."""
@@ -110,6 +111,14 @@ class Guard:
                 f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called and requires a gradient now, "
                 "but it is not trained; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
             )
+        for group in self._stepper.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._known:
+                    raise InputError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not the model's when plait.initialize "
+                        "was called, so its gradient is this rank's alone; put all parts into the model before, and freeze "
+                        "(requires_grad_(False)) what shall begin later"
+                    )
         if not self.backwards and any(parameter.grad is not None for parameter in self._stepper.parameters):
             raise InputError(
                 "engine.step() found gradients that engine.backward did not make: loss.backward() does not divide by the number of "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -43,6 +44,13 @@ class StepWatch:
             self._is_mine[optimizer] = self._look(optimizer)
         if not self._is_mine[optimizer]:
             return
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = {id(parameter): parameter for parameter in held if parameter.grad is not None and not self._knows(parameter)}
+        if foreign and any(id(parameter) in foreign for parameter in model.parameters()):
+            raise InputError(
+                f"this {type(optimizer).__name__} holds {len(foreign)} parameters that were put into the model after plait.parallelize, "
+                "so their gradients are this rank's alone; change the model before"
+            )
         if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
             raise InputError(
                 "optimizer.step() after backwards inside plait.accumulate only, whose gradients are this rank's alone; the forward and "
@@ -59,4 +67,10 @@ class StepWatch:
                     f"this {type(optimizer).__name__} was built before plait.parallelize, which put shards in place of its parameters: "
                     "it would train nothing; build the optimizer afterwards, over model.parameters()"
                 )
-        return any((known := self._now.get(id(parameter))) is not None and known() is parameter for parameter in held)
+        model = self._model()
+        new = {id(parameter) for parameter in model.parameters()} if model is not None else set()
+        return any(self._knows(parameter) or id(parameter) in new for parameter in held)
+
+    def _knows(self, parameter: torch.Tensor) -> bool:
+        known = self._now.get(id(parameter))
+        return known is not None and known() is parameter

@@ -16,15 +16,18 @@ inside the `dp_shard` group and the reduced shards are all-reduced across, once 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from plait._torch import local_tensor, sharded_modules
+from plait._torch_shards import sum_before_reading, watch_shards
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.transport import TransportName
@@ -183,6 +186,26 @@ def before_backward(parts: Parts, *, last: bool) -> None:
         parts.model.set_requires_gradient_sync(last or parts.stage >= 2)
         parts.model.set_requires_all_reduce(last)
         parts.model.set_reshard_after_backward(last or parts.stage == 3)
+
+
+def watch_shards_of(model: nn.Module) -> None:
+    """What a user does with shards is right or refused: reading numbers of them, and writing to what is not them. When the model has the
+    parameters that it keeps."""
+    sum_before_reading()
+    for module in sharded_modules(model):
+        watch_shards(module)
+
+
+def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda: False) -> None:
+    """Free what a forward without gradients gathered, when it ends: who then writes to the model's parameters, or reads them, finds the
+    shards."""
+
+    def after(*_: object) -> None:
+        if not torch.is_grad_enabled() and not unless():
+            free_gathered(model)
+
+    if isinstance(model, FSDPModule):
+        model.register_forward_hook(after)
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -1,0 +1,105 @@
+"""Private torch names of shards and of reading them; `_torch` has all others. Each has a test in tests/unit/test_torch_names.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from plait.errors import InputError
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+def sum_before_reading() -> None:
+    """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of a sum give the sum, as every other
+    operator does. torch 2.13 gives the part (pytorch issue 166638), so an optimizer that reads a norm of a shard would go another way on
+    every rank. For all DTensors of the process; collective over the ranks of the tensor that is read."""
+    DTensor._op_dispatcher._custom_op_handlers[_READ] = _read
+
+
+def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    tensor: DTensor = args[0]
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    return operator(tensor.to_local())
+
+
+def watch_shards(module: FSDPModule) -> None:
+    """Refuse, in the forward of a fully sharded unit and behind it, what would be lost in silence there: another parameter in a shard's
+    place, other data in it, a hook on its gradient, and a write into the gathered copy. Once, when the unit has the parameters that it
+    keeps. Gathering in inference mode is mended: what it makes serves the next training step too."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        _watch(group)
+
+
+def _watch(group: Any) -> None:
+    # The storage object is kept, so that no other one can take its address.
+    held = {p: (p.sharded_param, *_content(p.sharded_param)) for p in group.fsdp_params}
+    versions: dict[Any, int] = {}
+    pre_forward, reshard = group.pre_forward, group.reshard
+    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+
+    def checked_forward(*args: Any) -> Any:
+        for p in group.fsdp_params:
+            _check_shard(p, held, gathered=group.is_unsharded)
+        return pre_forward(*args)
+
+    def unshard_as_ever(async_op: bool = False) -> None:
+        with torch.inference_mode(False):
+            unshard(async_op)
+
+    def wait_and_note() -> None:
+        if group._all_gather_result is None:
+            return
+        with torch.inference_mode(False):
+            wait_for_unshard()
+        versions.update({p: p._unsharded_param._version for p in group.fsdp_params})
+
+    def checked_reshard() -> None:
+        if group.is_unsharded:
+            for p, version in versions.items():
+                if p._unsharded_param._version != version:
+                    versions.clear()
+                    raise InputError(
+                        f"{_name(p)} was written to while its shards were gathered (in the forward, between forward and backward, or between "
+                        "micro-batches), which the shards never see: write to parameters between steps, keep what a forward changes in "
+                        "buffers, or use ZeRO stage 0"
+                    )
+        reshard()
+
+    group.pre_forward, group.reshard = checked_forward, checked_reshard
+    group.unshard, group.wait_for_unshard = unshard_as_ever, wait_and_note
+
+
+def _content(shard: DTensor) -> tuple[torch.UntypedStorage, torch.Tensor]:
+    return shard.untyped_storage(), shard._local_tensor
+
+
+def _check_shard(p: Any, held: dict[Any, tuple[DTensor, torch.UntypedStorage, torch.Tensor]], *, gathered: bool) -> None:
+    info = p._module_info
+    shard, storage, local = held[p]
+    expected = p._unsharded_param if gathered else shard
+    if info.module._parameters.get(info.param_name) is not expected or p.sharded_param is not shard:
+        raise InputError(
+            f"{_name(p)} is not the parameter that was sharded: something was put in its place after plait.initialize or plait.parallelize "
+            "(a new nn.Parameter, load_state_dict(assign=True), torch.func.functional_call, pruning), which the forward would not see; "
+            "change the values in place (with torch.no_grad(): parameter.copy_(...)), change the model before, or use ZeRO stage 0"
+        )
+    if shard._local_tensor is not local:  # moved or cast as a whole, which torch knows of
+        held[p] = (shard, *_content(shard))
+    elif shard.untyped_storage()._cdata != storage._cdata:
+        raise InputError(
+            f"{_name(p)}.data was assigned to, which changes no shard: write in place, with torch.no_grad(): parameter.copy_(...)"
+        )
+    if shard._backward_hooks:
+        raise InputError(
+            f"{_name(p)} has a hook on its gradient (register_hook), which is never called for a shard; use "
+            "register_post_accumulate_grad_hook, which gets the reduced gradient in parameter.grad, or ZeRO stage 0"
+        )
+
+
+def _name(p: Any) -> str:
+    return p._param_fqn or p._module_info.param_name
