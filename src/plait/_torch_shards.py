@@ -64,9 +64,9 @@ def _watch(group: Any) -> None:
                 if p._unsharded_param._version != version:
                     versions.clear()
                     raise InputError(
-                        f"{_name(p)} was written to while its shards were gathered (in the forward, between forward and backward, or between "
-                        "micro-batches), which the shards never see: write to parameters between steps, keep what a forward changes in "
-                        "buffers, or use ZeRO stage 0"
+                        f"{_name(p)} was written to while its shards were gathered (in the forward, between forward and backward, or "
+                        "between micro-batches), which the shards never see: write to parameters between steps, keep what a forward "
+                        "changes in buffers, or use ZeRO stage 0"
                     )
         reshard()
 

@@ -23,6 +23,7 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel import selective
 from plait.parallel.activations import ActivationFacts, BlockMode, alike, solve
+from plait.parallel.changed_buffers import ChangedBuffers
 from plait.parallel.in_flight import RankActivations
 from plait.parallel.ledger import Ledger
 from plait.parallel.saved import SavedTensors, Store
@@ -180,6 +181,7 @@ def _wrap(
     region: Region | None,
 ) -> None:
     forward = block.forward
+    buffers = ChangedBuffers(block)
     keep: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}  # torch.compile knows only calls that leave it out
 
     @functools.wraps(forward)
@@ -200,8 +202,21 @@ def _wrap(
             given, named = tree_unflatten(values, structure)
             return forward(*given, **named)
 
+        if not buffers or torch.compiler.is_compiling():
+            with hooks:
+                return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, **keep)
+        before, ran = buffers.before(), False
+
+        def run_alike(*values: Any) -> Any:
+            nonlocal ran
+            again, ran = ran, True
+            with buffers.as_before(before) if again else nullcontext():
+                return run(*values)
+
         with hooks:
-            return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=True, **keep)
+            output = checkpoint(run_alike, *leaves, use_reentrant=False, preserve_rng_state=True, **keep)
+        buffers.note(before)
+        return output
 
     block.forward = remembering
 

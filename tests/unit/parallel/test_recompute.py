@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +14,7 @@ from torch import nn
 from plait.errors import ConfigError, ModelError
 from plait.parallel.activations import ActivationFacts, BlockMode, ModeFacts, solve
 from plait.parallel.recompute import Recompute
+from plait.parallel.technique import Parts
 from plait.units import GIB
 
 
@@ -95,3 +99,47 @@ def test_refusals(technique: Recompute, compiled: bool, sequence: bool, said: st
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="no repeated blocks"):
         Recompute(mode="full").check(nn.Linear(2, 2), (), compiled=False, sequence_parallel=False)
+
+
+class Counting(nn.Module):
+    """A block whose forward changes its buffers: in place, uncounted by torch, by assignment, and by the power iterations of a
+    parametrization."""
+
+    steps: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("still", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return torch.tanh(self.norm(self.linear(x - self.mean))) * (1 + 0.1 * self.steps)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_buffers_that_a_forward_changes(mode: Any) -> None:
+    """A recomputation begins with what the forward began with, and leaves what it left: the bits of no recompute at all."""
+
+    def run(technique: Recompute | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Counting(), Counting())
+        if technique is not None:
+            technique.apply(Parts(model=model, blocks=("0", "1")), SimpleNamespace())  # type: ignore[arg-type]
+        model.eval()
+        model(torch.randn(3, 4)).sum().backward()
+        model.train()
+        for _ in range(2):
+            first, second = model(torch.randn(3, 4)), model(torch.randn(3, 4))  # two micro-batches are on their way
+            first.square().sum().backward(retain_graph=True)
+            second.square().sum().backward()
+            first.sum().backward()
+        return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    for found, wanted in zip(run(Recompute(mode=mode)), run(None), strict=True):
+        assert torch.equal(found, wanted)
