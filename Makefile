@@ -4,6 +4,7 @@
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the whole test matrix (hours)
+#   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and says which test notices it (an hour or two)
 #   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions beside torch by hand; ARGS=--quick for a minute
@@ -16,7 +17,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -34,6 +35,9 @@ quickstart: environment
 test: environment
 	@mkdir -p $(RESULTS)
 	$(RUN) tools/tests.py $(ARGS)
+
+versions:
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)
 
 mutants: environment
 	$(RUN) -m tools.mutants $(ARGS)

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "states in int8": (2, {"zero_optimization": {"stage": 2}, "optimizer": {**cases.OPTIMIZER, "states": "int8"}}),
 }
+NAMES = "private names (tests/unit/test_torch_names.py)"
 LOSSY = ("bf16", "fp16", "gradients", "states")
 """Beginnings of what changes numbers: its losses are compared to three digits."""
 
@@ -185,6 +186,10 @@ def cover(wanted: str) -> int:
             lossy = name.startswith(LOSSY)
             rows[name] = verdict(run(name, world, more), one["float32" if lossy else "float64"], 3e-2 if lossy else 1e-10)
             print(f"torch {torch.__version__}  {name}: {rows[name]}", flush=True)
+    if not wanted:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "unit" / "test_torch_names.py")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        rows = {NAMES: "passed" if done.returncode == 0 else done.stdout.strip().splitlines()[-1], **rows}
     path = RESULTS / f"torch-{torch.__version__.partition('+')[0]}.json"
     before = json.loads(path.read_text()) if wanted and path.exists() else {"cases": {}, "seconds": 0}
     content = {"torch": torch.__version__, "python": platform.python_version(), "plait": revision(), "cases": before["cases"] | rows}
@@ -224,7 +229,7 @@ def page() -> None:
     )
     reasons: dict[str, int] = {}
     rows = []
-    for name in CASES:
+    for name in (NAMES, *CASES):
         cells = [one["cases"].get(name, "not run") for one in found]
         rows.append(
             (
