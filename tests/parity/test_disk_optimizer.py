@@ -59,7 +59,7 @@ def test_same_bits(
     """Accumulation, clipping, overflow, pieces that cut parameters."""
     config = {**settings(2, tp, stage, 1, 2), "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer]}, **more}
     for found in pool.run(2, digests, kind, config, str(tmp_path), dtype):
-        assert found == [found[0]] * 3
+        assert len(found) > 1 and set(found) == {found[0]}
 
 
 def shares(rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype) -> list[Any]:

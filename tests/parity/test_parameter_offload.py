@@ -96,7 +96,7 @@ def test_same_bits(pool: Pool, tmp_path: Path, world: int, kind: str, more: dict
         else:
             config[name] = value
     for found in pool.run(world, digests, kind, config, str(tmp_path), dtype, buffer):
-        assert found == [found[0]] * 5
+        assert len(found) > 2 and set(found) == {found[0]}
 
 
 def resumed(rank: int, world: int, config: dict[str, Any], folder: str, parts: list[list[str]]) -> str:
