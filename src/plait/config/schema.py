@@ -37,8 +37,9 @@ def _number(value: Any) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    lower = value.lower() if isinstance(value, str) else value
-    return {long: short for short, long in SHORT_NAMES.items()}.get(lower, lower)
+    if not isinstance(value, str):
+        return value
+    return {long: short for short, long in SHORT_NAMES.items()}.get(value.lower(), value.lower())
 
 
 def _is_auto(value: Any) -> str:

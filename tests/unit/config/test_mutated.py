@@ -95,6 +95,7 @@ def test_two_thousand_mutated_files(command: Callable[..., int], part: int) -> N
         ('{"run": {"folder": "a\\u0000"}}', "run.folder = 'a\\x00': holds a zero byte"),
         ('{"a": ' * 2000 + "1" + "}" * 2000, "is nested"),
         ("[" * 100_000, "is nested too deeply"),
+        ('{"communication_data_type": [0.9]}', "communication_data_type = [0.9]: must be"),
         ('{"run": {"steps": true}}', "run.steps = True: must be a number"),
         ('{"run": {"seed": 1e29}}', "run.seed = 1e+29: must be"),
         ('{"parallel": {"tp": 9007199254740993}}', "parallel.tp = 9007199254740993: must be at most 1048576"),
