@@ -36,8 +36,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# Renamed in torch 2.13.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_

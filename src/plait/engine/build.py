@@ -394,4 +394,4 @@ def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module
             )
         # Those of other pipeline stages are updated there.
         group["params"] = [now[named[id(p)]] for p in group["params"] if named[id(p)] in now]
-    return given
+    return checked_optimizer(given, model)

@@ -12,6 +12,7 @@ from torch import nn
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved
+from plait.engine.optimizer import needs_closure, refuse_sharded
 from plait.errors import InputError, ModelError, warn
 
 _LARGEST_SEED = 1 << 32
@@ -72,7 +73,7 @@ def _modules_of(loss: Any) -> Iterator[nn.Module]:
 
 
 def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """What a caller's function returned. Raises InputError unless all it holds are the model's parameters."""
+    """A caller's optimizer. Raises InputError unless all it holds are the model's parameters and one gradient is all it takes."""
     if not hasattr(made, "param_groups"):
         raise InputError(f"optimizer= returned a {type(made).__name__}, which has no param_groups; return a torch.optim.Optimizer")
     known = {id(parameter) for parameter in model.parameters()}
@@ -83,6 +84,12 @@ def checked_optimizer(made: Any, model: nn.Module) -> torch.optim.Optimizer:
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's (any more), so ranks would "
                     "not sum its gradient; build it over the parameters that the function is given, or over model.parameters() inside of it"
                 )
+    if needs_closure(type(made)):
+        raise InputError(
+            f"{type(made).__name__}.step calls a function that computes the loss again, and engine.step has none to give; use an optimizer "
+            "of one gradient a step (AdamW)"
+        )
+    refuse_sharded(type(made), list(model.named_parameters()))
     return made
 
 

@@ -8,6 +8,7 @@ another layout may name a kernel that these parameters do not have.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -115,7 +116,10 @@ def _make(found: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
     if unknown:
         rule = f"{found.__name__} has no such parameter"
         raise ConfigError(*(Problem(f"optimizer.params.{name}", params[name], rule, instead(name, allowed)) for name in unknown))
-    _refuse_sharded(found, named)
+    if needs_closure(found):
+        rule = "its step calls a function that computes the loss again, and a training step has none to give"
+        raise ConfigError(Problem("optimizer.type", found.__name__, rule, "use an optimizer of one gradient a step, AdamW for one"))
+    refuse_sharded(found, named)
     build: Callable[..., Optimizer] = found
     try:
         return build(_groups(found, params, [parameter for _, parameter in named]), **params)
@@ -125,12 +129,19 @@ def _make(found: type[Optimizer], params: Mapping[str, Any], named: Sequence[Nam
         raise ConfigError(Problem("optimizer.params", None, f"{found.__name__}({shown}) says: {reason}", "correct the value")) from error
 
 
-def _refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
+def needs_closure(kind: type[Optimizer]) -> bool:
+    """Whether `step` cannot be called without a function (LBFGS)."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
+    """Raises ModelError for torch's optimizers that fail at their first step on shards."""
     why = _NOT_SHARDED.get(found.__name__) if found.__module__.startswith("torch.optim") else None
     sharded = [name for name, parameter in named if isinstance(parameter, DTensor)]
     if why and sharded:
         raise ModelError(
-            f"optimizer.type = '{found.__name__}': {why}, and torch cannot do that on sharded parameters ({len(sharded)} here, "
+            f"the optimizer {found.__name__}: {why}, and torch cannot do that on sharded parameters ({len(sharded)} here, "
             f"first `{sharded[0]}`); use AdamW, or zero_optimization.stage 0 without tensor parallelism"
         )
 

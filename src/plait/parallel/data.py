@@ -38,7 +38,7 @@ from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger, local_rows
 from plait.parallel.optimizer_states import state_bytes
-from plait.parallel.parameter_checks import refuse_unusable_parameters
+from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtypes, refuse_unusable_parameters
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
 from plait.units import MIB
@@ -91,6 +91,8 @@ class DataParallel(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
         parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
+        if parts.compute_dtype is not None or parts.reduce_dtype is not None:
+            refuse_complex(parts.model)
         whole = mesh.layout.dp_shard == 1 and parts.compute_dtype is None
         if whole and not parts.masters_on_host and not parts.always_shard:  # nothing to shard, nothing to cast
             group = mesh.group("dp_replicate")
@@ -151,6 +153,7 @@ def _make_contiguous(model: nn.Module) -> None:
 
 
 def _refuse_unshardable(parts: Parts) -> None:
+    refuse_several_dtypes(parts.model, parts.blocks)
     owner: dict[int, tuple[str, str]] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import torch
@@ -42,6 +43,36 @@ def refuse_unusable_parameters(model: nn.Module, *, sharded: bool, moved: bool, 
                     f"{name or 'the model'} makes sparse gradients ({type(module).__name__}, sparse=True), and ranks sum dense ones; "
                     "build it with sparse=False"
                 )
+
+
+def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise ModelError where parameters that are gathered together (of a block, or all outside of the blocks) have several dtypes, which
+    torch does not shard."""
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            unit = next((block for block in blocks if name.startswith(f"{block}.")), "")
+            other, dtype = first.setdefault(unit, (name, parameter.dtype))
+            if dtype != parameter.dtype:
+                raise ModelError(
+                    f"{name} is {_short(parameter.dtype)} and {other} {_short(dtype)}, and what is sharded together "
+                    f"({unit or 'all outside of the blocks'}) has to be of one dtype; convert one of them, name modules of one dtype "
+                    "each in parallel.blocks, or use ZeRO stage 0"
+                )
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """Raise ModelError for complex parameters that would be computed with, or reduced, as real numbers of 16 or 32 bits."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ModelError(
+                f"{name} is {_short(parameter.dtype)}, and bf16, fp16 and communication_data_type would drop its imaginary part; "
+                "leave them out"
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -222,7 +222,7 @@ def test_plain_and_sharded_parameters_stand_beside_each_other(mesh, type):
 def test_what_torch_cannot_do_on_shards_is_refused_before_the_first_step(mesh):
     model = sharded(net(), mesh)
     for name in ("Adafactor", "Rprop"):
-        with pytest.raises(ModelError, match=f"'{name}'.*sharded parameters \\(6 here, first `embed.weight`\\); use AdamW"):
+        with pytest.raises(ModelError, match=f"the optimizer {name}: .*sharded parameters \\(6 here, first `embed.weight`\\); use AdamW"):
             build(name, model=model)
     with pytest.raises(ConfigError, match="fused SGD does not run on sharded parameters"):
         build("SGD", {"fused": True}, model)
