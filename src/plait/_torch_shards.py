@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, debug
 
 from plait.errors import InputError
 
@@ -26,6 +26,12 @@ def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     if any(placement.is_partial() for placement in tensor.placements):
         tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
     return operator(tensor.to_local())
+
+
+def forget_meshes() -> None:
+    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once that one's
+    groups have ended, whole tensors of another mesh of this shape would be gathered over them."""
+    debug._clear_sharding_prop_cache()
 
 
 def watch_shards(module: FSDPModule) -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import plait
 from plait.cluster import ending, mesh
@@ -73,3 +74,22 @@ def _target(name: str) -> str:
 def test_engines_in_one_process_group_leave_nothing_behind(pool: Pool, tmp_path: Path) -> None:
     """B12: groups, descriptors and threads end with the engine that made them, and with no other; files of the disk tier too."""
     pool.run(2, engines, tmp_path)
+
+
+def one_after_the_other(rank: int, world: int) -> None:
+    """Runs in a worker. Two engines of one layout, whose mesh has a group for each of two axes."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "parallel": {"tp": 2, "measure_seconds": 0}}
+    with mock.patch.object(mesh, "init_device_mesh", init_device_mesh), mock.patch.object(mesh, "end_groups", ending.end_groups):
+        for _ in range(2):
+            engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=plait.causal_lm_loss)
+            for parameter in engine.model.parameters():
+                full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter
+                assert full.shape == parameter.shape
+            engine.close()
+    dist.barrier()
+
+
+def test_a_second_engine_gathers_over_its_own_groups(pool: Pool) -> None:
+    """torch remembers operators' results by the shape of a mesh: after `close()`, `full_tensor()` of what an operator made of the next
+    engine's parameters asked for a group that had ended."""
+    pool.run(4, one_after_the_other)

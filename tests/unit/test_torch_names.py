@@ -525,3 +525,13 @@ def test_sum_before_reading() -> None:
     with CommDebugMode() as seen:
         float(total)
     assert seen.get_total_counts() == 1
+
+
+def test_forget_meshes() -> None:
+    """An operator's result is of the mesh of the first call with such a mesh, until that is forgotten."""
+    meshes = [init_device_mesh("cpu", (2,)) for _ in range(3)]
+    whole = torch.arange(8.0)
+    one, two, three = (distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for mesh in meshes)
+    assert one.detach().device_mesh is two.detach().device_mesh
+    _torch_shards.forget_meshes()
+    assert three.detach().device_mesh is meshes[2]

@@ -21,6 +21,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from plait._torch_shards import forget_meshes
+
 LONGEST_SECONDS = 2.0
 """Of waiting for threads that are busy, on a machine that has more to do."""
 _PAUSE_SECONDS, _QUIET = 0.005, 4
@@ -40,6 +42,7 @@ def end_default_group() -> None:
     """Destroy all process groups, once gloo's threads have let go of what they computed."""
     if dist.is_initialized():
         let_threads_finish()
+        forget_meshes()
         dist.destroy_process_group()
 
 
@@ -47,6 +50,7 @@ def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
     """The same for some groups. One that was destroyed before, alone or with the default group, is passed over."""
     if groups and dist.is_initialized():
         let_threads_finish()
+        forget_meshes()
         for group in groups:
             with suppress(ValueError):
                 dist.destroy_process_group(group)
