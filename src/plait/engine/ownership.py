@@ -6,7 +6,6 @@ cut (shards, tp, a pipeline) is no longer the model that it was, and is refused.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,7 +66,7 @@ def release(model: nn.Module, owner: Owner) -> None:
         for name, mode in zip(owner.parts.blocks, owner.parts.block_modes, strict=False):
             if mode != "none":
                 block = model.get_submodule(name)
-                block.forward = inspect.unwrap(block.forward)  # recompute replaced it
+                block.forward = block.forward.__wrapped__  # type: ignore[attr-defined]  # recompute replaced it, and only that is undone
         object.__delattr__(model, _ATTRIBUTE)
 
 

@@ -48,12 +48,14 @@ def lifted(model: nn.Module, *others: type) -> Iterator[None]:
     The classes are patched, not the objects, so that copies, wrappers and recomputation of the model see it too. `others` are optimizer
     classes, whose `step` is treated alike (torch's Muon multiplies in bfloat16).
     """
+    inside = [True]
     before = {(owner, name): vars(owner)[name] for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}}
     try:
         for (owner, name), function in before.items():
-            setattr(owner, name, _staying_wide(function))
+            setattr(owner, name, _staying_wide(function, inside))
         yield
     finally:
+        inside.clear()
         for (owner, name), function in before.items():
             setattr(owner, name, function)
 
@@ -61,17 +63,29 @@ def lifted(model: nn.Module, *others: type) -> Iterator[None]:
 def _owners(model: nn.Module) -> set[tuple[type, str]]:
     classes = {type(module) for module in model.modules()}
     owners = {_owner(kind, "forward") for kind in classes}
-    return {(owner, "forward") for owner in owners if owner.__module__.partition(".")[0] != "torch"}
+    own = {owner for owner in owners if owner.__module__.partition(".")[0] != "torch"}
+    # A sharded module is of a subclass, which torch makes once; Transformers' layers give it a forward of its own.
+    derived = {below for kind in own for below in _below(kind) if "forward" in vars(below)}
+    return {(owner, "forward") for owner in own | derived}
+
+
+def _below(kind: type) -> Iterator[type[Any]]:
+    direct: list[type[Any]] = kind.__subclasses__()
+    for below in direct:
+        yield below
+        yield from _below(below)
 
 
 def _owner(kind: type, name: str) -> type:
     return next(base for base in kind.__mro__ if name in vars(base))
 
 
-def _staying_wide(function: Callable[..., Any]) -> Callable[..., Any]:
+def _staying_wide(function: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
+    """`inside` is empty where it is over: a class made meanwhile keeps what it found for ever."""
+
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(mode, _StayWide) for mode in function_modes()):  # inside of another module's forward
+        if not inside or any(isinstance(mode, _StayWide) for mode in function_modes()):  # inside of another module's forward
             return function(*args, **kwargs)
         with _StayWide():
             return function(*args, **kwargs)

@@ -60,6 +60,35 @@ def test_modules_inside_of_others() -> None:
     assert set(depths) == {1}
 
 
+class Kept(nn.Module):
+    """A subclass keeps the forward that its base has when it is made, as Transformers' layers do."""
+
+    def __init_subclass__(cls) -> None:
+        before = cls.forward
+        cls.forward = lambda self, x: before(self, x)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.float().mean()
+
+
+class Layer(Kept):
+    pass
+
+
+def test_a_class_that_was_made_meanwhile() -> None:
+    """torch's, of a sharded module: wide inside, and not afterwards. It made tests of bits depend on the tests before them."""
+    data = torch.randn(3, dtype=torch.float64)
+    model = Layer()
+    with lifted(model):
+        sharded = type("Sharded", (Layer,), {})
+        model.__class__ = sharded
+        assert not roundings(lambda: model(data))
+    assert roundings(lambda: model(data))
+    with lifted(Layer()):
+        assert not roundings(lambda: model(data))
+    assert roundings(lambda: model(data))
+
+
 def test_float32_models_are_left_alone() -> None:
     model, data = Islands(), torch.randn(3, 4)
     plain = model(data)
