@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from plait.comm.collectives import shard_range
 
@@ -18,9 +18,12 @@ from plait.comm.collectives import shard_range
 def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
     """Sum over tokens of the cross entropy; 0-dimensional, alike on every rank of the tp axis.
 
-    `logits` [..., vocab] split along the last dimension over a one-dimensional mesh; `targets` [...] int64, `ignored` ones count for
-    nothing. Computed in float32, in float64 for float64 logits.
+    `logits` [..., vocab] over a one-dimensional mesh, split along the last dimension; any other way they are laid out, they are split so
+    first. `targets` [...] int64, `ignored` ones count for nothing. Computed in float32, in float64 for float64 logits.
     """
+    last = Shard(logits.ndim - 1)
+    if logits.placements != (last,):  # what was done to them behind the head (a log_softmax) may have made them whole, or parts of a sum
+        logits = logits.redistribute(placements=[last])
     local = logits.to_local()
     group = logits.device_mesh.get_group()
     start, _ = shard_range(logits.shape[-1], group)
