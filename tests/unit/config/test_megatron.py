@@ -69,6 +69,8 @@ def test_one_beta_keeps_the_default_of_the_other() -> None:
     config = load(["--lr", "1e-3", "--adam-beta2", "0.95"])
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01, "eps": 1e-8}
+    other = load(["--lr", "1e-3", "--adam-beta1", "0.8"]).optimizer
+    assert other is not None and other.params["betas"] == (0.8, 0.999)
 
 
 def test_what_flags_leave_out_is_megatrons() -> None:

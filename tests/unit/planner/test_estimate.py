@@ -158,6 +158,11 @@ def test_zero_stages_save_what_they_say():
     assert len({round(one(s["optimizer"])) for s in states}) == 1
 
 
+def test_every_zero_stage_updates_the_shards_alone():
+    seconds = [one(estimate(job(gpus=8, dp_shard=8, stage=stage)).step.terms["optimizer"]) for stage in (0, 1, 2, 3)]
+    assert seconds[1:] == [pytest.approx(seconds[0] / 8, rel=0.01)] * 3
+
+
 def test_stages_are_cut_evenly_or_with_the_ends_counted():
     model = named("llama-3-405b")  # 126 layers
 

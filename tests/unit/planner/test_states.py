@@ -1,5 +1,7 @@
 """What the planner says of model states against the ledger of the real model, split by its real plan."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,19 @@ def test_stages_of_a_pipeline_hold_the_whole_model_between_them():
     model = request.model.architecture
     middle = 4 * float(model.block_parameters) / 3
     assert three.first["weights"][0] + three.last["weights"][0] + middle == pytest.approx(one.first["weights"][0])
+
+
+def test_a_tied_embedding_is_on_both_ends_of_a_pipeline():
+    request = request_for("llama")
+    architecture = request.model.architecture
+    layouts = Layouts(tp=np.array([1]), pp=2, schedule=SCHEDULES.index("1f1b"), accumulation=1)
+    tied, untied = (
+        account_states(job_of(replace(request, model=replace(request.model, architecture=replace(architecture, tied=value))), layouts))
+        for value in (True, False)
+    )
+    table = 4 * architecture.vocab * architecture.hidden
+    for ends in (tied, untied):
+        assert ends.first["weights"][0] >= table and ends.last["weights"][0] == pytest.approx(untied.last["weights"][0])
 
 
 def test_offload_takes_the_optimizer_off_the_device():

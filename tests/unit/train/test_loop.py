@@ -67,14 +67,16 @@ class FakeEngine:
         return path
 
 
-def _run(folder: Path, engine: FakeEngine, *, start: Position = BEGINNING, batches: int = 2, **section: Any) -> tuple[int, list[Event]]:
+def _run(
+    folder: Path, engine: FakeEngine, *, start: Position = BEGINNING, batches: int = 2, ranks: tuple[int, int] = (0, 1), **section: Any
+) -> tuple[int, list[Event]]:
     events: list[Event] = []
     sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
     with StopRequest() as stop:
         job = Job(
             engine=engine,
             section=RunSection(**section),
-            loader=Loader(sequences, 2, seed=0),
+            loader=Loader(sequences, 2 * ranks[1], seed=0, dp_rank=ranks[0], dp_size=ranks[1]),
             validation=lambda: iter([{}] * batches),
             sample=lambda: "def f",
             checkpoints=folder / "checkpoints",
@@ -128,6 +130,16 @@ def test_waits_are_told_step_by_step_and_in_all_and_a_decision_after_its_step(tm
 def test_what_fell_due_at_the_last_step_is_done_once(tmp_path: Path) -> None:
     _, events = _run(tmp_path, FakeEngine(), steps=4, validate_every=2, checkpoint_every=2)
     assert _told(events)[-4:] == [("StepDone", 4), ("Validated", 4), ("CheckpointSaved", 4), ("RunEnded", 4)]
+
+
+def test_ranks_take_every_sequence_once(tmp_path: Path) -> None:
+    """A step takes the whole batch of all ranks: none of them sees what another had in the step before."""
+    engines = [FakeEngine(), FakeEngine()]
+    for rank, engine in enumerate(engines):
+        _run(tmp_path / str(rank), engine, steps=2, ranks=(rank, 2), checkpoint_every=2)
+        assert engine.states[-1]["samples"] == 8
+    taken = [first for engine in engines for batch in engine.batches for first in batch]
+    assert len(taken) == len(set(taken)) == 8
 
 
 def test_no_validation_text_means_no_validation(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""What a run's process hands to the engine. The whole of it runs in tests/integration/test_quickstart.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plait.train import session
+from plait.train.loop import Position
+
+
+class Handed(Exception):
+    """Instead of an engine."""
+
+
+@pytest.mark.parametrize("done", [0, 30])
+def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    def initialize(*_: Any, total_steps: int, **__: Any) -> None:
+        raise Handed(total_steps)
+
+    copies = SimpleNamespace(model_copy=lambda update: None)
+    checked: Any = SimpleNamespace(
+        resolved=SimpleNamespace(data_parallel=copies, model_copy=copies.model_copy),
+        section=SimpleNamespace(steps=100),
+        folder=SimpleNamespace(links=None),
+        built=SimpleNamespace(model=None, weights=None),
+        position=Position(done, 4 * done),
+    )
+    monkeypatch.setattr(session, "initialize", initialize)
+    with pytest.raises(Handed, match="^100$"):
+        session.run(checked, stop=None, listeners=())  # type: ignore[arg-type]
