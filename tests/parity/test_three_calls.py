@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import plait
 from plait.verify.parity import whole
-from tests.parity import cases
+from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised, settings
 from tests.pool import Pool
 
@@ -45,11 +45,11 @@ def share(rank: int, step: list[Any]) -> list[Any]:
     return step[rank * ACCUMULATION : (rank + 1) * ACCUMULATION]
 
 
-def three_calls(rank: int, world: int, stage: int, weighted: bool) -> Weights:
+def three_calls(rank: int, world: int, config: dict[str, Any], weighted: bool) -> Weights:
     """Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True), settings(world, stage, 1, ACCUMULATION))
-    for step in cases.ragged_steps(world * ACCUMULATION, steps=STEPS, keys=()):
-        for index, piece in enumerate(share(rank, step)):
+    engine = plait.initialize(cases.build("plain", tied=True), config)
+    for step in cases.ragged_steps(engine.dp_size * ACCUMULATION, steps=STEPS, keys=()):
+        for index, piece in enumerate(share(engine.dp_rank, step)):
             assert engine.is_gradient_accumulation_boundary() == (index == ACCUMULATION - 1)
             loss, weight = mean_loss(engine, piece)
             engine.backward(loss, weight=weight) if weighted else engine.backward(loss)
@@ -91,8 +91,15 @@ USED = [name for name, _ in materialised("plain", tied=True).named_parameters() 
 def test_three_calls(pool: Pool, stage: int, weighted: bool) -> None:
     """Both normalisations."""
     wanted = reference(2, weighted=weighted, clipping=CLIPPING)
-    for found in pool.run(2, three_calls, stage, weighted):
+    for found in pool.run(2, three_calls, settings(2, stage, 1, ACCUMULATION), weighted):
         close(found, wanted)
+
+
+def test_three_calls_of_ranks_that_share_a_batch(pool: Pool) -> None:
+    """A mean over the ranks that have batches of their own: here one. Clipping would hide a factor."""
+    config = tensor_parallel.settings(2, 2, 0, 1, ACCUMULATION, **tensor_parallel.plan("plain")) | {"gradient_clipping": 0}
+    for found in pool.run(2, three_calls, config, False):
+        close(found, reference(1, weighted=False, clipping=0))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
