@@ -70,6 +70,6 @@ def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any],
 
 def plan(kind: str) -> dict[str, Any]:
     """The plain model is told its plan."""
-    if kind != "plain":
+    if kind not in ("plain", "frozen"):
         return {}
     return {"plan": {"embed": "embedding_rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "vocab_head"}}

@@ -27,9 +27,9 @@ def alternately(kinds: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("kind", "tied"), alternately([*FAMILIES, "plain"]))
+@pytest.mark.parametrize(("kind", "tied"), alternately([*FAMILIES, "plain", "frozen"]))
 def test_families(pool: Pool, kind: str, tied: bool) -> None:
-    """tp 2, accumulation, loss parallel."""
+    """tp 2, accumulation, loss parallel; a split layer that is frozen has no gradient and does not decay."""
     check(pool, 2, kind, tied, settings(2, 2, 0, 1, 2, **plan(kind)))
 
 
