@@ -26,6 +26,9 @@ def steps(micro_batches: int) -> list[list[dict[str, Any]]]:
 def train(rank: int, world: int, config: dict[str, Any]) -> Trace | None:
     """Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=True), config, loss_fn=plait.causal_lm_loss)
+    dropped = {**cases.ragged_steps(1, steps=1, keys=())[0][0], "side": True}  # what it uses is not used by step 0
+    engine.backward(plait.causal_lm_loss(engine(dropped["input_ids"], side=True), dropped)[0])
+    engine.zero_grad()
     trace = engine_trace(engine, steps(world * config["gradient_accumulation_steps"]))
     return trace if rank == 0 else None
 
