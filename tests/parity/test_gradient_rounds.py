@@ -39,10 +39,10 @@ class Checkpointed(nn.Module):
 
     def __init__(self, *, frozen: bool, twice: bool) -> None:
         super().__init__()
-        self.shared = nn.Linear(6, 6)
+        shared = nn.Linear(6, 6)
         self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Block(self.shared if twice else nn.Linear(6, 6)) for _ in range(3))
-        self.head = nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(Block(shared if twice else nn.Linear(6, 6)) for _ in range(3))
+        self.shared, self.head = shared, nn.Linear(6, 2)
         self.head.requires_grad_(not frozen)
         self.twice = twice
 
@@ -135,13 +135,14 @@ def test_gradients_that_come_in_parts(pool: Pool, stage: int, more: dict[str, An
 
 def own_loop(rank: int, world: int, stage: int) -> None:
     """Runs in a worker."""
-    for frozen, twice, parts in ((True, False, 1), (True, True, 1), (False, True, 3)):
+    # In buckets of one parameter the shared layer's are sent before its last gradient has come.
+    for frozen, twice, parts, mib in ((True, False, 1, "auto"), (True, True, 1, "auto"), (False, True, 3, "auto"), (False, True, 1, 1e-5)):
         if twice and stage:
             continue
         pieces = data(parts)
         wanted = reference(plain(frozen=frozen, twice=twice), pieces, 1 / world)
         config = settings(world, stage, 1, 1)
-        config["parallel"]["unused_parameters"] = stage == 0
+        config["parallel"] |= {"unused_parameters": stage == 0, "bucket_mib": mib}
         for called in (True, False):
             model = plait.parallelize(plain(frozen=frozen, twice=twice), config)
             for piece in pieces[rank::world]:
