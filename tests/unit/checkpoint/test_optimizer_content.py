@@ -1,0 +1,40 @@
+"""The record of an optimizer, without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait.checkpoint.optimizer_content import content, merged
+
+
+def record(names: list[str]) -> dict[str, Any]:
+    """Of a pipeline's stage with these layers: weights decay, biases do not."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name.endswith(kind)], "weight_decay": decay}
+        for kind, decay in (("weight", 0.1), ("bias", 0.0))
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    return content(model, optimizer, configured=optimizer.param_groups).record
+
+
+def test_a_pipelines_record_names_the_parameters_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in its group, one that is tied between stages once."""
+    stages = [record(["first", "tied"]), record(["tied", "last"])]
+
+    def gather(found: list[Any], _: object, *, group: object) -> None:
+        found[:] = stages
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    groups = merged(stages[1], mock.Mock(size=lambda: 2))["groups"]
+    assert [group["params"] for group in groups] == [
+        ["first.weight", "tied.weight", "last.weight"],
+        ["first.bias", "tied.bias", "last.bias"],
+    ]
+    assert [group["now"]["weight_decay"] for group in groups] == [0.1, 0.0]
