@@ -73,6 +73,15 @@ def test_packing(given_: list[tuple[int, bool]], bits: Bits, dtype: torch.dtype)
     torch.testing.assert_close(sums.double(), back.double().sum(0), rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_vectors_of_half_precision_are_summed_wide(dtype: torch.dtype) -> None:
+    """2 / eps + 1 + 1 is 2 / eps where every addition rounds."""
+    made, large = packing([(BLOCK, True), (3, False)], 8), 2 / torch.finfo(dtype).eps
+    rows = torch.zeros(3, BLOCK + 3, dtype=dtype)
+    rows[:, BLOCK:] = torch.tensor([large, 1.0, 1.0], dtype=dtype).unsqueeze(1)
+    assert made.unpack_sum(made.pack(rows), dtype)[BLOCK:].tolist() == [large + 2] * 3
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_error_feedback_makes_the_mean_over_time_right(bits: Bits) -> None:
     """Without it, numbers below half a scale never arrive."""
