@@ -107,8 +107,9 @@ def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
 def constants(rank: int, world: int) -> list[dict[str, int]]:
     """What a model sends whose buffers do not change, after its first step."""
     model = nn.Sequential(nn.Linear(3, 3))
-    model.register_buffer("frequencies", torch.ones(5), persistent=False)
+    model.register_buffer("frequencies", torch.full((5,), 1.0 + rank), persistent=False)
     mesh = plait.initialize(model, settings(world, 0, 1, 1, **SGD)).mesh
+    assert torch.equal(model.frequencies, torch.ones(5)), "the first rank's, before any step"
     watched = ChangingBuffers(model, (), mesh)
     sent = []
     for _ in range(3):
