@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -36,10 +37,24 @@ def forget_meshes() -> None:
 
 def watch_shards(module: FSDPModule) -> None:
     """Refuse, in the forward of a fully sharded unit and behind it, what would be lost in silence there: another parameter in a shard's
-    place, other data in it, a hook on its gradient, and a write into the gathered copy. Once, when the unit has the parameters that it
-    keeps. Gathering in inference mode is mended: what it makes serves the next training step too."""
+    place, other data in it, a hook on its gradient, a loss that reads it, and a write into the gathered copy. Once, when the unit has the
+    parameters that it keeps. Gathering in inference mode is mended: what it makes serves the next training step too."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         _watch(group)
+
+
+class _Alone:
+    """A hook of autograd's on a shard, which torch gives its gradient without autograd."""
+
+    def __init__(self, p: Any) -> None:
+        self.of = weakref.ref(p)  # its name is complete after the first forward; and no cycle holds the shard
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        raise InputError(
+            f"{_name(self.of())} is read by the loss itself (a penalty on weights?) while it is a shard, and its gradient from there would "
+            "be this rank's alone: read it after the model was called, which finds it whole at ZeRO stages 1 and 2, leave a penalty on "
+            "squares to the optimizer's weight_decay, or use ZeRO stage 0"
+        )
 
 
 def _watch(group: Any) -> None:
@@ -49,7 +64,16 @@ def _watch(group: Any) -> None:
     pre_forward, reshard = group.pre_forward, group.reshard
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
+    def refuse_reading() -> None:
+        if group.mesh_info.mesh.size() == 1:
+            return  # one rank's are all there are
+        for p in group.fsdp_params:
+            shard = p.sharded_param
+            if shard.requires_grad and not any(isinstance(hook, _Alone) for hook in (shard._backward_hooks or {}).values()):
+                shard.register_hook(_Alone(p))
+
     def checked_forward(*args: Any) -> Any:
+        refuse_reading()  # what was frozen may have begun to train
         for p in group.fsdp_params:
             _check_shard(p, held, gathered=group.is_unsharded)
         return pre_forward(*args)
@@ -77,6 +101,7 @@ def _watch(group: Any) -> None:
                     )
         reshard()
 
+    refuse_reading()
     group.pre_forward, group.reshard = checked_forward, checked_reshard
     group.unshard, group.wait_for_unshard = unshard_as_ever, wait_and_note
 
@@ -101,7 +126,7 @@ def _check_shard(p: Any, held: dict[Any, tuple[DTensor, torch.UntypedStorage, to
         raise InputError(
             f"{_name(p)}.data was assigned to, which changes no shard: write in place, with torch.no_grad(): parameter.copy_(...)"
         )
-    if shard._backward_hooks:
+    if not all(isinstance(hook, _Alone) for hook in (shard._backward_hooks or {}).values()):
         raise InputError(
             f"{_name(p)} has a hook on its gradient (register_hook), which is never called for a shard; use "
             "register_post_accumulate_grad_hook, which gets the reduced gradient in parameter.grad, or ZeRO stage 0"

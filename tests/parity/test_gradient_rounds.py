@@ -456,6 +456,12 @@ def refused(rank: int, world: int) -> None:
         engine.backward(engine(piece).square().mean())
         with pytest.raises(InputError, match="was frozen when plait.initialize"):
             engine.step()
+    for stage in (1, 3):
+        engine = engine_of(deep(), stage)
+        weight: Any = engine.model.get_parameter("blocks.0.own.weight")
+        penalty = weight.full_tensor().square().sum()
+        with pytest.raises(InputError, match=r"blocks.0.*is read by the loss itself"):
+            engine.backward(engine(piece).square().mean() + penalty)
     replicated = settings(world, 0, 1, 1)
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     expanded = nn.Linear(2, 2)

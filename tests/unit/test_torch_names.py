@@ -505,6 +505,8 @@ def test_watch_shards() -> None:
     for module in _torch.sharded_modules(model):
         module.reshard()
     shard = model[0].weight  # type: ignore[index]
+    with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
+        shard.full_tensor().square().sum().backward()
     handle = shard.register_hook(lambda grad: grad)
     with pytest.raises(InputError, match="has a hook on its gradient"):
         model(torch.ones(1, 4))

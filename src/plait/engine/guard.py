@@ -25,6 +25,9 @@ Lost = Literal["", "forward", "step"]
 """What a failure has cost: nothing; a forward, which has added to no gradient; all gradients of the step."""
 
 
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
 class Guard:
     """For one engine."""
 
@@ -52,8 +55,10 @@ class Guard:
         """Around whatever runs the model. `lost`: what an exception costs."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._lost = "step" if "step" in (lost, self._lost) else lost
+            if isinstance(error, RuntimeError) and _MIXED in str(error):
+                raise InputError(_mixed(error, self._parts)) from error
             raise
 
     @contextmanager
@@ -125,6 +130,23 @@ class Guard:
                 "micro-batches and ranks; call engine.backward(loss)"
             )
         self.backwards = 0
+
+
+def _mixed(error: Exception, parts: Parts) -> str:
+    """What to tell somebody who computes with parts of tensors beside whole ones."""
+    ways = []
+    if parts.stage:
+        read = "read no weight there" if parts.stage == 3 else "read a weight after that"
+        ways.append(
+            f"outside of the model's forward its parameters are shards (ZeRO stage {parts.stage}): let forward= call the model and not the "
+            f"modules inside it, and {read}, or use ZeRO stage 0"
+        )
+    if parts.tensor_region is not None:
+        ways.append(
+            "parallel.tp splits parameters (read parameter.full_tensor(), or call the module) and logits until the loss has them (change "
+            "them with parallel.loss_parallel = false)"
+        )
+    return f"{str(error).partition(' ')[0]} was given a whole tensor beside one that is split over processes; " + ". ".join(ways)
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
