@@ -462,12 +462,21 @@ def refused(rank: int, world: int) -> None:
         engine.backward(engine(piece).square().mean())
         with pytest.raises(InputError, match="was frozen when plait.initialize"):
             engine.step()
+    engine = engine_of(deep(), 1, accumulation=2)
+    engine.backward(engine(piece).square().mean())
+    engine.set_gradient_accumulation_boundary(True)  # too late: the backward left its gradients for the next one to reduce
+    with pytest.raises(InputError, match="before the forward and backward of the micro-batch that is the last"):
+        engine.step()
     for stage in (1, 3):
         engine = engine_of(deep(), stage)
         weight: Any = engine.model.get_parameter("blocks.0.own.weight")
         penalty = weight.full_tensor().square().sum()
         with pytest.raises(InputError, match=r"blocks.0.*is read by the loss itself"):
             engine.backward(engine(piece).square().mean() + penalty)
+    total = plait.per_sample(lambda output, _: output.sum())
+    engine = plait.initialize(deep(), config, loss_fn=total, forward=lambda whole, x: whole.last(x))
+    with pytest.raises(InputError, match="let forward= call the model and not the modules inside it"):
+        engine.train_batch(iter([piece, piece]))
     replicated = settings(world, 0, 1, 1)
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     expanded = nn.Linear(2, 2)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from plait._torch_backward import drop_gradients, reset_failed_step
+from plait._torch_backward import drop_gradients, has_unreduced, reset_failed_step
 from plait.engine.step import Stepper
 from plait.errors import InputError, PlaitError
 from plait.parallel import compression
@@ -128,6 +128,12 @@ class Guard:
             raise InputError(
                 "engine.step() found gradients that engine.backward did not make: loss.backward() does not divide by the number of "
                 "micro-batches and ranks; call engine.backward(loss)"
+            )
+        if has_unreduced(self._parts.model):
+            raise InputError(
+                "engine.step() ends a step whose last backward was taken for one before the last, so the gradients are this rank's alone; "
+                "call engine.step() after every backward, or engine.set_gradient_accumulation_boundary(True) before the forward and "
+                "backward of the micro-batch that is the last"
             )
         self.backwards = 0
 
