@@ -78,3 +78,13 @@ def test_facts() -> None:
     assert facts.numel == sum(p.numel() for p in made.parameters())
     assert {p.unit for p in facts.parameters} == {-1, 0, 1, 2, 3, 4}
     assert tied_names(made) == (("embed.weight", "head.weight"),)
+
+
+def test_a_parameter_is_in_the_block_of_its_whole_name() -> None:
+    """The tenth block's name begins with the first's."""
+    many = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(12))})
+    blocks = find_blocks(many)
+    assert len(blocks) == 12
+    assert {p.name: p.unit for p in model_facts(many, blocks).parameters} == {
+        f"{name}.{part}": index for index, name in enumerate(blocks) for part in ("weight", "bias")
+    }
