@@ -1,4 +1,4 @@
-"""The tests in two pytest processes side by side: what computes in one process, and what waits for several.
+"""The tests in two pytest processes side by side: those between ranks, and the rest.
 
     python tools/tests.py                    all
     python tools/tests.py -k topology        those of both that pytest's options choose
@@ -17,7 +17,8 @@ from threading import Thread
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
-PARTS = {"alone": ("tests/unit", "tests/fake", "tests/architecture"), "together": ("tests/parity", "tests/integration")}
+PARTS = {"alone": ("tests/unit", "tests/fake", "tests/architecture", "tests/integration"), "together": ("tests/parity",)}
+"""Of about the same length; integration tests wait for processes of their own."""
 NOTHING_CHOSEN = 5
 """pytest's exit code; no failure where the other part has tests."""
 BY_HAND = {"--pdb", "--trace", "-s", "--capture=no", "--co", "--collect-only", "--fixtures", "--markers", "-h", "--help"}
