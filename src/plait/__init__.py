@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plait.version import __version__
+
 if TYPE_CHECKING:
     from plait.config.resolve import load as load_config
     from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
     from plait.engine.loss import causal_lm_loss, per_sample
     from plait.errors import ConfigError, PlaitError
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
-
-__version__ = "0.1.0"
 
 # Looked up on first use, so that `plait --help` and `import plait` do not import torch.
 _HOMES = {

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch import local_window
 from plait.errors import CheckpointError
-from plait.model.facts import tied_names
+from plait.model.tied import tied_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -18,8 +18,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from plait import __version__
 from plait.errors import PlaitError
+from plait.version import __version__
 
 VERBS = {
     "plan": ("plait.cli.plan", "Find the layout that fits and is fastest, before a GPU is booked."),

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plait.config.deepspeed import Status
+from plait.config.examine import Examined, at_path
 from plait.config.keys import nearest
 from plait.config.megatron_flags import DEFAULTS, DISTRIBUTED, FLAGS, LAYERS_PER_STAGE, OF_BF16, OF_FP16, OF_OPTIMIZER, Flag
 from plait.config.provenance import Row
 from plait.config.source import Document, scalar
 from plait.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from plait.config.examine import Examined
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,6 @@ class Flags(Document):
 
     def describe(self, found: Examined) -> None:
         """Make `found` tell the flags instead of the keys that they became."""
-        from plait.config.examine import at_path
-
         found.deepspeed = False
         found.rows[:] = [*self.rows, *(row for row in found.rows if row.key not in self.written and row.key not in self.defaults)]
         found.problems[:0] = self.problems

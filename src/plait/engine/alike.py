@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait import __version__
 from plait._torch import all_gather_single
 from plait.cluster.mesh import Mesh
 from plait.config.resolve import Resolved
 from plait.errors import InputError
+from plait.version import __version__
 
 Fact = tuple[str, str]
 """(what, how it is here)."""

@@ -38,11 +38,11 @@ from plait.engine.misuse import (
 from plait.engine.optimizer import build_optimizer, refuse_nothing_to_train
 from plait.engine.own_loop import StepWatch
 from plait.engine.ownership import Owner, recall, refuse_taken, remember, take_over
-from plait.engine.resume import ScheduleSource, check_scheduler, configured_groups
-from plait.engine.schedules import build_scheduler
+from plait.engine.resume import check_scheduler, configured_groups
+from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.engine.solve import recompute_of
 from plait.engine.state import generator_seed
-from plait.engine.step import Scheduler, Stepper, clip_factor, global_norm
+from plait.engine.step import Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.model.blocks import find_blocks
 from plait.model.plans import TensorPlan, little_is_split

@@ -20,6 +20,8 @@ class EngineFacts:
     mesh: Mesh
     config: Resolved
     stepper: Stepper
+    global_steps: int
+    skipped_steps: int
 
     @property
     def model(self) -> nn.Module:

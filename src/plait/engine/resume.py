@@ -19,9 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait.checkpoint import exact
-from plait.config.optimization import SchedulerSpec
-from plait.engine.schedules import build_scheduler
-from plait.engine.step import Scheduler
+from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.errors import CheckpointError, InputError
 
 _KERNEL = ("fused", "foreach", "capturable", "differentiable")
@@ -30,19 +28,6 @@ _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base
 """What schedules set in groups."""
 
 Group = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ScheduleSource:
-    """What a schedule was built from, where a configuration says it."""
-
-    spec: SchedulerSpec
-    total_steps: int | None
-
-    @property
-    def facts(self) -> Any:
-        """In a checkpoint: equal for schedules that give the same rates."""
-        return exact.encode({"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler")
 
 
 def configured_groups(optimizer: Optimizer) -> list[Group]:

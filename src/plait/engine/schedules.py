@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from plait.checkpoint import exact
 from plait.config import schedules
 from plait.config.optimization import SchedulerSpec
 from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR
@@ -24,6 +26,28 @@ log = logging.getLogger(__name__)
 
 BETA2 = 0.99
 """DeepSpeed's OneCycle replaces the second of `betas` by this wherever it cycles the first."""
+
+
+class Scheduler(Protocol):
+    """What a learning rate schedule must do; torch's and Plait's all do."""
+
+    def step(self) -> Any: ...
+    def get_last_lr(self) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ScheduleSource:
+    """What a schedule was built from, where a configuration says it."""
+
+    spec: SchedulerSpec
+    total_steps: int | None
+
+    @property
+    def facts(self) -> Any:
+        """In a checkpoint: equal for schedules that give the same rates."""
+        return exact.encode({"spec": self.spec.model_dump(), "total_steps": self.total_steps}, "scheduler")
 
 
 class DeepSpeedScheduler(LRScheduler):

@@ -5,22 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from plait.checkpoint import distributed, exact, optimizer_content
 from plait.cluster.mesh import Mesh
+from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
 from plait.errors import warn
 from plait.parallel import compression
 from plait.parallel.data import free_gathered
 
-if TYPE_CHECKING:
-    from plait.engine.engine import Engine
 
-
-def save_engine(engine: Engine, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Path:
+def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Path:
     """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing."""
     stepper = engine.stepper
     client = exact.encode(client_state, "client_state")
@@ -48,7 +46,7 @@ def save_engine(engine: Engine, folder: Path, *, tag: str | None, client_state: 
 
 
 def load_engine(
-    engine: Engine, folder: Path, *, tag: str | None, on_note: Callable[[str], None] | None = None
+    engine: EngineFacts, folder: Path, *, tag: str | None, on_note: Callable[[str], None] | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
     """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` is told, for people, what goes
     on otherwise than it was saved; without it the first rank warns whoever called the caller. On the same layout generators go on where
@@ -130,14 +128,14 @@ def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()[:8], "little") >> 1
 
 
-def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
+def _random_states(engine: EngineFacts) -> dict[str, torch.Tensor]:
     states = {f"cpu.{engine.rank}": torch.get_rng_state()}
     if engine.device.type == "cuda":
         states[f"cuda.{engine.rank}"] = torch.cuda.get_rng_state(engine.device)
     return states
 
 
-def _restore_random(engine: Engine, states: dict[str, torch.Tensor]) -> None:
+def _restore_random(engine: EngineFacts, states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states[f"cpu.{engine.rank}"])
     if engine.device.type == "cuda":
         torch.cuda.set_rng_state(states[f"cuda.{engine.rank}"], engine.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,20 +21,9 @@ from plait.cluster.mesh import Mesh
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.disk_optimizer import DiskTier
 from plait.engine.gradient_math import multiply_all, norms_of
+from plait.engine.schedules import Scheduler, ScheduleSource
 from plait.errors import InputError
 from plait.parallel.loss_scale import LossScaler
-
-if TYPE_CHECKING:
-    from plait.engine.resume import ScheduleSource
-
-
-class Scheduler(Protocol):
-    """What a learning rate schedule must do; torch's and Plait's all do."""
-
-    def step(self) -> Any: ...
-    def get_last_lr(self) -> list[Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @dataclass(frozen=True)

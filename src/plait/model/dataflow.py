@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait._torch import TorchDispatchMode, tree_leaves, tree_map
 from plait.errors import ModelError, PlaitError
-from plait.model.facts import tied_names
+from plait.model.tied import tied_names
 from plait.model.without_values import Shapes, run_without_values
 
 COMPUTED = 2**20

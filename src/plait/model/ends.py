@@ -10,9 +10,9 @@ import inspect
 
 from torch import nn
 
-from plait.model.facts import tied_names
 from plait.model.layers import is_embedding, is_linear, split_dims
 from plait.model.rules import RuleSet, Style
+from plait.model.tied import tied_names
 
 
 def settle_ends(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from plait.model.plans import TensorPlan
+from plait.model.plans import TensorPlan
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,3 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
         listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
     return ModelFacts(tuple(listed), tuple(blocks), tensor_plan)
-
-
-def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that share one parameter, first name first."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)

@@ -16,7 +16,6 @@ from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.ends import settle_ends
-from plait.model.facts import tied_names
 from plait.model.heads import (
     GROUPS,
     Attention,
@@ -32,6 +31,7 @@ from plait.model.partial import settle_inner
 from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, generic, matches
 from plait.model.sequence import sequence_facts
 from plait.model.sources import rules_for
+from plait.model.tied import tied_names
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.model.dataflow import Dataflow, Need, Skeleton, Trace, Untraceable
-from plait.model.facts import tied_names
+from plait.model.tied import tied_names
 from plait.model.unavailable import output_fields
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from plait._torch import local_window
 from plait.errors import ModelError
-from plait.model.facts import tied_names
+from plait.model.tied import tied_names
 
 Initialise = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module owns itself, in place (what Transformers' `_init_weights` and torch's `reset_parameters`

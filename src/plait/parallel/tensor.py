@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from plait.cluster.mesh import Mesh
 from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
-from plait.model.facts import ModelFacts, tied_names
+from plait.model.facts import ModelFacts
 from plait.model.plans import Sharded, TensorPlan, make_plan
+from plait.model.tied import tied_names
 from plait.parallel import outputs, styles
 from plait.parallel.containers import rebuilt
 from plait.parallel.ledger import Ledger
@@ -76,7 +77,8 @@ class TensorParallel(Technique):
         if facts.tensor_plan is None:
             return ledger
         ledger = ledger.with_(tensor_dims=facts.tensor_plan.dims)
-        for collective, count in tensor_traffic(facts, facts.tensor_plan, ledger, self).items():
+        sent = tensor_traffic(facts, facts.tensor_plan, ledger, sequence_parallel=self.sequence_parallel, loss_parallel=self.loss_parallel)
+        for collective, count in sent.items():
             ledger = ledger.add_traffic(collective, count)
         return ledger
 

@@ -16,7 +16,6 @@ or heads, whose gradients are all-reduced. Sequence lengths are taken to divide 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,17 +23,18 @@ from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.plans import TensorPlan
 from plait.parallel.ledger import Array, Ledger
 
-if TYPE_CHECKING:
-    from plait.parallel.tensor import TensorParallel
 
-
-def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, technique: TensorParallel) -> dict[str, Array]:
+def tensor_traffic(
+    facts: ModelFacts, plan: TensorPlan, ledger: Ledger, *, sequence_parallel: bool, loss_parallel: bool
+) -> dict[str, Array]:
     """Collective to bytes that one rank sends per optimizer step."""
-    features, gathered, parameters = _features(facts, plan, technique, loss_passes=ledger.loss_passes)
+    features, gathered, parameters = _features(
+        facts, plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, loss_passes=ledger.loss_passes
+    )
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n = ledger.tp
-    if technique.sequence_parallel:  # backward of the first block's door, forward of the last
+    if sequence_parallel:  # backward of the first block's door, forward of the last
         hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
         ends = 2 * np.ones_like(n) if ledger.stage is None else ledger.stage.ends
     else:
@@ -49,7 +49,9 @@ def tensor_traffic(facts: ModelFacts, plan: TensorPlan, ledger: Ledger, techniqu
     return sent
 
 
-def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel, *, loss_passes: int) -> tuple[Counter[str], list[int], int]:
+def _features(
+    facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool, loss_passes: int
+) -> tuple[Counter[str], list[int], int]:
     """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the
     elements of all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
@@ -60,7 +62,7 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel, *,
     for entry in plan.modules:
         weight = shape_of[f"{entry.name}.weight"]
         inputs, outputs = _widths(weight, plan)
-        sequence = technique.sequence_parallel and any(entry.name.startswith(f"{block}.") for block in facts.blocks)
+        sequence = sequence_parallel and any(entry.name.startswith(f"{block}.") for block in facts.blocks)
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
             container = next((name for name in plan.regions if sequence and entry.name.startswith(f"{name}.")), None)
             door = entry.name if entry.style == "vocab_head" else container or entry.name.rpartition(".")[0]
@@ -69,7 +71,7 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel, *,
                 moved.update({"all_gather": inputs, "reduce_scatter": inputs} if sequence else {"all_reduce": inputs})
         if entry.style == "colwise_gather_output":
             gathered.append(outputs)
-        if entry.style == "vocab_head" and technique.loss_parallel:
+        if entry.style == "vocab_head" and loss_parallel:
             moved["loss"] += 3 * loss_passes
         elif entry.style == "vocab_head":
             gathered += [outputs] * loss_passes
@@ -83,7 +85,7 @@ def _features(facts: ModelFacts, plan: TensorPlan, technique: TensorParallel, *,
             moved["all_reduce"] += weight.shape[1]
         if entry.style in ("replicated_with_grad_allreduce", "kv_replicated"):
             summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] == entry.name)
-    if technique.sequence_parallel:
+    if sequence_parallel:
         summed += sum(p.numel for name, p in shape_of.items() if name.rpartition(".")[0] in plan.norms)
     return moved, gathered, summed
 

@@ -6,27 +6,20 @@ micro-batch's sum over the global weight, times the ranks and micro-batches that
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.topology import place
-from plait.config.resolve import Resolved
 from plait.engine.batch import to_device
 from plait.engine.optimizer import build_optimizer
 from plait.engine.step import clip_factor
-from plait.errors import ConfigError, InputError, Problem
-from plait.parallel.precision import Precision
 from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
+from plait.verify.plan import Pass, Plan
 from plait.verify.subject import Built, give_weights
-
-if TYPE_CHECKING:
-    from plait.verify.plan import Pass, Peer, Plan
 
 _SET_HERE = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"}
@@ -34,33 +27,6 @@ _SET_HERE = frozenset(
     | {"tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "autotuning", "elasticity", "data_types"}
 )
 """What of a DeepSpeed file the comparison sets itself, or has no use for."""
-
-
-def refuse(engine: Peer, resolved: Resolved, passes: Sequence[Pass], *, installed: Callable[[str], bool] | None = None) -> None:
-    """Raise InputError or ConfigError where `engine` cannot run the plan. Before any process."""
-    installed = installed or (lambda name: find_spec(name) is not None)
-    if not installed(engine):
-        raise InputError(f"--engine {engine}: it is not installed here; {sys.executable} -m pip install {engine}")
-    if engine == "deepspeed" and "float64" in passes:
-        raise InputError("--dtype float64: DeepSpeed trains in float32, bfloat16 and float16 only; leave --dtype out")
-    problems = [
-        Problem(f"parallel.{axis}", degree, f"{engine} is compared on data parallelism and ZeRO", "set it to 1 with --set")
-        for axis, degree in resolved.layout.degrees.items()
-        if degree > 1 and (axis in ("pp", "cp", "tp") or (axis == "dp_replicate" and resolved.data_parallel.stage))
-    ]
-    stage = resolved.data_parallel.stage
-    if engine == "accelerate" and stage:
-        rule = "of accelerate, DistributedDataParallel is compared, which replicates"
-        problems.append(Problem("zero_optimization.stage", stage, rule, "use --set zero_optimization.stage=0"))
-    if problems:
-        raise ConfigError(*problems)
-
-
-def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """(the configuration that peers run, what to tell)."""
-    compute = resolved.precision.compute
-    lines = [f"computation {compute} -> float32, in which engines differ by their arithmetic and not by their rounding"] if compute else []
-    return resolved.model_copy(update={"precision": Precision()}), lines
 
 
 def traces(plan: Plan) -> dict[Pass, Trace]:

@@ -7,9 +7,11 @@ the batch and the buckets shrink with the model, each with a line that says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,6 @@ from plait.config.schema import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.precision import Precision
 from plait.units import dtype_of
-from plait.verify import peers
 from plait.verify.batches import ragged_steps
 from plait.verify.choose import choose
 from plait.verify.lift import lifted
@@ -138,8 +139,8 @@ def prepare(
         )
     where: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and gpus >= world else "cpu"
     if engine != "plait":
-        peers.refuse(engine, resolved, passes)
-        resolved, more = peers.in_float32(resolved)
+        refuse_peer(engine, resolved, passes)
+        resolved, more = in_float32(resolved)
         rest += more
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
@@ -171,6 +172,33 @@ def prepare(
         device=where,
         deepspeed=deepspeed,
     )
+
+
+def refuse_peer(engine: Peer, resolved: Resolved, passes: Sequence[Pass], *, installed: Callable[[str], bool] | None = None) -> None:
+    """Raise InputError or ConfigError where `engine` cannot run the plan. Before any process."""
+    installed = installed or (lambda name: find_spec(name) is not None)
+    if not installed(engine):
+        raise InputError(f"--engine {engine}: it is not installed here; {sys.executable} -m pip install {engine}")
+    if engine == "deepspeed" and "float64" in passes:
+        raise InputError("--dtype float64: DeepSpeed trains in float32, bfloat16 and float16 only; leave --dtype out")
+    problems = [
+        Problem(f"parallel.{axis}", degree, f"{engine} is compared on data parallelism and ZeRO", "set it to 1 with --set")
+        for axis, degree in resolved.layout.degrees.items()
+        if degree > 1 and (axis in ("pp", "cp", "tp") or (axis == "dp_replicate" and resolved.data_parallel.stage))
+    ]
+    stage = resolved.data_parallel.stage
+    if engine == "accelerate" and stage:
+        rule = "of accelerate, DistributedDataParallel is compared, which replicates"
+        problems.append(Problem("zero_optimization.stage", stage, rule, "use --set zero_optimization.stage=0"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
+    """(the configuration that peers run, what to tell)."""
+    compute = resolved.precision.compute
+    lines = [f"computation {compute} -> float32, in which engines differ by their arithmetic and not by their rounding"] if compute else []
+    return resolved.model_copy(update={"precision": Precision()}), lines
 
 
 def _counted(count: int, what: str) -> str:

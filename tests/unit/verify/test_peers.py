@@ -10,7 +10,7 @@ import torch
 from plait.config.resolve import Resolved, load, resolve
 from plait.errors import PlaitError
 from plait.verify import peers
-from plait.verify.plan import Plan
+from plait.verify.plan import Plan, in_float32, refuse_peer
 from plait.verify.subject import Subject
 
 
@@ -19,7 +19,7 @@ def resolved(world_size: int = 2, **config: Any) -> Resolved:
 
 
 def plan(file: dict[str, Any] | None = None, *, device: Any = "cpu", **config: Any) -> Plan:
-    small, _ = peers.in_float32(resolved(**config))
+    small, _ = in_float32(resolved(**config))
     subject = Subject(title="test", vocabulary=4)
     return Plan(subject, small, "deepspeed", ("configured",), 2, "float32", (), (), device=device, deepspeed=file)
 
@@ -54,10 +54,10 @@ def test_optimizer(device: str) -> None:
 
 
 def test_precision_is_told() -> None:
-    small, told = peers.in_float32(resolved(bf16={"enabled": True}))
+    small, told = in_float32(resolved(bf16={"enabled": True}))
     assert small.precision.compute is None
     assert told[0].startswith("computation bfloat16 -> float32")
-    assert peers.in_float32(resolved())[1] == []
+    assert in_float32(resolved())[1] == []
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_precision_is_told() -> None:
 )
 def test_refused(engine: Any, config: dict[str, Any], passes: Any, installed: bool, told: str) -> None:
     with pytest.raises(PlaitError, match=told) as caught:
-        peers.refuse(engine, resolved(**config), passes, installed=lambda _: installed)
+        refuse_peer(engine, resolved(**config), passes, installed=lambda _: installed)
     assert caught.value.exit_code == 2
 
 
 def test_accepted() -> None:
-    peers.refuse("deepspeed", resolved(zero_optimization={"stage": 3}), ("configured",), installed=lambda _: True)
-    peers.refuse("accelerate", resolved(), ("float64", "configured"), installed=lambda _: True)
+    refuse_peer("deepspeed", resolved(zero_optimization={"stage": 3}), ("configured",), installed=lambda _: True)
+    refuse_peer("accelerate", resolved(), ("float64", "configured"), installed=lambda _: True)
 
 
 def test_clipped() -> None:
