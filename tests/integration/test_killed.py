@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.integration.killed import PLACES
+from tests.integration.tiny import llama
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.timeout(580), pytest.mark.proof]
@@ -36,17 +37,7 @@ def configuration(folder: Path) -> dict[str, Any]:
             "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "files"), "buffer_size": 20000},
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 32,
-            }
-        },
+        "model": llama(max_position_embeddings=32),
         "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 300, "sequence_length": 24},
         "run": {"steps": STEPS, "checkpoint_every": 3, "keep": 2, "validate_sequences": 4},
     }

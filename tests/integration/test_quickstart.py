@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
+from tests.integration.tiny import llama
 
 pytest.importorskip("transformers")
 
@@ -30,17 +31,7 @@ SMALL: dict[str, Any] = {
     "train_batch_size": 4,
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-        }
-    },
+    "model": llama(hidden_size=64, intermediate_size=128, max_position_embeddings=64),
     "data": {"source": "files", "paths": [f"{Path(email.__file__).parent}/*.py"], "vocab_size": 400, "sequence_length": 48},
     "run": {"steps": 12, "log_every": 4, "validate_every": 6, "validate_sequences": 8, "sample": {"prompt": "def ", "tokens": 8}},
 }

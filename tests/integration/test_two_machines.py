@@ -12,22 +12,14 @@ from typing import Any
 import pytest
 
 from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, NoLab, lab
+from tests.integration.tiny import llama
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 FILE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-        }
-    },
+    "model": llama(),
     "data": {"source": "files", "paths": ["text.txt"], "sequence_length": 32, "vocab_size": 300},
 }
 

@@ -129,3 +129,41 @@ def test_buffers_are_the_first_ranks(pool: Pool, stage: int) -> None:
     assert {"average", "late", "blocks.0.norm.running_mean", "blocks.1.norm.num_batches_tracked"} <= set(first["names"])
     assert not {"constant", "frequencies"} & set(first["names"])
     assert first["constant"][1:] == [{}, {}]
+
+
+class Stem(nn.Module):
+    """A running mean outside of the blocks, which every stage of a pipeline computes, and only the first one of what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return self.head(hidden)
+
+
+def stem(rank: int, world: int) -> torch.Tensor:
+    """Runs in a worker. The mean after two steps."""
+    torch.manual_seed(7)
+    loss = plait.per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum") / 2)
+    shape = {"parallel": {"pp": world}} if world > 1 else {}
+    file = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, **SGD, **shape}
+    engine = plait.initialize(Stem().double(), file, loss_fn=loss)
+    for step in range(2):
+        engine.train_batch(pieces(step, 0))
+    return engine.model.mean.clone()
+
+
+def test_a_buffer_of_the_stem_is_the_first_stages(pool: Pool) -> None:
+    """On every stage of a pipeline, where later ones compute it of what they do not know."""
+    (wanted,) = pool.run(1, stem)
+    for found in pool.run(2, stem):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import plait
+from plait.parallel import runtime
+from plait.parallel.schedule import Action, Kind
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.covers import cover
@@ -290,3 +293,27 @@ def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule:
     """The verdict, the skipped update and the next scale are the same on all ranks."""
     first, second = pool.run(2, overflow, at, schedule)
     assert first == second == [(False, 256.0, True), (True, 256.0, False), (False, 128.0, True)]
+
+
+def between_inputs_and_weights(rank: int, world: int) -> list[int]:
+    """Runs in a worker. How many gradients a rank holds of what its stages received, whenever it has sent them back."""
+    engine = plait.initialize(
+        cases.build("qwen3", tied=False, layers=4), settings(0, 4, "interleaved-zero-bubble", pp=world), loss_fn=plait.causal_lm_loss
+    )
+    found = []
+
+    def look(action: Action, after: bool) -> None:
+        if after and action.kind is Kind.INPUT and action.stage:
+            kept = [held for held in gc.get_objects() if isinstance(held, runtime._Held)]
+            assert any(held.deferred is not None and held.inputs for held in kept)
+            found.append(sum(tensor.grad is not None for held in kept for tensor in held.inputs))
+
+    engine._pipeline.runtime.observers.append(look)
+    engine.train_batch(cases.steps_for("qwen3", 4, steps=1)[0])
+    return found
+
+
+def test_a_gradient_that_was_sent_back_is_not_kept(pool: Pool) -> None:
+    """A schedule that puts off the gradients of weights holds what a stage received until then."""
+    for found in pool.run(2, between_inputs_and_weights):
+        assert len(found) >= 4 and not any(found)

@@ -20,6 +20,7 @@ from plait.cli.launching.settings import (
     DEFAULT_TIMEOUT_SECONDS,
     Settings,
     check,
+    checked_alike,
     parse_nodes,
     parse_processes,
 )
@@ -100,8 +101,6 @@ def launch(
     command = _command(script or [], module)
     if log_dir is not None:
         require_folder(log_dir, "--log-dir")
-    if master_port is not None and not 1 <= master_port <= 65535:
-        raise ConfigError(Problem("--master-port", master_port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"))
     minimum, maximum = parse_nodes(nnodes or "1")
     nproc = parse_processes(nproc_per_node, gpus=default_processes, cores=cpu_count)
     _refuse_contradictions(
@@ -129,6 +128,8 @@ def launch(
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
     given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id, "--log-dir": log_dir}
     _refuse_with_hostfile({**given, "--max-restarts": max_restarts or None})
+    if problems := checked_alike(grace=grace, timeout=timeout, port=master_port):
+        raise ConfigError(*problems)
     hosts = hostfiles.select(hostfiles.read(hostfile), include=include, exclude=exclude)
     there = remote.Remote(
         hosts=hosts,

@@ -208,6 +208,19 @@ def test_each_storage_is_moved_once_and_shared_ones_stay(store: Any) -> None:
     assert put == [16 * 64 * 4, 16 * 64 * 4]
 
 
+def test_what_is_saved_again_after_a_write_is_another(store: Any) -> None:
+    """One storage, saved before and after it was written to: each multiplication's gradient is what it multiplied by."""
+    factors = torch.randn(2, 1024, requires_grad=True)
+    hidden = torch.randn(1024)
+    wanted = torch.stack([hidden, 2 * hidden])
+    with SavedTensors(nn.Identity(), store=store, partition=None, index=0).hooks((), {}):
+        first = factors[0] * hidden
+        hidden.mul_(2)
+        total = (first + factors[1] * hidden).sum()
+    (found,) = torch.autograd.grad(total, [factors])
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     ("technique", "compiled", "device", "said"),
     [

@@ -100,17 +100,24 @@ def _numbers(settings: Settings) -> list[Problem]:
         problems.append(Problem("--nnodes", settings.max_nodes, f"more than {MOST_NODES} machines", "use fewer"))
     if settings.max_restarts < 0:
         problems.append(Problem("--max-restarts", settings.max_restarts, "cannot be negative", "use 0 to stop at the first failure"))
-    if not 0 <= settings.grace_seconds < math.inf:
-        problems.append(Problem("--grace", settings.grace_seconds, "not 0 or more seconds", "use 0 to stop the ranks at once"))
-    if not 0 < settings.timeout_seconds < math.inf:
-        problems.append(Problem("--timeout", settings.timeout_seconds, "not a positive number of seconds", "use for example 900"))
-    if settings.master_port is not None and not 1 <= settings.master_port <= 65535:
-        problems.append(Problem("--master-port", settings.master_port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"))
+    problems += checked_alike(grace=settings.grace_seconds, timeout=settings.timeout_seconds, port=settings.master_port)
     if settings.rdzv_endpoint is not None:
         match = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint)
         if match is None or not 1 <= int(match[1]) <= 65535:
             rule = "not HOST:PORT with a port from 1 to 65535"
             problems.append(Problem("--rdzv-endpoint", settings.rdzv_endpoint, rule, f"write for example node1:{DEFAULT_PORT}"))
+    return problems
+
+
+def checked_alike(*, grace: float, timeout: float, port: int | None) -> list[Problem]:
+    """What is wrong with the settings of every launch, of this machine or of those of a hostfile."""
+    problems = []
+    if not 0 <= grace < math.inf:
+        problems.append(Problem("--grace", grace, "not 0 or more seconds", "use 0 to stop the ranks at once"))
+    if not 0 < timeout < math.inf:
+        problems.append(Problem("--timeout", timeout, "not a positive number of seconds", "use for example 900"))
+    if port is not None and not 1 <= port <= 65535:
+        problems.append(Problem("--master-port", port, "not a port (1 to 65535)", f"leave it out for {DEFAULT_PORT}"))
     return problems
 
 
