@@ -18,7 +18,7 @@ RUN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "model": llama(num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64),
+    "model": llama(num_attention_heads=4, max_position_embeddings=64),
     "data": {"source": "files", "paths": ["text.txt"], "vocab_size": 300, "sequence_length": 16, "cache": "cache"},
     "run": {"folder": "run", "steps": 2, "processes": 2},
 }
