@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from plait.comm import collectives as c
 from tests.pool import Pool
-
-
-@given(st.integers(0, 50), st.integers(1, 9))
-def test_shard_sizes_are_torch_chunks(length: int, ranks: int) -> None:
-    """The rule of DTensor and fully_shard."""
-    chunks = [part.numel() for part in torch.arange(length).chunk(ranks)] if length else []
-    assert c.shard_sizes(length, ranks) == chunks + [0] * (ranks - len(chunks))
 
 
 def whole(seed: int, *shape: int) -> torch.Tensor:

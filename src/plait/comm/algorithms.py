@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from plait._torch import all_gather_single, reduce_scatter_single
 from plait.cluster.mesh import Levels
+from plait.shards import shard_size
 
 Name = Literal["all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"]
 Steps = Iterator[list[dist.Work]]
@@ -48,7 +49,7 @@ def wire_bytes(algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_no
     """(bytes that a rank sends inside its machine, bytes that it sends to others), by the table. Where ranks of one machine and of others
     are in one flat group, all are counted as crossing when the group spans machines (`per_node < ranks`). The most that any rank sends."""
     if algorithm == "two-level":
-        nodes, part = ranks // per_node, -(-numel // per_node)
+        nodes, part = ranks // per_node, shard_size(numel, per_node)
         return 2 * (per_node - 1) * part * itemsize, 2 * (nodes - 1) * part * itemsize // nodes
     if algorithm == "recursive-doubling":
         power = 1 << (ranks.bit_length() - 1)
@@ -56,7 +57,7 @@ def wire_bytes(algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_no
     elif algorithm == "all-reduce":
         sent = 2 * (ranks - 1) * numel * itemsize // ranks
     else:
-        sent = 2 * (ranks - 1) * -(-numel // ranks) * itemsize
+        sent = 2 * (ranks - 1) * shard_size(numel, ranks) * itemsize
     return (sent, 0) if per_node >= ranks else (0, sent)
 
 

@@ -10,7 +10,7 @@ adjoint.
     leave_scatter      reduce-scatter along dim         all-gather                        partial output back to sequence shards
 
 `gather` and `split` assume that what follows (came before) is computed alike on every rank; `gather_sum` sums what differs. Shards follow
-`shard_sizes`: torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
+`plait.shards`: torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
 """
 
 from __future__ import annotations
@@ -23,21 +23,15 @@ from torch.distributed import ProcessGroup
 
 from plait._torch import all_gather_single
 from plait.comm.reduce_scatter import reduce_scatter
-
-
-def shard_sizes(length: int, ranks: int) -> list[int]:
-    """How `length` is dealt out: ceil(length / ranks) to the first ranks, what is left to the next, 0 to the rest."""
-    chunk = -(-length // ranks)
-    return [max(0, min(chunk, length - rank * chunk)) for rank in range(ranks)]
+from plait.shards import shard_length, shard_size
 
 
 def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
     """(start, size) of this rank's shard."""
     if group is None:
         return 0, length
-    sizes = shard_sizes(length, group.size())
-    rank = group.rank()
-    return sum(sizes[:rank]), sizes[rank]
+    ranks, rank = group.size(), group.rank()
+    return min(rank * shard_size(length, ranks), length), shard_length(length, ranks, rank)
 
 
 def enter(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
@@ -74,9 +68,9 @@ def leave_scatter(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> t
 
 
 def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: int) -> torch.Tensor:
-    """Concatenate shards of `shard_sizes(length, ranks)` along `dim`; contiguous."""
+    """Concatenate shards of `shard_lengths(length, ranks)` along `dim`; contiguous."""
     ranks = group.size()
-    size = -(-length // ranks)
+    size = shard_size(length, ranks)
     if x.shape[dim] < size:  # collectives want equal parts
         padding = list(x.shape)
         padding[dim] = size - x.shape[dim]
@@ -91,7 +85,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
 def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> torch.Tensor:
     """Sum over ranks, of which this rank keeps its shard along `dim`; contiguous."""
     ranks, length = group.size(), x.shape[dim]
-    size = -(-length // ranks)
+    size = shard_size(length, ranks)
     if ranks * size > length:
         padding = list(x.shape)
         padding[dim] = ranks * size - length
@@ -99,7 +93,7 @@ def reduce_scatter_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int) -> tor
     stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(ranks, dim))
     mine = x.new_empty(stacked.shape[0] // ranks, *stacked.shape[1:])
     reduce_scatter(mine, stacked, group)
-    kept = shard_sizes(length, ranks)[group.rank()]
+    kept = shard_length(length, ranks, group.rank())
     return mine if kept == size else mine.narrow(dim, 0, kept).contiguous()
 
 

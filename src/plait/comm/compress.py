@@ -26,6 +26,7 @@ from plait.cluster.mesh import Levels
 from plait.comm.buckets import Flat
 from plait.comm.carried import Carried
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, blocks_of
+from plait.shards import shard_size
 
 _HOPS_AT_ONCE = 2
 """Buckets on their first hop before the oldest is waited for: the link has the next while it is added up."""
@@ -139,7 +140,7 @@ class QuantisedBuckets(_TwoHops):
 
 def part_of(numel: Any, ranks: Any) -> Any:
     """Numbers of a bucket that one rank owns: whole blocks (ints or arrays)."""
-    return blocks_of(-(-numel // ranks)) * BLOCK
+    return blocks_of(shard_size(numel, ranks)) * BLOCK
 
 
 @dataclass(frozen=True)

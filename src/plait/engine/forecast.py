@@ -45,6 +45,7 @@ from plait.parallel.split_backward import backward_inputs, backward_weights
 from plait.parallel.stage import Stage
 from plait.parallel.staged_zero import StagedZero
 from plait.parallel.technique import Parts
+from plait.shards import shard_length
 from plait.units import dtype_of
 
 
@@ -250,8 +251,7 @@ def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
         for parameter in facts.trainable:
             dim = ledger.tensor_dims.get(parameter.name)
             rows, row = (int(count[0]) for count in local_rows(parameter.shape, dim, ledger))
-            chunk = -(-rows // n)
-            held = min(chunk, max(rows - rank * chunk, 0))
+            held = shard_length(rows, n, rank)
             shape = (held, row) if len(parameter.shape) > 1 else (held,)
             local = torch.empty(shape, dtype=dtypes[parameter.itemsize], device=mesh.device)
             whole = local

@@ -32,6 +32,7 @@ from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, generic, ma
 from plait.model.sequence import sequence_facts
 from plait.model.sources import rules_for
 from plait.model.tied import tied_names
+from plait.shards import shard_length, shard_lengths
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ def _check_widths(model: nn.Module, styles: Mapping[str, Style], attentions: Seq
 
 def _width_rule(name: str, size: int, what: str, tp: int, *, of_heads: bool) -> str | None:
     """The rule that a split of `size` between `tp` ranks breaks, or None."""
-    if local_size(size, tp, tp - 1) == 0:
-        return f"{name} has {size} {what}, of which only {-(-size // -(-size // tp))} ranks would get some"
+    if shard_length(size, tp, tp - 1) == 0:
+        return f"{name} has {size} {what}, of which only {sum(part > 0 for part in shard_lengths(size, tp))} ranks would get some"
     if of_heads and size % tp:
         return f"{name} has {size} {what} and {size} % {tp} != 0, so a head would be cut"
     return None
@@ -259,12 +260,6 @@ def _attributes(model: nn.Module, attentions: Sequence[Attention], rule_set: Rul
             if value is not None and value != getattr(module, name):
                 changed.append((attention.name, name, value))
     return tuple(changed)
-
-
-def local_size(length: int, tp: int, rank: int) -> int:
-    """What rank `rank` of `tp` gets of `length`: torch.chunk's rule, ceil(length / tp) to the first ranks."""
-    chunk = -(-length // tp)
-    return max(0, min(chunk, length - rank * chunk))
 
 
 REPLICATED = "replicated"
@@ -291,10 +286,10 @@ def describe(plan: TensorPlan, model: nn.Module) -> list[PlanRow]:
     rows = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dim, shape, style = plan.dims[name], tuple(parameter.shape), styles[name]
-        local = tuple(local_size(size, plan.tp, 0) if axis == dim else size for axis, size in enumerate(shape))
+        local = tuple(shard_length(size, plan.tp, 0) if axis == dim else size for axis, size in enumerate(shape))
         notes = []
         if dim is not None and shape[dim] % plan.tp:
-            last = local_size(shape[dim], plan.tp, plan.tp - 1)
+            last = shard_length(shape[dim], plan.tp, plan.tp - 1)
             excess = prod(local) * plan.tp / prod(shape) - 1
             notes.append(f"uneven: {local[dim]} to {last} of {shape[dim]}, {100 * excess:.1f} % above an equal share")
         if style == "kv_replicated":

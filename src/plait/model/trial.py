@@ -17,6 +17,7 @@ from torch import nn
 from plait.model.heads import HEADS, KV_HEADS, count_attributes
 from plait.model.layers import in_features, out_features, split_dims
 from plait.model.rules import Style
+from plait.shards import shard_length, shard_lengths
 
 MOST_NUMBERS = 2**28
 """Parameters of a module that is tried, at most: 1 GiB of float32, and its parts once more."""
@@ -113,24 +114,16 @@ def _part(whole: nn.Module, split: Mapping[str, Style], part: int, parts: int, c
             if parameter is None:
                 continue
             if dim is not None:
-                piece = parameter.tensor_split(_cuts(parameter.shape[dim], parts), dim=dim)[part]
+                piece = parameter.split(shard_lengths(parameter.shape[dim], parts), dim=dim)[part]
                 layer._parameters[name] = nn.Parameter(piece, requires_grad=False)
             elif part:
                 layer._parameters[name] = None
         for attribute in ("out_features", "nf") if style == "colwise" else ("in_features", "nx"):
             if hasattr(layer, attribute):  # for code that reads a layer's size
-                size = int(getattr(layer, attribute))
-                edges = [0, *_cuts(size, parts), size]
-                setattr(layer, attribute, edges[part + 1] - edges[part])
+                setattr(layer, attribute, shard_length(int(getattr(layer, attribute)), parts, part))
     for name in counts:
         setattr(own, name, int(getattr(own, name)) // parts)
     return own
-
-
-def _cuts(length: int, parts: int) -> list[int]:
-    """Where torch.chunk's rule cuts."""
-    chunk = -(-length // parts)
-    return [min(chunk * index, length) for index in range(1, parts)]
 
 
 def _output(result: object) -> torch.Tensor:

@@ -41,6 +41,7 @@ from plait.parallel.optimizer_states import state_bytes
 from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtypes, refuse_unusable_parameters
 from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts, Technique
+from plait.shards import shard_length, shard_size
 from plait.units import MIB
 
 Stage = Literal[0, 1, 2, 3]
@@ -242,9 +243,8 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         rows, row_numel = local_rows(shape, tensor_dim, ledger)
-        chunk = -(-rows // n)  # torch.chunk: the first ranks get ceil(rows / n), the last ones less or nothing
-        held = np.where(sharded, np.minimum(chunk, np.maximum(rows - ledger.shard_rank * chunk, 0)), rows)
-        padded = np.where(sharded, chunk, rows)  # shards are stored padded to the first rank's
+        held = np.where(sharded, shard_length(rows, n, ledger.shard_rank), rows)
+        padded = np.where(sharded, shard_size(rows, n), rows)  # shards are stored padded to the first rank's
         full = np.where(sharded, padded * n, rows)
         compute = itemsize if ledger.compute_bytes is None else ledger.compute_bytes
         reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
@@ -305,7 +305,7 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     largest = zero
     for parameter in facts.trainable:
         rows, row_numel = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        units[parameter.unit] = units.get(parameter.unit, zero) + -(-rows // ledger.dp_shard) * row_numel * parameter.itemsize
+        units[parameter.unit] = units.get(parameter.unit, zero) + shard_size(rows, ledger.dp_shard) * row_numel * parameter.itemsize
         largest = np.maximum(largest, rows * row_numel * parameter.itemsize)
     return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.shards import shard_length
+
 if TYPE_CHECKING:
     from plait.cluster.layout import Layout
     from plait.parallel.activations import ActivationFacts
@@ -167,6 +169,5 @@ def local_rows(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -
     if tensor_dim is None:
         return rows, row_numel
     length = shape[tensor_dim]
-    chunk = -(-length // ledger.tp)
-    part = np.minimum(chunk, np.maximum(length - ledger.tp_rank * chunk, 0))
+    part = shard_length(length, ledger.tp, ledger.tp_rank)
     return (part, row_numel) if tensor_dim == 0 else (rows, row_numel // length * part)

@@ -22,6 +22,7 @@ import numpy as np
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.plans import TensorPlan
 from plait.parallel.ledger import Array, Ledger
+from plait.shards import shard_size
 
 
 def tensor_traffic(
@@ -40,7 +41,7 @@ def tensor_traffic(
     else:
         hidden, ends = 0, np.zeros_like(n)
     sent = {}
-    padded = sum(-(-width // n) * n for width in gathered)  # collectives want equal parts
+    padded = sum(shard_size(width, n) * n for width in gathered)  # collectives want equal parts
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
         count = (features[collective] + (padded + hidden * ends if collective == "all_gather" else 0)) * ledger.tokens * itemsize
         if collective == "all_reduce":

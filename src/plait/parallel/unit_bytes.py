@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger, local_rows
+from plait.shards import shard_size
 
 ROOT = -1
 
@@ -48,7 +49,7 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int, UnitBytes]:
         own = parameter.itemsize
         compute = own if ledger.compute_bytes is None else int(ledger.compute_bytes[0])
         reduce = compute if ledger.reduce_bytes is None else int(ledger.reduce_bytes[0])
-        shard = -(-rows // n) * row
+        shard = shard_size(rows, n) * row
         unit.gathered += shard * n * compute
         unit.cast_shards += shard * compute if ledger.compute_bytes is not None else 0
         unit.last_parameter = rows * row * compute

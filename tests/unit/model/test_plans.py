@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from plait.comm.collectives import shard_sizes
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.model.blocks import find_blocks
-from plait.model.plans import TensorPlan, describe, little_is_split, local_size, make_plan
+from plait.model.plans import TensorPlan, describe, little_is_split, make_plan
 from tests.unit.model.families import VOCABULARY, family, logits
 from tests.unit.model.simulate import check, randomise
 
@@ -172,11 +169,6 @@ def test_every_parameter_is_described() -> None:
     assert by_name["model.norm.weight"].style == "replicated"
     assert by_name["model.layers.1.self_attn.v_proj.weight"].note == "2 heads for 4 ranks: each computes one"
     assert by_name["lm_head.weight"].note.endswith("tied to model.embed_tokens.weight")
-
-
-@given(st.integers(1, 300), st.integers(1, 20))
-def test_local_sizes_are_those_of_the_collectives(length: int, tp: int) -> None:
-    assert [local_size(length, tp, rank) for rank in range(tp)] == shard_sizes(length, tp)
 
 
 def test_an_embedding_that_is_more_than_a_lookup_stays_whole_with_its_tied_head() -> None:
