@@ -17,9 +17,9 @@ from typing import Any
 from benchmarks.planner_accuracy import published
 from benchmarks.planner_accuracy.held_out import left_out
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
+from benchmarks.planner_accuracy.predict import fit_of, summary
 from benchmarks.planner_accuracy.report import markdown
 from benchmarks.planner_accuracy.sweep import slow_runs
-from plait.planner.evaluate import fit_of, summary
 
 ROOT = Path(__file__).parents[2]
 CONSTANTS = ROOT / "src/plait/planner/data/constants.json"

@@ -14,11 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.planner_accuracy.predict import as_json, summary
+from benchmarks.planner_accuracy.predict import evaluate as evaluate_rows
 from plait.cli.planning.tables import print_table
 from plait.errors import PlaitError
 from plait.observe.files import write_text
-from plait.planner.evaluate import as_json, summary
-from plait.planner.evaluate import evaluate as evaluate_rows
 from plait.planner.runs import read_rows
 
 

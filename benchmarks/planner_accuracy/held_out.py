@@ -13,11 +13,12 @@ from functools import cache
 
 import numpy as np
 
+from benchmarks.planner_accuracy.frameworks import read_runs
 from benchmarks.planner_accuracy.learn import learn, rows_of
+from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Knowledge
-from plait.planner.evaluate import Evaluation, Prediction, evaluate, source_of
-from plait.planner.runs import Row, measured_seconds, read_runs
+from plait.planner.runs import Row, measured_seconds
 
 MOST = 12
 

@@ -11,16 +11,18 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.planner_accuracy.frameworks import DATA, STACKS, read_runs, unlearned
+from benchmarks.planner_accuracy.predict import source_of
 from plait.planner import calibrate as fitting
-from plait.planner.constants import Constant, Knowledge, unlearned
-from plait.planner.evaluate import source_of
+from plait.planner import constants
+from plait.planner.constants import Constant, Knowledge
 from plait.planner.job import Job
-from plait.planner.runs import Row, measured_bytes, measured_seconds, read_runs
+from plait.planner.runs import Row, measured_bytes, measured_seconds
 
-DATA = Path(__file__).parent / "data"
 _OWN_OFFSET = 0.04
 _TIME_NOISE, _MEMORY_NOISE = 0.06, 0.08
 _NOISY = {"NANO": 0.15, "NANOBEST": 0.15}
@@ -52,7 +54,7 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = ()) -> Knowledge:
     kept = [r for r in rows if r["tier"] in "AB" and r["status"] == "ok" and not r["moe"] and source_of(r) not in without]
     base = unlearned()
     time, memory = _measured(kept, base)
-    names = tuple(name for name in fitting.TIME_NAMES if name != "overall")
+    names = tuple(name for name in base.time_names if name != "overall")
     weights = _weights(time.sources)
     first = fitting.fit(
         fitting.time_of(time.job),
@@ -124,12 +126,15 @@ def _weights(sources: np.ndarray) -> np.ndarray:
 
 
 def write(learned: Knowledge, path: Path) -> None:
-    """As the planner reads it."""
-    content = {
-        "source": "python -m benchmarks.planner_accuracy --learn, from benchmarks/planner_accuracy/data; [median, width of the logarithm]",
-        "time_spread": learned.time_spread,
-        "memory_spread": learned.memory_spread,
-        "constants": {name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()},
-    }
-    lines = json.dumps(content, indent=1)
-    path.write_text(lines + "\n", encoding="utf-8")
+    """As the planner reads it, with the speeds of other frameworks' kernels in a file of their own."""
+    shipped = constants.unlearned().constants
+    values = {name: [float(f"{c.median:.4g}"), round(c.width, 4)] for name, c in learned.constants.items()}
+    how = "python -m benchmarks.planner_accuracy --learn, from benchmarks/planner_accuracy/data; [median, width of the logarithm]"
+    source: dict[str, Any] = {"source": how}
+    spreads = {"time_spread": learned.time_spread, "memory_spread": learned.memory_spread}
+    _write(path, source | spreads | {"constants": {name: value for name, value in values.items() if name in shipped}})
+    _write(STACKS, source | {"constants": {name: value for name, value in values.items() if name not in shipped}})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.planner_accuracy.predict import LIKELY
 from benchmarks.planner_accuracy.sweep import paragraph
-from plait.planner.evaluate import LIKELY
 
 _TARGETS = {"left out": {"median": 0.12}, "12 rows": {"median": 0.08, "mean": 0.12}}
 _HEADER = ["| | | rows | median | mean | P90 | bias | in the 90 % interval |", "|---|---|---|---|---|---|---|---|"]

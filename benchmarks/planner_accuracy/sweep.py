@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.planner.evaluate import Evaluation, Prediction
+from benchmarks.planner_accuracy.predict import Evaluation, Prediction
 from plait.planner.runs import Row
 
 SLOW = 3.0

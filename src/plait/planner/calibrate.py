@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from plait.errors import InputError
 from plait.planner.constants import CONSTANTS, MEMORY_CONSTANTS, Constant, Knowledge, Rates, knowledge
 from plait.planner.estimate import estimate
-from plait.planner.frameworks import stacks
 from plait.planner.hardware import FAMILIES, PRECISIONS
 from plait.planner.job import Job
 from plait.planner.runs import Runs, measured_bytes, measured_seconds
@@ -136,7 +135,6 @@ def deviation(predict: Callable[[Rates], Array], found: Fit, job: Job) -> Array:
 
 # ---- of rows ---------------------------------------------------------------------------------------------------------------------------
 
-TIME_NAMES = tuple(CONSTANTS)
 MEMORY_NAMES = tuple(f"memory:{name}" for name in MEMORY_CONSTANTS)
 
 
@@ -164,7 +162,7 @@ _OF_GPUS = ("ramp", "contention")
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
     """Of `names` those that this job's devices, precisions and frameworks have anything to do with."""
     families = {FAMILIES[index] for index in np.unique(job.device.family)}
-    kinds = {stacks()[index] for index in np.unique(job.framework.stack)}
+    kinds = set(np.unique(np.asarray(job.framework.name)))
     precisions = {PRECISIONS[index] for index in np.unique(job.precision)}
 
     cpu = {"cpu"}
@@ -193,7 +191,8 @@ class Calibration:
 def uncalibrated(known: Knowledge | None = None) -> Calibration:
     """The shipped constants, as uncertain as between machines and frameworks that were never measured."""
     known = known or knowledge()
-    return Calibration(unfitted(TIME_NAMES, known, spread=known.time_spread), unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
+    time = unfitted(known.time_names, known, spread=known.time_spread)
+    return Calibration(time, unfitted(MEMORY_NAMES, known, spread=known.memory_spread))
 
 
 def calibrate(runs: Runs, *, known: Knowledge | None = None, within: float = 0.04) -> Calibration:
@@ -213,7 +212,7 @@ def calibrate(runs: Runs, *, known: Knowledge | None = None, within: float = 0.0
     time = base.time
     if timed.any():
         job = runs.job.take(index[timed])
-        time = fit(time_of(job), np.log(seconds[timed]), relevant(TIME_NAMES, job), known=known.constants, spread=within)
+        time = fit(time_of(job), np.log(seconds[timed]), relevant(known.time_names, job), known=known.constants, spread=within)
         time = replace(time, spread=_remaining(time, time_of(job), np.log(seconds[timed]), within, base.time.spread))
     held = [position for position, found in enumerate(memory) if found is not None]
     space = base.memory

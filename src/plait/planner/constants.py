@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
 import numpy as np
 
-from plait.planner.frameworks import Framework, stacks
+from plait.planner.frameworks import Framework
 from plait.planner.hardware import FAMILIES, Device, Numbers
 
 
@@ -25,6 +25,11 @@ class Constant:
     median: float
     width: float
     meaning: str
+
+
+def of_kernels(name: str) -> Constant:
+    """The constant `stack.NAME` of a framework."""
+    return Constant(1.0, 0.15, f"speed of the kernels of {name}")
 
 
 CONSTANTS: dict[str, Constant] = {
@@ -62,7 +67,7 @@ CONSTANTS: dict[str, Constant] = {
     "packing.cpu": Constant(3.0, 0.6, "times that sharded gradients pass through memory, on their way to their collective and back"),
     "crowding.cpu": Constant(0.10, 0.8, "computing slows with the processes of a machine to this power: they share its memory"),
     "overall": Constant(1.0, 0.08, "speed of all computation on one machine"),
-    **{f"stack.{name}": Constant(1.0, 0.15, f"speed of the kernels of {name}") for name in stacks()},
+    "stack.plait": of_kernels("plait"),
 }
 """Name to prior, the values that come from datasheets and the literature; fitted medians replace them where there are some."""
 
@@ -94,7 +99,8 @@ class Rates:
 
     def by_stack(self, framework: Framework) -> Numbers:
         """The speed of every candidate's framework."""
-        return np.array([self.values[f"stack.{name}"] for name in stacks()])[np.asarray(framework.stack)]
+        names, index = np.unique(np.asarray(framework.name), return_inverse=True)
+        return np.array([self.values[f"stack.{name}"] for name in names])[index]
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,11 @@ class Knowledge:
         """The medians."""
         return Rates({name: constant.median for name, constant in self.constants.items()})
 
+    @property
+    def time_names(self) -> tuple[str, ...]:
+        """Constants of a step's time."""
+        return tuple(name for name in self.constants if not name.startswith("memory:"))
+
 
 def unlearned() -> Knowledge:
     """Datasheets and the literature alone."""
@@ -125,9 +136,10 @@ def knowledge() -> Knowledge:
     if not file.is_file():
         return base
     learned = json.loads(file.read_text(encoding="utf-8"))
-    constants = {
-        name: Constant(median, width, base.constants[name].meaning)
-        for name, (median, width) in ({n: (c.median, c.width) for n, c in base.constants.items()} | learned["constants"]).items()
-        if name in base.constants
-    }
-    return Knowledge(constants, learned["time_spread"], learned["memory_spread"])
+    return replace(moved(base, learned["constants"]), time_spread=learned["time_spread"], memory_spread=learned["memory_spread"])
+
+
+def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
+    """`base` with the [median, width] of constants that were learned; names that it does not know are left out."""
+    found = {name: Constant(*learned[name], constant.meaning) for name, constant in base.constants.items() if name in learned}
+    return replace(base, constants={**base.constants, **found})

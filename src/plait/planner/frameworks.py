@@ -1,115 +1,99 @@
-"""How a framework computes, as numbers (`data/frameworks.yaml`): bytes of its states, what it fuses, what it overlaps.
+"""How a framework computes, as numbers: bytes of its states, what it fuses, what it overlaps.
 
-The search plans for Plait itself; the other entries price rows that others measured. Rates are in `constants`, not here.
+The search plans for Plait itself, which is here. Rows that others measured are priced by the same class (`benchmarks/planner_accuracy` has
+a table of published ones). Rates are in `constants`, not here.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
-import yaml
 
 from plait.planner.hardware import Numbers
 
 ATTENTION = ("flash", "fused", "plain")
+"""One kernel; softmax and mask in one kernel, scores in memory; every step in memory."""
 
 
 @dataclass(frozen=True)
 class Framework:
-    """See the YAML file for the meaning of each; arrays hold one entry a candidate."""
+    """Numbers of one framework; arrays hold one entry a candidate."""
 
     name: Any
-    stack: Numbers
-    """Index into `stacks()`: frameworks that share kernels share what is fitted."""
+    """What is fitted of its kernels is the constant `stack.NAME`."""
     weights: Numbers
     gradients: Numbers
     optimizer: Numbers
     gathered: Numbers
-    """Bytes a parameter of model states, and of the copy that a forward uses."""
+    """Bytes a parameter of model states, and of the copy that a forward uses where weights are kept in another dtype."""
     wire_gather: Numbers
     wire_reduce: Numbers
+    """Bytes a parameter in the gathering of weights and in the reduction of gradients."""
     eager: Numbers
+    """Bytes that unfused element-wise kernels move, of those that fused kernels move."""
     attention: Numbers
     """Index into ATTENTION."""
-    flash: Numbers
-    """Speed of the attention kernel, of FlashAttention 2's."""
     hidden_tp: Numbers
     hidden_dp: Numbers
+    """Share of that traffic that can be computed over."""
     host_seconds: Numbers
-    send_seconds: Numbers
+    """Time of the host to launch one layer's forward."""
     logits: Numbers
-    whole_logits: Numbers
-    whole_inputs: Numbers
+    """Bytes a logit while the loss is computed."""
     norms: Numbers
+    """Bytes a hidden element that a layer's norms and residuals keep; dropout masks are extra."""
     slack: Numbers
-    noise: Numbers
-    noise_doubling: Numbers
+    """What the allocator reserves and does not use."""
     step_bytes: Numbers
     """Bytes that the optimizer step moves a parameter."""
-    accumulate_bytes: Numbers
-    """Bytes a parameter that it takes to add a micro-batch's gradients to those before it."""
+    accumulate_bytes: Numbers = 0
+    """Bytes a parameter that it takes to add a micro-batch's gradients to those before it; 0 where the product's kernel adds."""
+    flash: Numbers = 1.0
+    """Speed of the attention kernel, of FlashAttention 2's."""
+    send_seconds: Numbers = 25e-6
+    """Time that a send between stages costs beyond the link."""
+    whole_logits: Numbers = 0
+    """1: tensor parallelism gathers the logits before the loss."""
+    whole_inputs: Numbers = 0
+    """Share of the products' inputs that sequence parallelism keeps gathered, not as shards."""
+    noise: Numbers = 0.0
+    noise_doubling: Numbers = 0.0
+    """How much repeated runs differ (logarithm), and what each doubling of nodes adds: published, not explained."""
 
 
 @cache
-def _table() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((files("plait.planner") / "data" / "frameworks.yaml").read_text(encoding="utf-8"))
-    return content
-
-
-@cache
-def stacks() -> tuple[str, ...]:
-    """The entries of the table."""
-    return tuple(_table()["frameworks"])
+def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
+    """This package: Transformers' modules, FSDP2, no fused kernels unless compiled. `pure`: weights and states in 16 bits."""
+    wide = precision == "fp32"
+    weights, gradients, optimizer, gathered = (2, 2, 4, 0) if pure else (4, 4, 8, 2)
+    return Framework(
+        name="plait",
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=0 if wide else gathered,  # weights are used in the dtype that they are kept in
+        wire_gather=4 if wide else 2,
+        wire_reduce=4,
+        eager=2.2,
+        attention=ATTENTION.index("flash"),
+        hidden_tp=0.0,
+        hidden_dp=0.8,
+        host_seconds=500e-6,
+        logits=14,
+        norms=20,
+        slack=0.08,
+        step_bytes=36,
+        accumulate_bytes=12 if wide else 10,
+        whole_inputs=1,
+    )
 
 
 def with_compiled_blocks(found: Framework) -> Framework:
     """Plait with compiled blocks: element-wise kernels fused and launches fewer, as torchtitan's are."""
     return replace(found, eager=1.1, host_seconds=150e-6, norms=8)
-
-
-@cache
-def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False) -> Framework:
-    """The entry that matches `name`; `states` names another recipe of model states than its usual one with `precision`; `newer`
-    takes the entry that stands for it today, where there is one."""
-    lower = name.lower()
-    table = _table()
-    found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
-    found = table["frameworks"][found].get("newer", found) if newer else found
-    entry = table["frameworks"][found]
-    weights, gradients, optimizer, gathered = table["recipes"][
-        states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]
-    ]
-    return Framework(
-        name=found,
-        stack=stacks().index(found),
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        gathered=0 if precision == "fp32" else gathered,  # weights are used in the dtype that they are kept in
-        wire_gather=4 if precision == "fp32" else entry["wire"][0],
-        wire_reduce=4 if precision == "fp32" else entry["wire"][1],
-        eager=entry["eager"],
-        attention=ATTENTION.index(entry["attention"]),
-        flash=entry.get("flash", 1.0),
-        hidden_tp=entry["hidden_tp"],
-        hidden_dp=entry["hidden_dp"],
-        host_seconds=entry["host_us"] * 1e-6,
-        send_seconds=entry.get("send_us", 25) * 1e-6,
-        logits=entry["logits"],
-        whole_logits=entry.get("whole_logits", 0),
-        whole_inputs=entry.get("whole_inputs", 0),
-        norms=entry["norms"],
-        slack=entry["slack"],
-        noise=entry.get("noise", 0.0),
-        noise_doubling=entry.get("noise_doubling", 0.0),
-        step_bytes=entry["optimizer"],
-        accumulate_bytes=entry.get("accumulate", 0) + (2 if precision == "fp32" and "accumulate" in entry else 0),
-    )
 
 
 def stack(frameworks: list[Framework]) -> Framework:

@@ -16,7 +16,7 @@ from typing import Any
 from plait.errors import InputError
 from plait.planner import hardware
 from plait.planner.architecture import Architecture
-from plait.planner.frameworks import framework, with_compiled_blocks
+from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.row import Row, Variant
@@ -121,7 +121,7 @@ def _row(measured: Measured) -> Row:
 
 
 def _variant(index: int, measured: Measured) -> Variant:
-    found = framework("plait", precision=measured.precision)
+    found = plait(precision=measured.precision)
     layout = dict(measured.layout)
     layout |= {"schedule": SCHEDULES.index(layout["schedule"]), "recompute": RECOMPUTE.index(layout["recompute"])}
     unknown = layout.keys() ^ {f.name for f in fields(Layouts)}

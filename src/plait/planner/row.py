@@ -6,14 +6,15 @@ What a row leaves open becomes several variants. `NotPriced` says why a row has 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plait.errors import InputError
-from plait.planner import frameworks, hardware, models
+from plait.planner import hardware, models
 from plait.planner.architecture import Architecture
+from plait.planner.frameworks import Framework, plait
 from plait.planner.hardware import FAMILIES, PRECISIONS, Device
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
@@ -35,7 +36,7 @@ class Variant:
     row: int
     model: Architecture
     device: Device
-    framework: frameworks.Framework
+    framework: Framework
     layout: dict[str, float]
     sequence: int
     precision: int
@@ -44,7 +45,18 @@ class Variant:
     """Plait's own blocks, as `job.Job` has it."""
 
 
-def variants_of(index: int, row: Row) -> list[Variant]:
+FrameworkOf = Callable[..., Framework]
+"""(name as a row has it, states=, precision=, newer=) to how that framework computes; raises NotPriced where it is not known."""
+
+
+def plait_only(name: str, *, states: str | None, precision: str, newer: bool) -> Framework:
+    """Rows that name no framework, or Plait."""
+    if not name.lower().startswith(("plait", "unknown")):
+        raise NotPriced(f"framework {name} is not Plait, and how it computes is not known here; keep the rows that Plait ran")
+    return plait(precision=precision, pure=states == "pure-16bit")
+
+
+def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) -> list[Variant]:
     """Every way to fill in what a row leaves open. Raises NotPriced."""
     model = _model(row)
     device = _device(row)
@@ -53,7 +65,7 @@ def variants_of(index: int, row: Row) -> list[Variant]:
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
     newer = FAMILIES[device.family] in _NEW_FAMILIES or precision >= PRECISIONS.index("fp8") or (count_of(row, "year") or 0) >= 2023
     name = row.get("framework") or "unknown"
-    framework = frameworks.framework(name, states=states, precision=PRECISIONS[precision], newer=newer)
+    framework = framework_of(name, states=states, precision=PRECISIONS[precision], newer=newer)
     sequence = count_of(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")

@@ -18,7 +18,7 @@ import numpy as np
 from plait.errors import InputError
 from plait.planner import architecture, frameworks, hardware
 from plait.planner.job import Job, Layouts
-from plait.planner.row import NotPriced, Row, Variant, number_of, variants_of
+from plait.planner.row import FrameworkOf, NotPriced, Row, Variant, number_of, plait_only, variants_of
 
 REQUIRED = ("gpu", "gpus_total", "seq_len")
 
@@ -57,13 +57,13 @@ def read_rows(path: str | Path) -> tuple[Row, ...]:
     return rows
 
 
-def read_runs(rows: Sequence[Row]) -> Runs:
+def read_runs(rows: Sequence[Row], framework_of: FrameworkOf = plait_only) -> Runs:
     """Everything that can be priced of `rows`, as one job."""
     variants: list[Variant] = []
     reasons: dict[int, str] = {}
     for index, row in enumerate(rows):
         try:
-            variants += variants_of(index, row)
+            variants += variants_of(index, row, framework_of)
         except NotPriced as reason:
             reasons[index] = str(reason)
     return Runs(tuple(rows), tuple(variants), job_of_variants(variants) if variants else None, reasons)

@@ -18,7 +18,7 @@ from plait.planner.architecture import Architecture
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.constants import Rates
 from plait.planner.estimate import Estimate, estimate
-from plait.planner.frameworks import framework, with_compiled_blocks
+from plait.planner.frameworks import plait, with_compiled_blocks
 from plait.planner.hardware import PRECISIONS, Cluster
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.memory import MOMENTS, States
@@ -184,7 +184,7 @@ def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibr
 def job_of(request: Request, layouts: Layouts) -> Job:
     """Candidates of a request as something to price."""
     model = request.model.architecture
-    found = framework("plait", precision=request.precision)
+    found = plait(precision=request.precision)
     if request.compile:
         found = with_compiled_blocks(found)
     found = replace(found, wire_reduce=4 if request.reduce == "fp32" else 2)

@@ -1,4 +1,4 @@
-"""The sweep taken apart: what counts as slow, and what is said of it."""
+"""Published runs as rows that are priced: frameworks by name, the sweep taken apart, a table evaluated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner_accuracy import learn
 from benchmarks.planner_accuracy.evaluate import main
+from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
+from benchmarks.planner_accuracy.predict import evaluate
 from benchmarks.planner_accuracy.sweep import paragraph, slow_runs
-from plait.planner.evaluate import evaluate
+from plait.planner import constants
+from plait.planner.job import SCHEDULES
 from tests.unit.cli.planning import runs_file
 from tests.unit.planner.rows import ROW
 
@@ -52,3 +56,35 @@ def test_a_table_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "0 predicted, 7 used to calibrate" in capsys.readouterr().out
     assert main(["no-such.csv"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_old_names_mean_what_they_meant_then() -> None:
+    def stack(**changes: str) -> str:
+        return str(read_runs([{**ROW, "framework": "Megatron-LM", **changes}]).variants[0].framework.name)
+
+    assert stack(gpu="A100-80GB") == "megatron" == stack(gpu="A100-80GB", year="2021")
+    assert stack(gpu="A100-80GB", year="2024") == stack(gpu="H100") == stack(gpu="MI300X") == "megatron-modern"
+
+
+def test_rows_of_no_framework_and_of_plait_are_priced_too() -> None:
+    found = read_runs([{**ROW, "framework": name} for name in ("", "Plait 0.1", "Megatron-LM zero bubble ZB-1p")])
+    assert found.job is not None
+    assert [str(name) for name in found.job.framework.name] == ["other", "plait", "megatron-modern"]
+    assert found.variants[2].layout["schedule"] == SCHEDULES.index("zb-h1")
+    assert {f"stack.{name}" for name in found.job.framework.name} <= knowledge().constants.keys()
+
+
+def test_predictions_do_not_depend_on_what_was_measured() -> None:
+    one, other = (evaluate([{**ROW, "step_time_s": value, "peak_mem_gb": value}]).predictions[0] for value in ("2", "77"))
+    assert one.seconds == other.seconds and one.total_bytes == other.total_bytes
+    assert one.measured_seconds != other.measured_seconds
+
+
+def test_what_is_learned_is_what_the_planner_and_the_evaluation_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped, stacks = Path(constants.__file__).parent / "data" / "constants.json", learn.STACKS
+    monkeypatch.setattr(learn, "STACKS", tmp_path / "stacks.json")
+    learn.write(knowledge(), tmp_path / "constants.json")
+    assert (tmp_path / "stacks.json").read_text() == stacks.read_text()
+    written, known = json.loads((tmp_path / "constants.json").read_text()), json.loads(shipped.read_text())
+    assert written.keys() == known.keys() and written["constants"].items() >= known["constants"].items()
+    assert not [name for name in written["constants"] if name.startswith("stack.") and name != "stack.plait"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner_accuracy.frameworks import knowledge
 from benchmarks.planner_accuracy.learn import rows_of
-from plait.planner.constants import knowledge
-from plait.planner.evaluate import evaluate, summary
+from benchmarks.planner_accuracy.predict import evaluate, summary
 
 ROOT = Path(__file__).parents[3]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait.planner.calibrate import TIME_NAMES, relevant
+from plait.planner.calibrate import relevant
 from plait.planner.constants import Rates, knowledge
 from plait.planner.estimate import estimate
 from plait.planner.hardware import cluster
@@ -77,8 +77,8 @@ def test_every_micro_batch_but_the_first_adds_gradients():
 
 
 def test_constants_of_gpus_are_not_fitted_on_a_cpu_and_the_other_way_round():
-    on_cpu = relevant(TIME_NAMES, job_of(request(), Layouts()))
-    on_gpu = relevant(TIME_NAMES, job_of(request("h100", precision="bf16"), Layouts()))
+    on_cpu = relevant(knowledge().time_names, job_of(request(), Layouts()))
+    on_gpu = relevant(knowledge().time_names, job_of(request("h100", precision="bf16"), Layouts()))
     assert {"memory.cpu", "link.cpu", "latency.cpu", "crowding.cpu", "gemm.cpu"} <= set(on_cpu)
     assert not {"memory", "link", "latency", "ramp", "contention"} & set(on_cpu)
     assert {"memory", "link", "latency", "ramp"} <= set(on_gpu) and not [name for name in on_gpu if name.endswith(".cpu")]

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner_accuracy.frameworks import framework
+from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
 from plait.planner.constants import Rates, knowledge, unlearned
 from plait.planner.estimate import estimate
-from plait.planner.frameworks import framework
 from plait.planner.hardware import PRECISIONS, cluster, device
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
 from plait.planner.memory import TERMS as MEMORY_TERMS
@@ -132,7 +133,7 @@ def korthikanti(model, tp, pp, vpp, micro_batch, **fields):
         **fields,
     )
     found = Job(named(model), device("a100"), framework("Megatron-LM"), at, 2048, PRECISIONS.index("fp16"))
-    plain = Rates({**unlearned().rates.values})
+    plain = unlearned_of_all().rates
     return one(estimate(found, plain).memory.terms["activations"]) / GIB
 
 

@@ -193,6 +193,8 @@ def print_calibration(found: Calibration, runs: Runs, *, known: Knowledge | None
     print_table(Console(soft_wrap=True, highlight=False), ["constant", "shipped", "rates measured", "fitted", "meaning"], rows)
     if kept:
         print(f"{kept} constants of which these runs say nothing stay as shipped\n")
+    if runs.reasons:
+        print(f"{len(runs.reasons)} rows are left out; the first: {next(iter(runs.reasons.values()))}\n")
     lines = [("before", errors_with(runs, uncalibrated())), ("after", errors_with(runs, found)), ("left out", errors_left_out(runs, known))]
     words = {"before": "by the constants that ship", "after": "of the rows fitted", "left out": "each row by a fit to all others"}
     for name, (count, middle, largest) in lines:

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
+from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
 from plait.planner.memory import MOMENTS
-from plait.planner.metrics import Confusion, confusion, errors, ranking
-from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds, read_runs
+from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds
 
 Array = NDArray[np.float64]
 _NINETY = 1.645
@@ -91,8 +92,9 @@ def source_of(row: Row) -> str:
 
 
 def evaluate(rows: Sequence[Row], *, calibrate: Sequence[Row] = (), known: Knowledge | None = None) -> Evaluation:
-    """Predict every row from `known` (by default what ships). `calibrate` are measured rows; those of a row's device and framework move its
-    constants."""
+    """Predict every row from `known` (by default what ships, and the table of frameworks). `calibrate` are measured rows; those of a row's
+    device and framework move its constants."""
+    known = known or knowledge()
     used = {row["id"] for row in calibrate if row.get("id")}
     rows = tuple(row for row in rows if not (row.get("id") and row["id"] in used))
     runs = read_runs(rows)
@@ -115,7 +117,7 @@ def _key(row: Row, framework: Any, device: Any) -> tuple[str, str]:
     return (str(device), str(framework))
 
 
-def _calibrations(rows: Sequence[Row], known: Knowledge | None) -> dict[tuple[str, str] | None, Calibration]:
+def _calibrations(rows: Sequence[Row], known: Knowledge) -> dict[tuple[str, str] | None, Calibration]:
     by: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
         one = read_runs([row])

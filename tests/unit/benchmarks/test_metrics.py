@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from plait.planner.metrics import confusion, errors, ranking
+from benchmarks.planner_accuracy.metrics import confusion, errors, ranking
 
 
 def test_errors_by_hand():

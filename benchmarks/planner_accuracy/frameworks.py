@@ -1,0 +1,90 @@
+"""Frameworks whose runs were published (`data/frameworks.yaml`), and what was learned of their kernels' speed (`data/stacks.json`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plait.planner import constants, runs
+from plait.planner.constants import Knowledge
+from plait.planner.frameworks import ATTENTION, Framework, plait
+from plait.planner.row import Row
+
+DATA = Path(__file__).parent / "data"
+STACKS = DATA / "stacks.json"
+
+
+@cache
+def _table() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((DATA / "frameworks.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+@cache
+def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False) -> Framework:
+    """The entry that matches `name`; `states` names another recipe of model states than its usual one with `precision`; `newer`
+    takes the entry that stands for it today, where there is one."""
+    lower = name.lower()
+    if lower.startswith("plait"):
+        return plait(precision=precision, pure=states == "pure-16bit")
+    table = _table()
+    found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
+    found = table["frameworks"][found].get("newer", found) if newer else found
+    entry = table["frameworks"][found]
+    weights, gradients, optimizer, gathered = table["recipes"][
+        states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]
+    ]
+    return Framework(
+        name=found,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=0 if precision == "fp32" else gathered,  # weights are used in the dtype that they are kept in
+        wire_gather=4 if precision == "fp32" else entry["wire"][0],
+        wire_reduce=4 if precision == "fp32" else entry["wire"][1],
+        eager=entry["eager"],
+        attention=ATTENTION.index(entry["attention"]),
+        flash=entry.get("flash", 1.0),
+        hidden_tp=entry["hidden_tp"],
+        hidden_dp=entry["hidden_dp"],
+        host_seconds=entry["host_us"] * 1e-6,
+        send_seconds=entry.get("send_us", 25) * 1e-6,
+        logits=entry["logits"],
+        whole_logits=entry.get("whole_logits", 0),
+        whole_inputs=entry.get("whole_inputs", 0),
+        norms=entry["norms"],
+        slack=entry["slack"],
+        noise=entry.get("noise", 0.0),
+        noise_doubling=entry.get("noise_doubling", 0.0),
+        step_bytes=entry["optimizer"],
+    )
+
+
+def read_runs(rows: Sequence[Row]) -> runs.Runs:
+    """`plait.planner.runs.read_runs`, with rows of every framework priced."""
+    return runs.read_runs(rows, framework_of=framework)
+
+
+def _with_stacks(base: Knowledge, names: Iterable[str]) -> dict[str, constants.Constant]:
+    return {**base.constants, **{f"stack.{name}": constants.of_kernels(name) for name in names}}
+
+
+def unlearned() -> Knowledge:
+    """Datasheets and the literature alone, for every framework of the table."""
+    base = constants.unlearned()
+    return Knowledge(_with_stacks(base, _table()["frameworks"]), base.time_spread, base.memory_spread)
+
+
+@cache
+def knowledge() -> Knowledge:
+    """The constants that ship, and those of the table's frameworks."""
+    shipped = constants.knowledge()
+    base = Knowledge(_with_stacks(shipped, _table()["frameworks"]), shipped.time_spread, shipped.memory_spread)
+    learned = json.loads(STACKS.read_text(encoding="utf-8"))
+    return constants.moved(base, learned["constants"])
