@@ -158,7 +158,7 @@ def budgets() -> Iterator[list[str]]:
             model = model_of("llama", device="meta")
             with fake_world(2, rank), delivered_at_once():
                 resolved = resolve(load(file), world_size=2)
-                pipeline = resolved.pipeline_of(model, find_blocks(model))
+                pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=find_blocks(model)))
                 assert pipeline is not None
                 ranks = rank_activations(
                     model,

@@ -32,9 +32,10 @@ def build(
     blocks, tp = find_blocks(model), resolved.layout.tp
     facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=tp, blocks=blocks) if tp > 1 else None)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    assert engine.parts.pipeline is not None and engine._pipeline is not None
+    found = engine.parts.noted(PipelineParts)
+    assert found is not None and engine._pipeline is not None
     foretell_messages(engine.model, engine.parts, engine._pipeline, batch(1, length=length))
-    return engine, resolved, facts, engine.parts.pipeline
+    return engine, resolved, facts, found
 
 
 def batch(accumulation: int, *, length: int = LENGTH) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ def rehearsed(case: Case) -> tuple[Rehearsal, Ledger, int]:
     resolved = resolve(load(file), world_size=world)
     layout, blocks = resolved.layout, find_blocks(model)
     facts = model_facts(model, blocks, tensor_plan=make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None)
-    pipeline = resolved.pipeline_of(model, blocks)
+    pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=blocks))
     at = layout.coordinates(rank)
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"])) if pipeline is not None else facts
     ledger = Ledger.of_rank(layout, at, accumulation=1)

@@ -16,6 +16,7 @@ from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
+from plait.parallel.pipeline import PipelineParts
 from plait.parallel.pipeline_account import facts_of_rank
 from plait.verify.memory import measure_step
 from tests.covers import cover
@@ -80,7 +81,7 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
     resolved = resolve(load(config), world_size=4)
     facts = model_facts(model, find_blocks(model))
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    parts = engine.parts.pipeline
+    parts = engine.parts.noted(PipelineParts)
     assert parts is not None
     at = resolved.layout.coordinates(rank)
     own = facts_of_rank(facts, parts.cut, parts.schedule.stages_of(at["pp"]))

@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 import plait
+from plait.cluster.layout import Layout
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
+from plait.parallel.technique import Context
 from plait.parallel.tensor import TensorParallel
 from plait.verify.lift import lifted
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
@@ -28,7 +30,7 @@ def mix(_module: nn.Module, *given: Any) -> Any:
 
 
 def check(model: nn.Module, **settings: Any) -> None:
-    TensorParallel(**settings).check(model, find_blocks(model), tp=2)
+    TensorParallel(**settings).check(Context(Layout(tp=2), model=model, blocks=find_blocks(model)))
 
 
 LAYER = "model.layers.1"

@@ -116,7 +116,7 @@ def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
     if resolved.layout.tp > 1:
         plan = make_plan(module, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks)
     facts = model_facts(module, blocks, tensor_plan=plan)
-    pipeline = resolved.pipeline_of(module, blocks)
+    pipeline = resolved.pipeline.check(resolved.context(model=module, blocks=blocks))
     stages = stage_rows(pipeline.schedule, pipeline.cut, facts) if pipeline is not None else []
     return {"facts": facts, "plan": plan, "rows": describe(plan, module) if plan else [], "pipeline": pipeline, "stages": stages}
 
@@ -130,9 +130,7 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
     if pipeline is not None:
         facts = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(0))
     start = Ledger.of_rank(at, accumulation=resolved.batch.accumulation, optimizer_states=resolved.optimizer.states)
-    offload = (resolved.parameter_offload, resolved.optimizer_offload)
-    techniques = (resolved.tensor_parallel, resolved.precision, resolved.data_parallel, *offload)
-    return {kind: int(count[0]) for kind, count in account_all(techniques, start, facts).memory.items()}
+    return {kind: int(count[0]) for kind, count in account_all(resolved.techniques, start, facts).memory.items()}
 
 
 def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[int, Peak], str | None]:

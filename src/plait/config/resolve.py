@@ -30,10 +30,12 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.parallel.order import in_order
 from plait.parallel.parameter_offload import ParameterOffload
-from plait.parallel.pipeline import Pipeline, PipelineParts
+from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
+from plait.parallel.technique import Context, Technique
 from plait.parallel.tensor import TensorParallel
 from plait.policy import Policy
 
@@ -103,10 +105,15 @@ class Resolved(Policy):
         shown = ", ".join(f"{name} = {values.get(name.rpartition('.')[2])}" for name in names)
         return f'"auto" is filled by Transformers\' own defaults: {shown}; write the values of your training command in the file'
 
-    def pipeline_of(self, model: nn.Module, blocks: tuple[str, ...]) -> PipelineParts | None:
-        """The schedule, and the cut of `model`, whose blocks are `blocks`; None for one stage. Raises ConfigError or ModelError where there
-        is none."""
-        return self.pipeline.check(model, blocks, pp=self.layout.pp, microbatches=self.batch.accumulation, zero=self.data_parallel.stage)
+    @property
+    def techniques(self) -> tuple[Technique, ...]:
+        """The one list of them, in order: what the engine and the account walk over."""
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return in_order(value for value in values if isinstance(value, Technique))
+
+    def context(self, *, device_type: str = "cpu", model: nn.Module | None = None, blocks: tuple[str, ...] = ()) -> Context:
+        """What the techniques' checks ask; without a model, what they can know before it is built."""
+        return Context(self.layout, self.techniques, self.batch.accumulation, device_type, model, blocks)
 
 
 def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:

@@ -14,13 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch import local_tensor, reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
-from plait.cluster.mesh import Mesh, build_mesh, default_device_type
+from plait.cluster.mesh import Mesh, build_mesh
 from plait.cluster.topology import keep_host_memory, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
 from plait.engine.alike import refuse_different_optimizers, refuse_different_ranks
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.batch import Forward, default_forward
+from plait.engine.check import CheckedModel, checked_model
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.disk_files import build_disk_tier
 from plait.engine.engine import Engine
@@ -30,12 +31,11 @@ from plait.engine.misuse import (
     check_placement,
     checked_optimizer,
     refuse_trained_loss,
-    refuse_unfit_layers,
     warn_of_no_blocks,
     warn_of_unused_sections,
     with_callers_seed,
 )
-from plait.engine.optimizer import build_optimizer, refuse_nothing_to_train
+from plait.engine.optimizer import build_optimizer
 from plait.engine.own_loop import StepWatch
 from plait.engine.ownership import Owner, recall, refuse_taken, remember, take_over
 from plait.engine.resume import check_scheduler, configured_groups
@@ -44,11 +44,9 @@ from plait.engine.solve import recompute_of
 from plait.engine.state import generator_seed
 from plait.engine.step import Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
-from plait.model.blocks import find_blocks
 from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
 from plait.parallel.buffers import ChangingBuffers, bind_sync_batch_norm, synchronise_in_forward
-from plait.parallel.compatibility import Choice, refuse_incompatible
 from plait.parallel.data import before_backward, free_after_evaluation, reduce_by_sum, watch_shards_of
 from plait.parallel.full_state import accept_full_tensors
 from plait.parallel.held_once import hold_once
@@ -101,12 +99,37 @@ def initialize(
     refuse_trained_loss(loss, model)
     resolved = _resolve(model, config, total_steps=total_steps)
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    take_over(model)
+    return begin(
+        checked_model(model, resolved),
+        loss_fn=loss,
+        forward=forward,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        weights=weights,
+        total_steps=total_steps,
+    )
+
+
+@_leaving_no_group()
+def begin(
+    checked: CheckedModel,
+    *,
+    loss_fn: Loss | None,
+    forward: Forward = default_forward,
+    optimizer: OptimizerLike | None = None,
+    lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+    weights: str | Path | None = None,
+    total_steps: int | None = None,
+) -> Engine:
+    """The engine of a model that was checked; the rest of `initialize`."""
+    model, resolved = checked.model, checked.resolved
     if resolved.loss_chunk_tokens:
-        loss = _chunked(loss, resolved.loss_chunk_tokens)
+        loss_fn = _chunked(loss_fn, resolved.loss_chunk_tokens)
         forward = deferred(forward, model)
     named = {id(p): name for name, p in model.named_parameters()}
-    mesh, parts = _parallelize(model, resolved, weights=weights, loss_fn=loss, forward=forward)
-    resolved = with_callers_seed(resolved, parts.callers_seed)
+    mesh, parts, seed = _parallelize(checked, weights=weights, loss_fn=loss_fn, forward=forward)
+    resolved = with_callers_seed(resolved, seed)
     reduce_by_sum(parts)
     pipeline = build_pipeline(parts, mesh, track_unused=resolved.data_parallel.unused_parameters)
     unused = None
@@ -147,7 +170,7 @@ def initialize(
         stepper=stepper,
         unused=unused,
         pipeline=pipeline,
-        loss_fn=loss,
+        loss_fn=loss_fn,
         forward=forward,
     )
 
@@ -181,7 +204,8 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         if device != "none":
             raise ModelError(f"zero_optimization.offload_{section}: plait.parallelize makes no optimizer; use plait.initialize, or none")
     before = list(model.parameters())
-    mesh, parts = _parallelize(model, resolved, weights=weights)
+    take_over(model)
+    mesh, parts, _ = _parallelize(checked_model(model, resolved), weights=weights)
     if parts.reducer is not None:
         parts.reducer.finish_with_backward()
     if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and mesh.layout.dp > 1:
@@ -271,17 +295,12 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
 
 
 def _parallelize(
-    model: nn.Module,
-    resolved: Resolved,
-    *,
-    weights: str | Path | None,
-    loss_fn: Loss | None = None,
-    forward: Forward = default_forward,
-) -> tuple[Mesh, Parts]:
-    blocks = find_blocks(model, resolved.blocks or None)
+    checked: CheckedModel, *, weights: str | Path | None, loss_fn: Loss | None = None, forward: Forward = default_forward
+) -> tuple[Mesh, Parts, int]:
+    """`split`, and weights."""
+    model, resolved = checked.model, checked.resolved
     template = materialise.template_of(model) if materialise.is_meta(model) else None
-    take_over(model)
-    mesh, parts = split(model, resolved, weights=weights, loss_fn=loss_fn, forward=forward)
+    mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
         materialise.allocate(model, mesh.device, host_units=parts.offloaded_units if parts.masters_on_host else ())
@@ -290,7 +309,7 @@ def _parallelize(
     if template is not None:
         filled = tier.put_parameter_away if tier is not None else lambda _: None
         if weights is None:
-            materialise.initialise(model, template, blocks, seed=resolved.seed, filled=filled)
+            materialise.initialise(model, template, checked.blocks, seed=resolved.seed, filled=filled)
         else:
             load_weights(model, weights, filled=filled)
             materialise.fill_buffers(model, template)
@@ -300,41 +319,24 @@ def _parallelize(
         parts.reducer.attach()
     accept_full_tensors(model)
     watch_shards_of(model)
-    return mesh, parts.with_(disk_tier=tier)
+    return mesh, parts.with_(disk_tier=tier), seed
 
 
 def split(
-    model: nn.Module,
-    resolved: Resolved,
+    checked: CheckedModel,
     *,
     weights: str | Path | None = None,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
-) -> tuple[Mesh, Parts]:
-    """Apply every technique to `model` in place; one on meta stays there. Everything that can be refused is, before a process group
-    exists."""
-    refuse_incompatible(
-        Choice(
-            layout=resolved.layout,
-            compiled=resolved.compile,
-            second_copy=resolved.data_parallel.second_copy,
-        )
-    )
-    refuse_nothing_to_train(model)
-    blocks = find_blocks(model, resolved.blocks or None)
-    warn_of_no_blocks(model, blocks, stage=resolved.data_parallel.stage)
+) -> tuple[Mesh, Parts, int]:
+    """Apply every technique to the model, in place; one on meta stays there. Everything that can be refused is, before a process group
+    exists. Returns also the seed of rank 0's random generator before."""
+    model, resolved = checked.model, checked.resolved
     on_meta = materialise.is_meta(model)
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
-    refuse_unfit_layers(model, resolved)
-    _warn_of_little(resolved.tensor_parallel.check(model, blocks, tp=resolved.layout.tp), model)
-    pipeline = resolved.pipeline_of(model, blocks)
-    resolved.recompute.check(model, blocks, compiled=resolved.compile.enabled, sequence_parallel=resolved.tensor_parallel.sequence_parallel)
-    sharded, moved = _shards(resolved), any(p.device.type != default_device_type() for p in model.parameters())
-    resolved.data_parallel.check(model, sharded=sharded, moved=moved or resolved.layout.tp > 1, ranks=resolved.layout.dp)
-    resolved.optimizer_offload.check(stage=resolved.data_parallel.stage, device_type=default_device_type())
-    resolved.parameter_offload.check(device_type=default_device_type())
-    resolved.activation_offload.check(blocks, compiled=resolved.compile.enabled, device_type=default_device_type())
+    warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
+    _warn_of_little(checked.parts.noted(TensorPlan), model)
     check_placement(resolved)
     mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
     seed = refuse_different_ranks(model, resolved, mesh)
@@ -342,30 +344,15 @@ def split(
         model.to(mesh.device)
         materialise.broadcast(model)
     bind_sync_batch_norm(model, mesh)
-    techniques = (
-        resolved.tensor_parallel,
-        resolved.pipeline,
-        resolved.activation_offload,
-        recompute_of(resolved, model, blocks, mesh, loss_fn=loss_fn, forward=forward),
-        resolved.compile,
-        resolved.precision,
-        resolved.data_parallel,
-        resolved.parameter_offload,
-        resolved.optimizer_offload,
-    )
-    return mesh, apply_all(techniques, Parts(model=model, blocks=blocks, pipeline=pipeline, callers_seed=seed), mesh)
+    recompute = recompute_of(resolved, checked.parts, mesh, loss_fn=loss_fn, forward=forward)
+    techniques = resolved.model_copy(update={"recompute": recompute}).techniques
+    return mesh, apply_all(techniques, checked.parts, mesh), seed
 
 
 def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
     words = little_is_split(plan, model) if plan is not None else None
     if words is not None and place().rank == 0:
         warn(words)
-
-
-def _shards(resolved: Resolved) -> bool:
-    """Whether parameters become shards, be it on one rank only."""
-    offloaded = resolved.optimizer_offload.device != "none" or resolved.parameter_offload.device != "none"
-    return resolved.layout.dp_shard > 1 or resolved.precision.compute is not None or offloaded
 
 
 def _optimizer(given: OptimizerLike | None, resolved: Resolved, model: nn.Module, named: dict[int, str]) -> torch.optim.Optimizer:

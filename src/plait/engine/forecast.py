@@ -33,18 +33,19 @@ from plait.engine.solve import recompute_of
 from plait.errors import InputError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.model.plans import make_plan
+from plait.model.plans import TensorPlan
 from plait.parallel.ledger import Ledger, local_rows
 from plait.parallel.moments import BESIDE, HEAD, LOSS, StageMoments, StepFacts
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.peak import Peak, step_peak
+from plait.parallel.pipeline import PipelineParts
 from plait.parallel.pipeline_account import facts_of_rank, stage_counts
 from plait.parallel.recompute import Recompute
 from plait.parallel.schedule import Kind
 from plait.parallel.split_backward import backward_inputs, backward_weights
 from plait.parallel.stage import Stage
 from plait.parallel.staged_zero import StagedZero
-from plait.parallel.technique import Parts
+from plait.parallel.technique import Parts, notes_of
 from plait.shards import shard_length
 from plait.units import dtype_of
 
@@ -91,11 +92,10 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
     if reason is not None:
         raise InputError(f"the peak of a step is not foretold with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
-    pipeline = resolved.pipeline_of(model, blocks)
-    plan = None
-    if resolved.layout.tp > 1:
-        plan = make_plan(model, tp=resolved.layout.tp, user=resolved.tensor_parallel.plan, blocks=blocks)
-    whole = model_facts(model, blocks, tensor_plan=plan)
+    context = resolved.context(model=model, blocks=blocks)
+    given = Parts(model=model, blocks=blocks, notes=notes_of(one.check(context) for one in (resolved.tensor_parallel, resolved.pipeline)))
+    pipeline = given.noted(PipelineParts)
+    whole = model_facts(model, blocks, tensor_plan=given.noted(TensorPlan))
     at, layout = mesh.coordinates, resolved.layout
     passes = 2 if resolved.loss_chunk_tokens else 1
     ledger = Ledger.of_rank(
@@ -107,14 +107,13 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
         optimizer_states=resolved.optimizer.states,
     )
     own, schedule, pp_rank = whole, None, at["pp"]
-    run = _DryStep(model, resolved, mesh, samples=samples, length=length)
+    run = _DryStep(given, resolved, mesh, samples=samples, length=length)
     if pipeline is not None:
         schedule = pipeline.schedule
         counts = stage_counts(schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=run.boundary.nbytes, ledger=ledger)
         own = facts_of_rank(whole, pipeline.cut, schedule.stages_of(pp_rank))
         ledger = ledger.with_(stage=counts)
-    techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.precision, resolved.data_parallel)
-    ledger = account_all(techniques, ledger, own)
+    ledger = account_all(resolved.techniques, ledger, own)
     states, temporaries = _optimizer(resolved, mesh, own, ledger)
     ledger = ledger.with_(memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)})
     facts = run.facts(optimizer_temporary_bytes=temporaries)
@@ -125,20 +124,18 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
 class _DryStep:
     """A fake copy of the rank's model, with everything applied but what shards it."""
 
-    def __init__(self, model: nn.Module, resolved: Resolved, mesh: Mesh, *, samples: int, length: int) -> None:
-        self.named, self.resolved, self.mesh = type(model).__name__, resolved, mesh
-        blocks = find_blocks(model, resolved.blocks or None)
+    def __init__(self, given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int) -> None:
+        self.resolved, self.mesh = resolved, mesh
         precision = resolved.precision
-        recompute: Recompute = recompute_of(resolved, model, blocks, mesh, loss_fn=None, forward=default_forward)
+        recompute: Recompute = recompute_of(resolved, given, mesh, loss_fn=None, forward=default_forward)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = dtype_of(precision.compute) if precision.compute else None
-        pipeline = resolved.pipeline_of(model, blocks)
         with self.mode:
-            fake = fake_copy(model, mesh.device, dtype)
-            given = Parts(model=fake, blocks=blocks, pipeline=pipeline, compute_dtype=dtype)
+            fake = fake_copy(given.model, mesh.device, dtype)
+            given = given.with_(model=fake, compute_dtype=dtype)
             self.parts = apply_all((resolved.tensor_parallel, resolved.pipeline, recompute), given, mesh)
             self.piece = {name: torch.empty_like(x, device=mesh.device) for name, x in token_batch(samples, length).items()}
-            self.boundary = handed_on(fake, self.parts, self.piece) if pipeline is not None else torch.empty(0)
+            self.boundary = handed_on(fake, self.parts, self.piece) if resolved.layout.pp > 1 else torch.empty(0)
         self.loss: Loss = causal_lm_loss
         self.forward: Forward = default_forward
         if resolved.loss_chunk_tokens:
@@ -150,7 +147,7 @@ class _DryStep:
 
     def facts(self, *, optimizer_temporary_bytes: int) -> StepFacts:
         """Every stage of the rank."""
-        pipeline = self.parts.pipeline
+        pipeline = self.parts.noted(PipelineParts)
         stages: dict[int, Stage | None] = {0: None}
         if pipeline is not None:
             assert pipeline.staged is not None
@@ -166,7 +163,7 @@ class _DryStep:
             )
 
     def _stage(self, index: int, stage: Stage | None) -> StageMoments:
-        pipeline = self.parts.pipeline
+        pipeline = self.parts.noted(PipelineParts)
         if pipeline is None:
             return self._run(stage, splits=False)
         row = pipeline.schedule.ranks[self.mesh.coordinates["pp"]]
@@ -220,7 +217,7 @@ class _DryStep:
 
     def _forward(self, stage: Stage | None, inputs: list[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
         """What backward starts from."""
-        pipeline = self.parts.pipeline
+        pipeline = self.parts.noted(PipelineParts)
         if stage is None:
             output = self.forward(self.parts.model, self.piece)
         else:
@@ -235,7 +232,7 @@ class _DryStep:
         return [self.loss(output, self.piece)[0]]
 
     def _weights_of(self, stage: Stage) -> Iterator[nn.Parameter]:
-        pipeline = self.parts.pipeline
+        pipeline = self.parts.noted(PipelineParts)
         assert pipeline is not None and pipeline.staged is not None
         return StagedZero(pipeline.staged, pipeline.schedule, zero=0, reducer=None).weights(stage.index)
 

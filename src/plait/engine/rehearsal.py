@@ -26,6 +26,7 @@ from plait.comm.record import Call, call_of
 from plait.config.resolve import Resolved
 from plait.engine.batch import default_forward, micro_batches
 from plait.engine.build import split
+from plait.engine.check import checked_model
 from plait.engine.dryrun import rows_are_sequences
 from plait.engine.live import LiveStorages
 from plait.engine.loss import causal_lm_loss
@@ -110,7 +111,7 @@ def rehearse(
     tell(f"building rank {rank} of {resolved.layout.world_size:,}")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
     try:
-        mesh, parts = split(model, resolved)
+        mesh, parts, _ = split(checked_model(model, resolved))
         pipeline = build_pipeline(parts, mesh, track_unused=False)
         watch: _Watch | _Profile = _Profile(mesh) if real else _Watch(mesh)
         fake: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)

@@ -17,11 +17,12 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.activation_store import DiskStore, HostStore
+from plait.parallel.compile import Compile
 from plait.parallel.ledger import Ledger
 from plait.parallel.saved import Store
 from plait.parallel.schedule import Action, Kind
 from plait.parallel.stage import Stage
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 
 
 class StagedStore:
@@ -59,20 +60,20 @@ class ActivationOffload(Technique):
         """How many of `count` blocks."""
         return round(self.fraction * count)
 
-    def check(self, blocks: tuple[str, ...], *, compiled: bool, device_type: str) -> None:
-        """Raise ConfigError or ModelError for what would change nothing or cannot be. Needs no process group."""
+    def check(self, context: Context) -> None:
+        """Raise ConfigError or ModelError for what would change nothing or cannot be."""
         if not self.fraction:
             return
-        field = "parallel.activation_offload"
-        if not blocks:
+        field, known, blocks = "parallel.activation_offload", context.model is not None, context.blocks
+        if known and not blocks:
             raise ModelError(f"{field}.fraction = {self.fraction:g}: the model has no repeated blocks; name some with parallel.blocks")
-        if device_type == "cpu" and self.device == "cpu":
+        if context.device_type == "cpu" and self.device == "cpu":
             rule = "the device is the CPU, whose memory is the host's: a copy there frees nothing"
             raise ConfigError(Problem(f"{field}.device", "cpu", rule, 'use "disk" with a path, or fraction 0'))
-        if not self.blocks(len(blocks)):
+        if known and not self.blocks(len(blocks)):
             rule = f"of {len(blocks)} blocks that is less than half of one"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, f"use {1 / len(blocks):.3g} or more, or 0"))
-        if compiled:
+        if context.chosen(Compile).enabled:
             rule = "what a compiled block saves is decided by the compiler"
             raise ConfigError(Problem(f"{field}.fraction", self.fraction, rule, "use 0, or compile.enabled = false"))
 
@@ -82,8 +83,7 @@ class ActivationOffload(Technique):
         if not count:
             return parts
         store = HostStore(mesh.device) if self.device == "cpu" else DiskStore(Path(self.path or "."), mesh.device)
-        applied = (*parts.applied, f"activation offload({count} of {len(parts.blocks)} blocks to {self.device})")
-        return parts.with_(activation_store=store, offloaded_blocks=count, applied=applied)
+        return parts.with_(activation_store=store, offloaded_blocks=count)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """How many blocks keep nothing on the device, for the technique that prices blocks."""

@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait.cluster.layout import Layout
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
-from plait.policy import Policy
-
-
-class Choice(Policy):
-    """What the pairs are made of."""
-
-    layout: Layout
-    """The degrees."""
-    compiled: Compile = Compile()
-    """torch.compile."""
-    second_copy: int = 0
-    """Ranks that share the second copy of stage 3's parameters; 0: none."""
+from plait.parallel.data import DataParallel
+from plait.parallel.technique import Context
 
 
 @dataclass(frozen=True)
@@ -27,8 +16,8 @@ class Refusal:
     """`applies` says whether a choice has the pair."""
 
     field: str
-    value: Callable[[Choice], object]
-    applies: Callable[[Choice], bool]
+    value: Callable[[Context], object]
+    applies: Callable[[Context], bool]
     rule: str
     remedy: str
 
@@ -44,28 +33,28 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda choice: choice.compiled.enabled and choice.layout.tp > 1,
+        applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.tp > 1,
         rule="blocks that tensor parallelism has split are not proven to keep their gradients under torch.compile",
         remedy="use false, or parallel.tp = 1",
     ),
     Refusal(
         field="compile.enabled",
         value=lambda _: "true",
-        applies=lambda choice: choice.compiled.enabled and choice.layout.pp > 1,
+        applies=lambda choice: choice.chosen(Compile).enabled and choice.layout.pp > 1,
         rule="pipeline stages are not proven under torch.compile",
         remedy="use false, or parallel.pp = 1",
     ),
     Refusal(
         field="parallel.second_copy",
-        value=lambda choice: choice.second_copy,
-        applies=lambda choice: choice.second_copy > 0 and choice.layout.pp * choice.layout.tp > 1,
+        value=lambda choice: choice.chosen(DataParallel).second_copy,
+        applies=lambda choice: choice.chosen(DataParallel).second_copy > 0 and choice.layout.pp * choice.layout.tp > 1,
         rule="torch makes a second copy's groups with all processes together, and those of other stages and slices make others: it hangs",
         remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),
 )
 
 
-def refuse_incompatible(choice: Choice) -> None:
+def refuse_incompatible(choice: Context) -> None:
     """Raise ConfigError with every refused pair."""
     problems = [Problem(r.field, r.value(choice), r.rule, r.remedy) for r in REFUSALS if r.applies(choice)]
     if problems:

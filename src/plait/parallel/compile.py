@@ -11,7 +11,7 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 
 
 class Compile(Technique):
@@ -31,9 +31,9 @@ class Compile(Technique):
         targets = [parts.model.get_submodule(name) for name in parts.blocks] or [parts.model]
         for module in targets:
             module.compile(backend=self.backend, mode=self.mode)
-        return parts.with_(applied=(*parts.applied, "compile"))
+        return parts
 
-    def check(self) -> None:
+    def check(self, context: Context) -> None:
         """Raise ConfigError for a backend or a mode that torch does not have. Compiles nothing."""
         if not self.enabled:
             return

@@ -37,10 +37,13 @@ from plait.parallel import wiring
 from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
 from plait.parallel.ledger import Array, Ledger, local_rows
+from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.optimizer_states import state_bytes
 from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtypes, refuse_unusable_parameters
+from plait.parallel.parameter_offload import ParameterOffload
+from plait.parallel.precision import Precision
 from plait.parallel.reducer import Reducer
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 from plait.shards import shard_length, shard_size
 from plait.units import MIB
 
@@ -84,14 +87,19 @@ class DataParallel(Technique):
         """Whether gradients are compressed, from the first step or perhaps after the first steps."""
         return self.compression.gradients or bool(self.may_compress)
 
-    def check(self, model: nn.Module, *, sharded: bool, moved: bool, ranks: int) -> None:
-        """Raise ModelError for parameters that cannot be trained so. Needs no process group. `moved`: to another device, or split over
-        tp; `ranks`: data-parallel ones."""
-        refuse_unusable_parameters(model, sharded=sharded, moved=moved, summed=ranks > 1)
+    def check(self, context: Context) -> None:
+        """Raise ModelError for parameters that cannot be trained so."""
+        if context.model is None:
+            return
+        layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)
+        # Be it on one rank only.
+        sharded = layout.dp_shard > 1 or context.chosen(Precision).compute is not None or set(offloads) != {"none"}
+        moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
+        refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp > 1)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or attach the gradient reducer."""
-        parts = parts.with_(stage=self.stage, applied=(*parts.applied, f"data(stage {self.stage})"))
+        parts = parts.with_(stage=self.stage)
         if parts.compute_dtype is not None or parts.reduce_dtype is not None:
             refuse_complex(parts.model)
         whole = mesh.layout.dp_shard == 1 and parts.compute_dtype is None

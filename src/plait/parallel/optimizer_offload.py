@@ -16,7 +16,7 @@ from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts, model_facts
 from plait.parallel.ledger import Ledger
 from plait.parallel.offloaded import held_of, offloaded_units
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 
 FIELD = "zero_optimization.offload_optimizer"
 
@@ -37,17 +37,12 @@ class OptimizerOffload(Technique):
     ratio: float = 1.0
     """The share of the parameters whose masters, gradients and states are offloaded, in whole units; above 0."""
 
-    def check(self, *, stage: int, device_type: str) -> None:
-        """Raise ConfigError for what this version does not do. Needs no process group."""
-        if self.device == "none":
-            return
-        if stage == 0:
-            rule = "ZeRO stage 0 keeps whole optimizer states on every process"
-            raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, "set zero_optimization.stage to 1, 2 or 3"))
-        if self.device == "cpu" and device_type == "cpu":
+    def check(self, context: Context) -> None:
+        """Raise ConfigError for what this version does not do. ZeRO stage 0 is refused where the configuration is resolved."""
+        if self.device == "cpu" and context.device_type == "cpu":
             rule = "the device is the CPU, whose memory is the host's: nothing would move"
             raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, 'use "none", or "nvme" with a nvme_path'))
-        if self.device == "nvme" and device_type != "cpu":
+        if self.device == "nvme" and context.device_type != "cpu":
             rule = "files are mapped into host memory, and copies to and from a GPU are not written yet"
             raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, 'use "cpu" or "none"'))
 
@@ -57,12 +52,9 @@ class OptimizerOffload(Technique):
             return parts
         on_host = self.device == "cpu"
         pinned = on_host and self.pin_memory and mesh.device.type == "cuda"
-        where = "host" if on_host else self.path
         chosen = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
         units = frozenset(parts.blocks[unit] if unit >= 0 else "" for unit in chosen)
-        return parts.with_(
-            masters_on_host=on_host, pin_masters=pinned, offloaded_units=units, applied=(*parts.applied, f"optimizer offload({where})")
-        )
+        return parts.with_(masters_on_host=on_host, pin_masters=pinned, offloaded_units=units)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Of the states that others priced, what is on the host or in files; and the pieces that are in memory during the step."""

@@ -1,4 +1,4 @@
-"""The one ordered list of techniques, and the two walks over it: with modules by the engine, with numbers by the planner."""
+"""The one order of techniques, and the walks over them: to refuse, with modules by the engine, with numbers by the planner."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
 from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
@@ -16,28 +17,35 @@ from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique, notes_of
 from plait.parallel.tensor import TensorParallel
 
 ORDER: tuple[type[Technique], ...] = (
+    Precision,
     TensorParallel,
     Pipeline,
     ActivationOffload,
     Recompute,
     Compile,
-    Precision,
     ParameterOffload,
     OptimizerOffload,
     DataParallel,
 )
-"""What changes a block's forward comes before what shards it; precision leaves settings that sharding consumes. A pipeline comes after the
-split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
+"""What changes a block's forward comes before what shards it; precision and offload leave settings that sharding consumes. Precision comes
+first because the others ask for the size of an element when they are priced. A pipeline comes after the split over tp, which is decided for
+the whole model, and before what is done to a rank's own blocks."""
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
     """Sort by ORDER. Raises KeyError for a technique that is not in it."""
     position = {kind: index for index, kind in enumerate(ORDER)}
     return tuple(sorted(techniques, key=lambda technique: position[type(technique)]))
+
+
+def check_all(context: Context) -> dict[type, object]:
+    """Refuse what cannot be: pairs first, then by every technique. Returns the notes that `Parts` begins with."""
+    refuse_incompatible(context)
+    return notes_of(technique.check(context) for technique in context.techniques)
 
 
 def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
@@ -62,12 +70,7 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:
-    """Price every technique, in order, but for three: the precision comes first, because the others ask for the size of an element, and
-    the offload of parameters and then of states last, because they ask what those are."""
-
-    def turn(technique: Technique) -> int:
-        return 0 if isinstance(technique, Precision) else 2 if isinstance(technique, ParameterOffload | OptimizerOffload) else 1
-
-    for technique in sorted(in_order(techniques), key=turn):
+    """Price every technique, in order."""
+    for technique in in_order(techniques):
         ledger = technique.account(ledger, facts)
     return ledger

@@ -15,7 +15,7 @@ from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.ledger import Ledger
 from plait.parallel.offloaded import held_of
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 
 FIELD = "zero_optimization.offload_param"
 
@@ -42,9 +42,9 @@ class ParameterOffload(Technique):
         """Of all buffers."""
         return self.buffer_bytes * self.buffer_count
 
-    def check(self, *, device_type: str) -> None:
-        """Raise ConfigError for what this version does not do. Needs no process group."""
-        if self.device == "nvme" and not self.with_states and device_type != "cpu":
+    def check(self, context: Context) -> None:
+        """Raise ConfigError for what this version does not do."""
+        if self.device == "nvme" and not self.with_states and context.device_type != "cpu":
             rule = "files are mapped into host memory, and copies to and from a GPU are not written yet"
             raise ConfigError(Problem(f"{FIELD}.device", self.device, rule, 'use "cpu" with offload_optimizer.device = "cpu", or "none"'))
 
@@ -52,7 +52,7 @@ class ParameterOffload(Technique):
         """Ask for shards, also of one process: the engine moves them into files afterwards."""
         if self.device != "nvme" or self.with_states:
             return parts
-        return parts.with_(always_shard=True, applied=(*parts.applied, f"parameter offload({self.path})"))
+        return parts.with_(always_shard=True)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Of the parameters that others priced, what is in files, and what of it is in memory while the model computes. In host memory they

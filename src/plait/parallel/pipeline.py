@@ -23,13 +23,14 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.stages import StageCut, block_list, cut_model
 from plait.parallel.activation_offload import StagedStore
 from plait.parallel.cut_check import CutCheck
+from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.runtime import Runtime
 from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.stage import StagedModel, stage_model
 from plait.parallel.staged_zero import StagedZero
 from plait.parallel.stages import cut, forward_costs
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 
 
 class Pipeline(Technique):
@@ -44,24 +45,22 @@ class Pipeline(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Take from the model, in place, what other stages own."""
-        if mesh.layout.pp == 1:
+        plan = parts.noted(PipelineParts)
+        if plan is None:
             return parts
-        assert parts.pipeline is not None, "the schedule is made before any process group (see `check`)"
-        schedule, found = parts.pipeline.schedule, parts.pipeline.cut
+        schedule, found = plan.schedule, plan.cut
         rank = mesh.coordinates["pp"]
         staged = stage_model(parts.model, found, schedule.stages_of(rank), region=parts.tensor_region, device=mesh.device)
         own = tuple(name for stage in staged.stages.values() for name in stage.blocks)
-        return parts.with_(
-            blocks=own, pipeline=replace(parts.pipeline, staged=staged), applied=(*parts.applied, f"pipeline({schedule.name})")
-        )
+        return parts.with_(blocks=own).with_note(replace(plan, staged=staged))
 
-    def check(self, model: nn.Module, blocks: tuple[str, ...], *, pp: int, microbatches: int, zero: int) -> PipelineParts | None:
-        """The table and the cut for `pp` ranks; None for one. Needs no process group. Raises ConfigError or ModelError where the schedule
-        or the model does not allow it."""
-        if pp == 1:
+    def check(self, context: Context) -> PipelineParts | None:
+        """The table and the cut; None for one rank. Raises ConfigError or ModelError where the schedule or the model does not allow it."""
+        pp, model, blocks = context.layout.pp, context.model, context.blocks
+        if pp == 1 or model is None:
             return None
-        schedule = make_schedule(self.schedule, pp=pp, microbatches=microbatches, stages_per_rank=self.stages_per_rank)
-        if schedule.splits_backward and zero == 3:
+        schedule = make_schedule(self.schedule, pp=pp, microbatches=context.accumulation, stages_per_rank=self.stages_per_rank)
+        if schedule.splits_backward and context.chosen(DataParallel).stage == 3:
             whole = ", ".join(name for name in SCHEDULES if name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"))
             rule = "it puts off the gradients of weights, for which freed parameters would have to be gathered a third time and all at once"
             raise ConfigError(
@@ -97,7 +96,7 @@ class Pipeline(Technique):
 
 @dataclass(frozen=True)
 class PipelineParts:
-    """The pipeline of a model, as it goes through the list of techniques."""
+    """A pipeline of a model: what `check` has found, and this rank's part of it."""
 
     schedule: Schedule
     cut: StageCut
@@ -145,14 +144,15 @@ class PipelineRank:
 
 def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineRank | None:
     """The runtime of this rank, once the model is sharded and has its weights. Collective. None without a pipeline."""
-    if parts.pipeline is None:
+    plan = parts.noted(PipelineParts)
+    if plan is None:
         return None
-    staged, schedule, found = parts.pipeline.staged, parts.pipeline.schedule, parts.pipeline.cut
+    staged, schedule, found = plan.staged, plan.schedule, plan.cut
     upwards = mesh.group("pp")
     assert staged is not None and upwards is not None and mesh.downwards is not None
     zero = StagedZero(staged, schedule, zero=parts.stage, reducer=parts.reducer)
     messenger = Messenger(upwards, mesh.downwards, device=mesh.device, waits=parts.waits)
-    check = CutCheck(parts.pipeline.skeleton, found)
+    check = CutCheck(plan.skeleton, found)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
     if parts.activation_store is not None:
         runtime.observers.append(StagedStore(parts.activation_store, staged.stages, parts.blocks[: parts.offloaded_blocks]))

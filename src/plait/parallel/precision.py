@@ -43,7 +43,6 @@ class Precision(Technique):
         return parts.with_(
             compute_dtype=dtype_of(self.compute) if self.compute else None,
             reduce_dtype=dtype_of(self.reduction) if self.reduction else None,
-            applied=(*parts.applied, "precision"),
         )
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:

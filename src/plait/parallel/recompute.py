@@ -24,11 +24,13 @@ from plait.model.facts import ModelFacts
 from plait.parallel import selective
 from plait.parallel.activations import ActivationFacts, BlockMode, alike, solve
 from plait.parallel.changed_buffers import ChangedBuffers
+from plait.parallel.compile import Compile
 from plait.parallel.in_flight import RankActivations
 from plait.parallel.ledger import Ledger
 from plait.parallel.saved import SavedTensors, Store
 from plait.parallel.styles import Region
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, format_bytes
 
 Mode = Literal["none", "full", "selective", "budget"]
@@ -63,24 +65,18 @@ class Recompute(Technique):
         chosen: BlockMode = self.mode
         return tuple(chosen if index % self.every == 0 else "none" for index in range(count))
 
-    def check(self, model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence_parallel: bool) -> None:
-        """Raise ModelError or ConfigError for what cannot be recomputed. Needs no process group."""
+    def check(self, context: Context) -> None:
+        """Raise ModelError or ConfigError for what cannot be recomputed."""
         if self.mode == "none":
             return
         field, value = "parallel.recompute.mode", self.mode
-        if not blocks:
-            raise ModelError(f"{field} = {value!r}: the model has no repeated blocks; name some with parallel.blocks, or use none")
-        own = next((name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True), None)
-        if own is not None:
-            raise ModelError(
-                f"{field} = {value!r}: {own or 'the model'} already recomputes (gradient_checkpointing is on), and every block would be "
-                "computed three times; call model.gradient_checkpointing_disable(), or use none"
-            )
+        if context.model is not None:
+            _refuse_unfit(context.model, context.blocks, setting=f"{field} = {value!r}")
         selective.kept(self.keep)
-        if compiled and self.mode != "full":
+        if context.chosen(Compile).enabled and self.mode != "full":
             rule = "operators cannot be kept one by one inside a compiled block, which has its own"
             raise ConfigError(Problem(field, value, rule, 'use "full", or compile.enabled = false'))
-        if self.partition_inputs and sequence_parallel:
+        if self.partition_inputs and context.chosen(TensorParallel).sequence_parallel:
             rule = "with sequence parallelism a block's input is sharded over tp already"
             raise ConfigError(Problem("activation_checkpointing.partition_activations", "true", rule, "use false"))
 
@@ -144,9 +140,7 @@ class Recompute(Technique):
             saved = SavedTensors(block, store=store, partition=partition if mode != "none" else None, index=index)
             contexts = selective.contexts(kept) if mode == "selective" else None
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=parts.tensor_region)
-        if set(modes) == {"none"}:
-            return parts
-        return parts.with_(applied=(*parts.applied, f"recompute({_counts(modes)})"))
+        return parts
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes that one micro-batch keeps, and the traffic that recomputation repeats; nothing where no activations were measured."""
@@ -166,6 +160,17 @@ class Recompute(Technique):
         for collective, sent in measured.extra_traffic(modes).items():
             ledger = ledger.add_traffic(collective, ledger.accumulation * sent)
         return ledger
+
+
+def _refuse_unfit(model: nn.Module, blocks: Sequence[str], *, setting: str) -> None:
+    if not blocks:
+        raise ModelError(f"{setting}: the model has no repeated blocks; name some with parallel.blocks, or use none")
+    own = next((name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False) is True), None)
+    if own is not None:
+        raise ModelError(
+            f"{setting}: {own or 'the model'} already recomputes (gradient_checkpointing is on), and every block would be "
+            "computed three times; call model.gradient_checkpointing_disable(), or use none"
+        )
 
 
 def _counts(modes: Sequence[BlockMode]) -> str:

@@ -7,13 +7,14 @@ travel in Parts until the technique that makes the call consumes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
+from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.comm.waits import Waits
 from plait.model.facts import ModelFacts
@@ -24,11 +25,40 @@ if TYPE_CHECKING:
     from plait.comm.compress import QuantisedReduceScatter
     from plait.comm.host import Host
     from plait.parallel.activations import BlockMode
-    from plait.parallel.pipeline import PipelineParts
     from plait.parallel.reducer import Reducer
     from plait.parallel.saved import Store
     from plait.parallel.styles import Region
     from plait.parallel.trial import Trial
+
+T = TypeVar("T")
+Kind = TypeVar("Kind", bound="Technique")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known before a process group exists: what is asked for and, once it is built, the model."""
+
+    layout: Layout
+    """The degrees."""
+    techniques: tuple[Technique, ...] = ()
+    """All that are chosen, in order."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
+    device_type: str = "cpu"
+    """Of the devices that the processes will have."""
+    model: nn.Module | None = None
+    """Unsharded; None where only the configuration is known."""
+    blocks: tuple[str, ...] = ()
+    """Names (FQNs) of its repeated blocks."""
+
+    def chosen(self, kind: type[Kind]) -> Kind:
+        """The technique of a kind; as it is by default where none is chosen."""
+        return next((technique for technique in self.techniques if isinstance(technique, kind)), None) or kind()
+
+
+def notes_of(found: Iterable[object | None]) -> dict[type, object]:
+    """What checks returned, by its type."""
+    return {type(note): note for note in found if note is not None}
 
 
 @dataclass(frozen=True)
@@ -39,8 +69,8 @@ class Parts:
     """Changed in place; the object a user holds stays the one that trains."""
     blocks: tuple[str, ...]
     """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
-    pipeline: PipelineParts | None = None
-    """Schedule and stages; None without a pipeline."""
+    notes: Mapping[type, object] = field(default_factory=dict)
+    """What one technique has found or made for those after it (a plan, the tp region), by its type."""
     compute_dtype: torch.dtype | None = None
     """What parameters are cast to for forward and backward; None keeps their own dtype."""
     reduce_dtype: torch.dtype | None = None
@@ -79,18 +109,28 @@ class Parts:
     """The steps that decide whether gradients are compressed, where that is open."""
     communication: str = ""
     """How data-parallel ranks exchange gradients and parameters, and why so; for people."""
-    callers_seed: int = 0
-    """Of rank 0's random generator when the model was given to Plait."""
-    applied: tuple[str, ...] = field(default=())
-    """Names of the techniques applied so far, in order."""
 
     def with_(self, **changes: Any) -> Parts:
         """A copy with some fields replaced."""
         return replace(self, **changes)
 
+    def noted(self, kind: type[T]) -> T | None:
+        """The note of a type, if there is one."""
+        return cast("T | None", self.notes.get(kind))
+
+    def with_note(self, note: object) -> Parts:
+        """A copy with a note, in place of one of the same type."""
+        return replace(self, notes={**self.notes, type(note): note})
+
 
 class Technique(Policy):
-    """One way to use many devices. Subclasses add fields, `apply` and `account`."""
+    """One way to use many devices. Subclasses add fields and the methods below; all that a technique decides, it decides in them."""
+
+    def check(self, context: Context) -> object | None:
+        """Raise ConfigError or ModelError, with the numbers and a remedy, for what cannot be. Before any process group exists; where the
+        context has no model, by the configuration alone. Returns what `apply` needs of what was found out about the model (a plan), which
+        goes into the notes of `Parts`."""
+        return None
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Do it to the model, in place. Parameter names stay as they are; a pipeline's rank keeps its own parameters only."""

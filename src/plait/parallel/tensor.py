@@ -26,7 +26,7 @@ from plait.parallel.containers import rebuilt
 from plait.parallel.ledger import Ledger
 from plait.parallel.split_hooks import refuse_hooks, watch
 from plait.parallel.styles import SEQUENCE, Entrance, Region
-from plait.parallel.technique import Parts, Technique
+from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor_traffic import tensor_traffic
 
 
@@ -45,9 +45,10 @@ class TensorParallel(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Split in place."""
-        plan = self.check(parts.model, parts.blocks, tp=mesh.layout.tp)
-        if plan is None:
+        if mesh.layout.tp == 1:
             return parts
+        # A dry run, which checks nothing, makes the plan here.
+        plan = parts.noted(TensorPlan) or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
         group = mesh.group("tp")
         assert group is not None
         region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel, overlap=self.tensor_overlap)
@@ -59,13 +60,15 @@ class TensorParallel(Technique):
         _end_parts(parts.model, region, parts.blocks)
         _gather_what_is_returned(parts.model, plan, region, parts.blocks)
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
-        return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel, applied=(*parts.applied, f"tensor({plan.source})"))
+        return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel)
 
-    def check(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan | None:
-        """The plan for `tp` ranks, None for one. Needs no process group. Raises ModelError or ConfigError where the model cannot be split
-        so."""
-        if tp == 1:
+    def check(self, context: Context) -> TensorPlan | None:
+        """The plan; None for one rank. Raises ModelError or ConfigError where the model cannot be split so."""
+        if context.model is None or context.layout.tp == 1:
             return None
+        return self._plan(context.model, context.blocks, tp=context.layout.tp)
+
+    def _plan(self, model: nn.Module, blocks: tuple[str, ...], *, tp: int) -> TensorPlan:
         plan = make_plan(model, tp=tp, user=self.plan, blocks=blocks)
         if self.sequence_parallel and plan.sequence_parallel is not True:
             raise ModelError(f"parallel.sequence_parallel = true: {plan.sequence_parallel}; use false")

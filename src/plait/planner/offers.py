@@ -11,8 +11,9 @@ from plait.cluster.layout import Layout
 from plait.config.schema import ParallelSection, ZeroSection
 from plait.errors import ConfigError
 from plait.parallel import schedule as tables
-from plait.parallel.compatibility import Choice, refuse_incompatible
+from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
+from plait.parallel.technique import Context
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
 SCHEDULE_NAMES = {
@@ -49,7 +50,7 @@ class Offers:
         if self.compiled is None:
             return None
         try:
-            refuse_incompatible(Choice(layout=Layout(pp=pp, tp=tp), compiled=Compile(enabled=self.compiled)))
+            refuse_incompatible(Context(Layout(pp=pp, tp=tp), (Compile(enabled=self.compiled),)))
         except ConfigError as error:
             return error.problems[0].rule
         return None

@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.mesh import default_device_type
 from plait.comm import links
 from plait.config.resolve import Config, Resolved, resolve
 from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import Loader, validation_batches
 from plait.data.prepare import Prepared, prepare
-from plait.engine.build import initialize
+from plait.engine.build import begin
+from plait.engine.check import CheckedModel, checked_model
 from plait.engine.engine import Engine
 from plait.engine.loss import causal_lm_loss
 from plait.engine.optimizer import build_optimizer
@@ -30,8 +32,7 @@ from plait.engine.schedules import build_scheduler
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
 from plait.files import require_folder, user_path
-from plait.model.blocks import find_blocks
-from plait.parallel.compatibility import Choice, refuse_incompatible
+from plait.parallel.order import check_all
 from plait.parallel.pipeline import PipelineParts
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
@@ -44,17 +45,26 @@ from plait.train.stop import StopRequest
 class Checked:
     """A run that can begin: its text is tokenised, its model fits, its folder holds nothing that contradicts it."""
 
-    resolved: Resolved
+    checked: CheckedModel
+    """The model, with what can be refused refused."""
     data: Prepared
     built: Built
-    pipeline: PipelineParts | None
-    """Schedule and stages; None without a pipeline."""
     folder: RunFolder
     identity: dict[str, Any]
     position: Position
     """Where the run goes on; 0 for a new one."""
     changes: list[str]
     """What the file says otherwise than at the last start, and may."""
+
+    @property
+    def resolved(self) -> Resolved:
+        """The configuration."""
+        return self.checked.resolved
+
+    @property
+    def pipeline(self) -> PipelineParts | None:
+        """Schedule and stages; None without a pipeline."""
+        return self.checked.parts.noted(PipelineParts)
 
     @property
     def section(self) -> RunSection:
@@ -81,17 +91,12 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     model, data = _sections(config)
     # What the file alone shows comes before the text, which may take minutes to prepare.
     alone = resolve(config, world_size=world_size)
-    refuse_incompatible(Choice(layout=alone.layout, compiled=alone.compile, second_copy=alone.data_parallel.second_copy))
-    alone.compile.check()
+    check_all(alone.context(device_type=default_device_type()))
     check_model(model)
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
-    blocks = find_blocks(built.model, resolved.blocks or None)
-    resolved.tensor_parallel.check(built.model, blocks, tp=resolved.layout.tp)
-    pipeline = resolved.pipeline_of(built.model, blocks)
-    sequence_parallel = resolved.tensor_parallel.sequence_parallel
-    resolved.recompute.check(built.model, blocks, compiled=resolved.compile.enabled, sequence_parallel=sequence_parallel)
+    checked = checked_model(built.model, resolved)
     batch, have = resolved.batch.train_batch_size, len(prepared.train)
     if have < batch:
         rule = f"one step takes {batch} sequences and the text has {have} of {data.sequence_length} tokens"
@@ -112,7 +117,7 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     position, changes = (Position(), []) if fresh else (folder.position(identity), folder.changes(resolved))
     for field, place in _written(resolved):
         require_folder(place, field)
-    return Checked(resolved, prepared, built, pipeline, folder, identity, position, changes)
+    return Checked(checked, prepared, built, folder, identity, position, changes)
 
 
 def _written(resolved: Resolved) -> Iterator[tuple[str, str]]:
@@ -194,7 +199,8 @@ def run(checked: Checked, *, stop: StopRequest, listeners: Sequence[Listener]) -
     # The folder keeps what was measured of the links; where that is says nothing about the run, so the configuration does not have it.
     here = resolved.data_parallel.model_copy(update={"kept_links": str(checked.folder.links)})
     made = resolved.model_copy(update={"data_parallel": here})
-    engine = initialize(checked.built.model, made, loss_fn=causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
+    ready = checked.checked.with_resolved(made)
+    engine = begin(ready, loss_fn=causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
     try:
         _same_everywhere(checked)
         notes: list[str] = []

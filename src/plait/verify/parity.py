@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from plait.engine.batch import Forward, default_forward, to_device
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
+from plait.parallel.pipeline import PipelineParts
 
 T = TypeVar("T")
 
@@ -154,7 +155,8 @@ def _move_gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, torc
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
     """Train with the engine. Collective; every rank returns the whole trace."""
     count = engine.gradient_accumulation_steps()
-    ties = engine.parts.pipeline.cut.first_names if engine.parts.pipeline is not None else {}
+    pipeline = engine.parts.noted(PipelineParts)
+    ties = pipeline.cut.first_names if pipeline is not None else {}
 
     def named() -> dict[str, nn.Parameter]:
         return {ties.get(name, name): parameter for name, parameter in engine.model.named_parameters()}

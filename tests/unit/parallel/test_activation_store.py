@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,15 @@ import pytest
 import torch
 from torch import nn
 
+from plait.cluster.layout import Layout
 from plait.errors import ConfigError, ModelError, PlaitError
 from plait.parallel import activation_store
 from plait.parallel.activation_offload import ActivationOffload, StagedStore
 from plait.parallel.activation_store import DiskStore, HostStore
+from plait.parallel.compile import Compile
 from plait.parallel.saved import SavedTensors
 from plait.parallel.schedule import Action, Kind
+from plait.parallel.technique import Context
 
 CPU = torch.device("cpu")
 
@@ -230,10 +234,11 @@ def test_what_is_saved_again_after_a_write_is_another(store: Any) -> None:
     ],
 )
 def test_refusals(technique: ActivationOffload, compiled: bool, device: str, said: str) -> None:
+    context = Context(Layout(), (Compile(enabled=compiled),), device_type=device, model=nn.Identity(), blocks=("a", "b", "c"))
     with pytest.raises(ConfigError, match=said):
-        technique.check(("a", "b", "c"), compiled=compiled, device_type=device)
+        technique.check(context)
     with pytest.raises(ModelError, match="no repeated blocks"):
-        technique.check((), compiled=compiled, device_type=device)
+        technique.check(replace(context, blocks=()))
 
 
 def test_host_buffers_serve_other_lengths() -> None:

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from plait.cluster.layout import Layout
 from plait.errors import ConfigError, ModelError
 from plait.parallel.activations import ActivationFacts, BlockMode, ModeFacts, solve
+from plait.parallel.compile import Compile
 from plait.parallel.recompute import Recompute
-from plait.parallel.technique import Parts
+from plait.parallel.technique import Context, Parts
+from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
 
 
@@ -76,6 +79,10 @@ class Block(nn.Module):
         return hidden
 
 
+def context(model: nn.Module, blocks: tuple[str, ...], *, compiled: bool, sequence: bool) -> Context:
+    return Context(Layout(), (TensorParallel(sequence_parallel=sequence), Compile(enabled=compiled)), model=model, blocks=blocks)
+
+
 @pytest.mark.parametrize(
     ("technique", "compiled", "sequence", "said"),
     [
@@ -92,13 +99,13 @@ def test_refusals(technique: Recompute, compiled: bool, sequence: bool, said: st
         for block in model:
             block.gradient_checkpointing = False  # type: ignore[assignment]
     with pytest.raises((ConfigError, ModelError), match=said):
-        technique.check(model, ("0", "1"), compiled=compiled, sequence_parallel=sequence)
-    Recompute().check(model, (), compiled=True, sequence_parallel=True)
+        technique.check(context(model, ("0", "1"), compiled=compiled, sequence=sequence))
+    Recompute().check(context(model, (), compiled=True, sequence=True))
 
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="no repeated blocks"):
-        Recompute(mode="full").check(nn.Linear(2, 2), (), compiled=False, sequence_parallel=False)
+        Recompute(mode="full").check(context(nn.Linear(2, 2), (), compiled=False, sequence=False))
 
 
 class Counting(nn.Module):

@@ -17,7 +17,7 @@ class Handed(Exception):
 
 @pytest.mark.parametrize("done", [0, 30])
 def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
-    def initialize(*_: Any, total_steps: int, **__: Any) -> None:
+    def begin(*_: Any, total_steps: int, **__: Any) -> None:
         raise Handed(total_steps)
 
     copies = SimpleNamespace(model_copy=lambda update: None)
@@ -25,9 +25,10 @@ def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyP
         resolved=SimpleNamespace(data_parallel=copies, model_copy=copies.model_copy),
         section=SimpleNamespace(steps=100),
         folder=SimpleNamespace(links=None),
-        built=SimpleNamespace(model=None, weights=None),
+        checked=SimpleNamespace(with_resolved=lambda resolved: None),
+        built=SimpleNamespace(weights=None),
         position=Position(done, 4 * done),
     )
-    monkeypatch.setattr(session, "initialize", initialize)
+    monkeypatch.setattr(session, "begin", begin)
     with pytest.raises(Handed, match="^100$"):
         session.run(checked, stop=None, listeners=())  # type: ignore[arg-type]

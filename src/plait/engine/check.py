@@ -1,0 +1,51 @@
+"""Everything about a model and a configuration that can be refused before a process group exists, found once for everyone who asks.
+
+`plait train` asks before it starts any process, `initialize` and `parallelize` before they touch the model. What checks find out on the way
+(the plan of tensor parallelism, the cut of a pipeline) is kept, so that nothing is traced twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from plait.cluster.mesh import default_device_type
+from plait.config.resolve import Resolved
+from plait.engine.misuse import refuse_unfit_layers
+from plait.engine.optimizer import refuse_nothing_to_train
+from plait.model.blocks import find_blocks
+from plait.parallel.order import check_all
+from plait.parallel.technique import Parts
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model that the techniques of a configuration can be applied to."""
+
+    model: nn.Module
+    """Unsharded."""
+    resolved: Resolved
+    blocks: tuple[str, ...]
+    """Names (FQNs) of its repeated blocks."""
+    notes: Mapping[type, object]
+    """What the checks found out, by type."""
+
+    @property
+    def parts(self) -> Parts:
+        """What the techniques are applied to."""
+        return Parts(model=self.model, blocks=self.blocks, notes=self.notes)
+
+    def with_resolved(self, resolved: Resolved) -> CheckedModel:
+        """The same with settings that no check asks for changed."""
+        return replace(self, resolved=resolved)
+
+
+def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
+    """Raise ConfigError or ModelError for what cannot be. Changes nothing."""
+    refuse_nothing_to_train(model)
+    blocks = find_blocks(model, resolved.blocks or None)
+    refuse_unfit_layers(model, resolved)
+    context = resolved.context(device_type=default_device_type(), model=model, blocks=blocks)
+    return CheckedModel(model, resolved, blocks, check_all(context))

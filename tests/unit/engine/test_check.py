@@ -1,0 +1,67 @@
+"""What cannot be is refused before a process group exists, in one place for everyone who asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plait
+from plait.cluster.layout import Layout
+from plait.config.resolve import Resolved, load, resolve
+from plait.engine.check import checked_model
+from plait.errors import ConfigError, ModelError
+from plait.model.plans import TensorPlan
+from plait.parallel.order import ORDER, check_all
+from plait.parallel.pipeline import PipelineParts
+from plait.parallel.technique import Context, Technique
+from tests.parity import cases
+
+
+def resolved(world_size: int, **parallel: Any) -> Resolved:
+    file = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "parallel": parallel}
+    return resolve(load(file), world_size=world_size)
+
+
+class Refusing(Technique):
+    """A technique that no model is fit for."""
+
+    def check(self, context: Context) -> None:
+        assert not dist.is_initialized()
+        raise ModelError(f"{type(context.model).__name__} is not fit for {context.layout.world_size} processes")
+
+
+def test_a_technique_of_ones_own_refuses() -> None:
+    with pytest.raises(ModelError, match="Linear is not fit for 2 processes"):
+        check_all(Context(Layout(dp_shard=2), (Refusing(),), model=nn.Linear(2, 2)))
+
+
+def test_initialize_refuses_before_a_process_group_exists() -> None:
+    """Two processes are asked for, and there is one: a group would be refused for that, if one were made."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="no repeated blocks"):
+        plait.initialize(model, resolved(2, recompute={"mode": "full"}))
+    with pytest.raises(ModelError, match="no repeated blocks"):
+        plait.parallelize(model, resolved(2, recompute={"mode": "full"}))
+    assert not dist.is_initialized()
+
+
+def test_the_list_of_techniques_is_in_order() -> None:
+    """One list, made by the configuration, with every technique in it once."""
+    assert tuple(type(technique) for technique in resolved(1).techniques) == ORDER
+
+
+def test_plans_are_kept_and_need_no_model_twice() -> None:
+    """What checks find out is a note; without a model, only pairs and what the file shows are refused."""
+    with torch.device("meta"):
+        model = cases.build("llama", tied=False, layers=4)
+    checked = checked_model(model, resolved(4, pp=2, tp=2))
+    plan, pipeline = checked.parts.noted(TensorPlan), checked.parts.noted(PipelineParts)
+    assert plan is not None and pipeline is not None and pipeline.schedule.pp == 2 and pipeline.staged is None
+    assert check_all(resolved(4, pp=2, tp=2).context()) == {}
+    wrong = resolve(load({"compile": {"enabled": True, "backend": "nonsense"}}), world_size=1, micro_batch_size=1)
+    with pytest.raises(ConfigError, match=r"compile\.backend"):
+        check_all(wrong.context())
