@@ -97,7 +97,7 @@ def page(statements: list[Row], results: Results) -> str:
     lines = [
         "# What has been shown",
         "",
-        "Written by `make coverage-docs` from `docs/mission.yaml` and the last test results; do not edit. An empty cell says: never run.",
+        "Written by `make coverage-docs` from `docs/mission.yaml` and the last test results; do not edit. An empty cell means: never run.",
         "",
         *(f"- **{level}** {meaning}" for level, meaning in LEVELS.items()),
         "",

@@ -1,6 +1,6 @@
-"""Write docs/memory.md: the peak of a step and what a micro-batch keeps, foretold and measured on the real model, and what recompute costs.
+"""Write docs/memory.md: the peak of a step and what a micro-batch keeps, predicted and measured, and what recompute costs.
 
-Run: python tools/memory_tables.py. Sizes are small so that the real runs fit anywhere; the last tables are foretold alone.
+Run: python tools/memory_tables.py. Sizes are small so that the real runs fit anywhere; the last tables are predicted alone.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def foretold_and_measured() -> Iterator[list[str]]:
-    """Rows: the model, the layout, the mode, bytes of blocks and of head and loss, foretold and measured."""
+def predicted_and_measured() -> Iterator[list[str]]:
+    """Rows: the model, the layout, the mode, bytes of blocks and of head and loss, predicted and measured."""
     ids = torch.arange(SAMPLES * LENGTH).view(SAMPLES, LENGTH)
     for kind in SHAPES:
         for tp, sequence in ((1, False), (2, False), (2, True)):
@@ -113,7 +113,7 @@ BUDGETS = ("1f1b", "interleaved-1f1b", "zbv")
 
 
 def peaks() -> Iterator[list[str]]:
-    """Rows: the model, the layout, the peak of rank 0, foretold and measured, and its moment."""
+    """Rows: the model, the layout, the peak of rank 0, predicted and measured, and its moment."""
     for kind, chosen in PEAKS:
         stage, tp, pp, count = (chosen.get(name, default) for name, default in (("stage", 0), ("tp", 1), ("pp", 1), ("count", 1)))
         mode, bf16 = chosen.get("mode", "none"), chosen.get("bf16", False)
@@ -145,7 +145,7 @@ def peaks() -> Iterator[list[str]]:
 
 def budgets() -> Iterator[list[str]]:
     """Rows: schedule and rank of a pipeline, what it holds without recompute and at least, what it chooses for a budget between the two,
-    and what its micro-batches keep then at most, foretold and measured."""
+    and what its micro-batches keep then at most, predicted and measured."""
     ids = torch.arange(SAMPLES * 4 * LENGTH).view(-1, LENGTH) % 1024
     for schedule in BUDGETS:
         for rank in (0, 1):
@@ -210,7 +210,7 @@ def large_peak() -> tuple[list[str], Iterator[list[str]]]:
     shown = list(found.values())
     rows = [[said, *(f"{peak.kinds[kind] / GIB:.2f}" for peak in shown)] for kind, said in PEAK_KINDS.items() if kind != "messages"]
     rows.append(["**peak**", *(f"**{peak.peak_bytes / GIB:.2f}**" for peak in shown)])
-    rows.append(["moment", *(peak.moment for peak in shown)])
+    rows.append(["timeline point", *(peak.moment for peak in shown)])
     return ["GiB", *found], iter(rows)
 
 
@@ -286,14 +286,14 @@ def main() -> None:
     """Write the page."""
     torch.set_num_threads(1)
     first = table(
-        ["model", "layout", "recompute", "blocks, foretold", "measured", "head and loss, foretold", "measured"], foretold_and_measured()
+        ["model", "layout", "recompute", "blocks, predicted", "measured", "head and loss, predicted", "measured"], predicted_and_measured()
     )
     dist.is_initialized() and dist.destroy_process_group()
     second = table(["recompute", "blocks keep", "operations", "time"], time_for_memory())
     if dist.is_initialized():
         dist.destroy_process_group()
-    third = table(["layout", "recompute", "blocks", "head and loss", "one block comes back", "peak of forward and backward"], large())
-    fourth = table(["model", "layout (2 data-parallel ranks)", "peak, foretold", "measured", "", "moment"], peaks())
+    third = table(["layout", "recompute", "blocks", "head and loss", "recomputed block", "peak of forward and backward"], large())
+    fourth = table(["model", "layout (2 data-parallel ranks)", "peak, predicted", "measured", "", "timeline point"], peaks())
     fifth = table(*large_peak())
     columns = [
         "schedule",
@@ -304,63 +304,65 @@ def main() -> None:
         "budget",
         "chosen",
         "of the budget",
-        "kept, foretold",
+        "kept, predicted",
         "measured",
     ]
     sixth = table(columns, budgets())
     page = f"""# Memory of a step
 
-What a rank needs for a training step is foretold before a device is booked: `plait layout FILE --peak` prints it for a run, by kind and
-with the moment of its peak. Not in the account yet, and said so: compiled blocks, offload, compressed communication.
+Plait predicts the memory that a rank needs for a training step without a device: `plait layout FILE --peak` prints it for a run, by
+kind of tensor and with the point of the step at which the peak occurs. Refused, because not modelled yet: compiled blocks, offload,
+compressed communication.
 
-Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, operators of CPUs.
+Written by `python tools/memory_tables.py`; do not edit. torch {torch.__version__}, CPU operators.
 
 ## The peak of a step
 
-Bytes that rank 0 holds at most during a step of micro-batches of {SAMPLES} x {LENGTH} tokens: states, gathered and whole parameters and
-gradients, buffers of collectives, activations in flight, temporaries, the batch. Foretold from one micro-batch on fake tensors and the
-account of the layout; measured by torch's `MemTracker` around the second step of the engine (a fake process group: nothing travels, all is
-allocated). Both count storages: what the allocator rounds up or cannot reuse comes on top.
+The peak of allocated bytes on rank 0 during a step with micro-batches of {SAMPLES} x {LENGTH} tokens: states, gathered parameters,
+unsharded gradients, buffers of collectives, activations in flight, temporaries, the batch. Predicted from one micro-batch on fake
+tensors and the account of the layout. Measured by torch's `MemTracker` around the second step of the engine, on a fake process group,
+which sends nothing but allocates everything. Both count storages; rounding and fragmentation of the allocator come on top.
 
 {fourth}
 
-Llama-3.1-8B on 64 ranks, one sequence of 4,096 tokens in bfloat16, rank 0, foretold, operators of CPUs:
+Llama-3.1-8B on 64 ranks, one sequence of 4,096 tokens in bfloat16, rank 0, predicted, CPU operators:
 
 {fifth}
 
 ## Activations of a micro-batch
 
-Bytes that one micro-batch of {SAMPLES} x {LENGTH} tokens keeps for its backward on rank 0, float32: foretold by a run on fake tensors
-before the model is sharded, and measured as the storages that are alive after a real forward.
+Bytes that one micro-batch of {SAMPLES} x {LENGTH} tokens saves for its backward on rank 0, float32: predicted by a run on fake tensors
+before the model is sharded, and measured as the storages that are still allocated after a real forward.
 
 {first}
 
 ## A budget in a pipeline
 
-`parallel.recompute.budget_gib` bounds what a process holds of activations. A rank of a pipeline holds several micro-batches, as many as
-the schedule and its place say, and every rank chooses for itself: one with fewer in flight repeats less, which delays no other. All ranks
-know what all choose, so a budget that one cannot keep is refused by all, with the numbers. What comes back for the backward of one block is
-part of the budget; `kept` are bytes of all micro-batches in flight when a computation has ended, the most of a step. Llama of 4 blocks on
-two ranks, 4 micro-batches of {SAMPLES} x {LENGTH} tokens, float32, bytes; a budget half-way between all and the least.
+`parallel.recompute.budget_gib` limits the bytes of activations in a process. A pipeline rank holds several micro-batches, as many as
+the schedule and its position require. Every rank selects its own recomputation modes: a rank with fewer micro-batches in flight
+recomputes less, which delays no other rank. All ranks know the selection of all ranks, so a budget that one of them exceeds is refused
+on all, with the numbers. The budget includes the recomputed tensors of one block during its backward. `kept` is the maximum over a step
+of the bytes of all micro-batches in flight at the end of a computation. Llama of 4 blocks on two ranks, 4 micro-batches of {SAMPLES} x
+{LENGTH} tokens, float32, bytes; a budget half-way between no recomputation and the minimum.
 
 {sixth}
 
-Schedules that split the backward (`zbv`, `interleaved-zero-bubble`, `dualpipev`) compute a recomputed block twice again, once for the
-gradients of inputs and once for those of weights. Between the two a micro-batch holds what the second half starts from, and in it all
-blocks of the stage come back together, so less is saved than elsewhere; both are in the budget. `plait plan` proposes no recompute
-with them.
+Schedules that split the backward (`zbv`, `interleaved-zero-bubble`, `dualpipev`) recompute a block twice, once for the gradients of
+inputs and once for those of weights. Between the two, a micro-batch keeps the inputs of the second half, during which all blocks of the
+stage are recomputed together, so recomputation saves less than with other schedules; the budget includes both. `plait plan` proposes no
+recomputation with them.
 
 ## Time for memory
 
-Forward and backward of a Llama of 4 layers and width 512, 2 x 256 tokens, one thread. Operations and time are those beside no recompute;
-the time is the median of 9 interleaved rounds.
+Forward and backward of a Llama of 4 layers and width 512, 2 x 256 tokens, one thread. Operations and time are relative to no
+recomputation; the time is the median of 9 interleaved rounds.
 
 {second}
 
 ## Llama-3.1-8B
 
-GiB for one sequence of 4,096 tokens in bfloat16 on a rank, foretold. The composite operators of CPUs save more than a GPU's fused ones:
-norms keep float32 copies. `peak` has everything but parameters and their accumulated gradients.
+GiB for one sequence of 4,096 tokens in bfloat16 on a rank, predicted. The composite CPU operators save more than a GPU's fused ones:
+norms keep float32 copies. `peak` contains everything but parameters and their accumulated gradients.
 
 {third}
 """

@@ -1,5 +1,5 @@
 """The command: `python -m benchmarks.chooser`. Scenes of ranks and links; each is measured as a run does it at its start, and its choice
-for messages of a size that was not measured is settled as a run does it. Then it is judged: every way of summing is timed afresh,
+for messages of a size that was not measured is refined as a run does it. Then it is judged: every way of summing is timed afresh,
 interleaved, and the chosen one is compared with the best.
 
 Prints a table and writes it with every number. Exit code 0, 1 when fewer than 90 % of the points are within 5 % of the best, 2 where
@@ -23,9 +23,9 @@ from benchmarks.chooser.worker import start
 from benchmarks.common.load import ForeignMeter
 from benchmarks.common.machine import facts
 from benchmarks.common.table import aligned, markdown
-from benchmarks.common.workers import Team
+from benchmarks.common.workers import WorkerGroup
 from benchmarks.two_nodes.network import Lab, NoLab, lab
-from plait.comm.choose import Choice, choose_all_reduce, settled
+from plait.comm.choose import Choice, choose_all_reduce, refined
 from plait.comm.links import GroupLinks, Level
 from plait.units import KIB, MIB, format_bytes
 
@@ -50,7 +50,7 @@ class Scene:
     """Whether memory that the ranks share is among the ways."""
 
     @property
-    def team(self) -> tuple[int, int]:
+    def worker_group(self) -> tuple[int, int]:
         """Scenes with the same ranks and nodes are the same processes."""
         return self.ranks, self.nodes
 
@@ -79,15 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = None
             say(f"scenes on two nodes are left out: {error}")
         scenes = [scene for scene in SCENES if options.only in scene.title]
-        for ranks, nodes in dict.fromkeys(scene.team for scene in scenes):
+        for ranks, nodes in dict.fromkeys(scene.worker_group for scene in scenes):
             if nodes > 1 and found is None:
                 continue
-            with _team(ranks, nodes, found, logs) as team:
-                for rate in dict.fromkeys(scene.rate for scene in scenes if scene.team == (ranks, nodes)):
+            with _team(ranks, nodes, found, logs) as worker_group:
+                for rate in dict.fromkeys(scene.rate for scene in scenes if scene.worker_group == (ranks, nodes)):
                     if rate is not None and found is not None:
                         found.shape(rate)
-                    views = [scene for scene in scenes if scene.team == (ranks, nodes) and scene.rate == rate]
-                    points += _points(team, views, options)
+                    views = [scene for scene in scenes if scene.worker_group == (ranks, nodes) and scene.rate == rate]
+                    points += _points(worker_group, views, options)
     if not points:
         return 2
     for point in points:
@@ -96,20 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sum(point[taken] <= CLOSE * point["best_seconds"] for point in points) / len(points)
         for taken in ("chosen_seconds", "by_links_seconds", "one_call_seconds")
     )
-    verdict = (
+    conclusion = (
         f"{right:.0%} of {len(points)} points within 5 % of the best (wanted: {SHARE:.0%}); by the links alone {links:.0%}; "
         f"always one call of the backend {plain:.0%}. "
         f"Worst {max(point['ratio'] for point in points):.2f}."
     )
     rows = [_row(point) for point in points]
     print(aligned(HEADER, rows))
-    print(f"\n{verdict}")
+    print(f"\n{conclusion}")
     if options.quick or options.only:
         say("--quick and --only write nothing")
         return 0
     document = {"machine": facts("torch", "plait"), "share_within_5_percent": right, "points": points}
     (RESULTS / "chooser.json").write_text(json.dumps(document, indent=1) + "\n")
-    (RESULTS / "chooser.md").write_text(f"# The adaptive choice against the best way\n\n{verdict}\n\n{markdown(HEADER, rows)}")
+    (RESULTS / "chooser.md").write_text(f"# The adaptive choice against the best way\n\n{conclusion}\n\n{markdown(HEADER, rows)}")
     say(f"written: {RESULTS / 'chooser.json'} and chooser.md")
     return 0 if right >= SHARE else 1
 
@@ -122,20 +122,20 @@ def say(line: str) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chooser", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fit-seconds", type=float, default=2.0, help="how long links are measured in a scene (default: 2)")
-    parser.add_argument("--settle-seconds", type=float, default=1.0, help="how long near ways are compared at a size (default: 1)")
+    parser.add_argument("--refine-seconds", type=float, default=1.0, help="how long near ways are compared at a size (default: 1)")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long a size is judged (default: 2)")
     parser.add_argument("--rounds", type=int, nargs=2, default=(7, 60), metavar=("LEAST", "MOST"), help="rounds of a size (default: 7 60)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the scenes whose title has the text; writes nothing")
     parser.add_argument("--quick", action="store_true", help="a minute, to see that everything runs; writes nothing")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.fit_seconds, options.settle_seconds, options.seconds, options.rounds = 0.5, 0.1, 0.2, (2, 5)
+        options.fit_seconds, options.refine_seconds, options.seconds, options.rounds = 0.5, 0.1, 0.2, (2, 5)
     return options
 
 
 @contextmanager
-def _team(ranks: int, nodes: int, found: Lab | None, logs: Path) -> Iterator[Team]:
-    team = Team(
+def _team(ranks: int, nodes: int, found: Lab | None, logs: Path) -> Iterator[WorkerGroup]:
+    worker_group = WorkerGroup(
         f"{ranks}-{nodes}",
         ranks=ranks,
         start=start,
@@ -144,23 +144,23 @@ def _team(ranks: int, nodes: int, found: Lab | None, logs: Path) -> Iterator[Tea
         environment={"OMP_NUM_THREADS": "1"},
     )
     try:
-        team.ready(timeout_seconds=120)
-        yield team
+        worker_group.ready(timeout_seconds=120)
+        yield worker_group
     finally:
-        team.stop()
+        worker_group.stop()
 
 
-def _points(team: Team, views: Sequence[Scene], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The scenes of one team at one rate: one measurement and one judgement, of which each scene sees its ways."""
+def _points(worker_group: WorkerGroup, views: Sequence[Scene], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The scenes of one worker group at one rate: one measurement and one judgement, of which each scene sees its ways."""
     say(f"{views[-1].title}: measuring")
-    fitted: GroupLinks = team.ask(("fit", {"seconds": options.fit_seconds}), timeout_seconds=120)[0]
+    fitted: GroupLinks = worker_group.ask(("fit", {"seconds": options.fit_seconds}), timeout_seconds=120)[0]
     points = []
     for nbytes in (size for size in SIZES if size <= views[0].largest):
-        choices = [_chosen(team, scene, nbytes, fitted, options) for scene in views]
-        meter = ForeignMeter(team.pids)
+        choices = [_chosen(worker_group, scene, nbytes, fitted, options) for scene in views]
+        meter = ForeignMeter(worker_group.pids)
         meter.start()
         message = {"nbytes": nbytes, "seconds": options.seconds, "rounds": tuple(options.rounds)}
-        answers = team.ask(("judge", message), timeout_seconds=300)
+        answers = worker_group.ask(("judge", message), timeout_seconds=300)
         foreign = meter.stop()
         # A round lasts as long as its slowest rank.
         times = {way: median(map(max, zip(*(answer[way] for answer in answers), strict=True))) for way in answers[0]}
@@ -168,15 +168,15 @@ def _points(team: Team, views: Sequence[Scene], options: argparse.Namespace) -> 
     return points
 
 
-def _chosen(team: Team, scene: Scene, nbytes: int, fitted: GroupLinks, options: argparse.Namespace) -> tuple[Choice, Choice]:
-    """What the links say, and what was settled beside the ways that come near it."""
+def _chosen(worker_group: WorkerGroup, scene: Scene, nbytes: int, fitted: GroupLinks, options: argparse.Namespace) -> tuple[Choice, Choice]:
+    """What the links say, and what was refined beside the ways that come near it."""
     costs = {way: cost for way, cost in fitted.whole.costs.items() if scene.shared or way != "shared-memory"}
     links = GroupLinks(fitted.axis, fitted.machines, fitted.per_machine, Level(fitted.ranks, costs))
     first = choose_all_reduce(nbytes, links)
     if len(first.near) < 2:
         return first, first
-    message = {"names": first.near, "nbytes": nbytes, "seconds": options.settle_seconds}
-    return first, settled(first, links, team.ask(("compare", message), timeout_seconds=120)[0])
+    message = {"names": first.near, "nbytes": nbytes, "seconds": options.refine_seconds}
+    return first, refined(first, links, worker_group.ask(("compare", message), timeout_seconds=120)[0])
 
 
 def _point(scene: Scene, nbytes: int, first: Choice, choice: Choice, times: dict[str, float]) -> dict[str, Any]:

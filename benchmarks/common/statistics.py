@@ -1,6 +1,6 @@
 """Medians, quartiles and paired ratios with a bootstrap interval.
 
-A ratio is taken inside a round, between two contestants that ran seconds apart, and only then summarised over rounds: slow drift of a
+A ratio is taken inside a round, between two baselines that ran seconds apart, and only then summarised over rounds: slow drift of a
 shared machine cancels, which it does not in a ratio of two medians.
 """
 

@@ -1,7 +1,7 @@
-"""Teams of persistent worker processes that wait for their turn.
+"""Worker groups of persistent worker processes that wait for their turn.
 
-A team is one contestant: `ranks` spawned processes with a process group's environment, told over pipes what to do. While it waits a
-worker blocks in a read, so that only the team whose turn it is computes. Workers write to a log file, shown when one of them fails.
+A worker group is one baseline: `ranks` spawned processes with a process group's environment, which take messages from pipes. A waiting
+worker blocks in a read, so that only the worker group whose turn it is computes. Workers write to a log file, shown when one of them fails.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 Handler = Callable[[Any], Any]
 Start = Callable[[Any], Handler]
-"""Called once in the worker with the team's argument; returns what answers each message."""
+"""Called once in the worker with the worker group's argument; returns what answers each message."""
 
 
-class TeamError(RuntimeError):
+class WorkerGroupError(RuntimeError):
     """A worker failed, died or did not answer. The message ends with what it said last."""
 
 
@@ -50,8 +50,8 @@ def _serve(start: Start, argument: Any, environment: Mapping[str, str], log: str
         pipe.send(("failed", traceback.format_exc()))
 
 
-class Team:
-    """The worker processes of one contestant."""
+class WorkerGroup:
+    """The worker processes of one baseline."""
 
     def __init__(self, name: str, *, ranks: int, start: Start, argument: Any, logs: Path, environment: Mapping[str, str]) -> None:
         self.name = name
@@ -86,11 +86,11 @@ class Team:
         return tuple(process.pid for process in self.processes if process.pid is not None)
 
     def ready(self, *, timeout_seconds: float) -> None:
-        """Wait until every worker has started. Raises TeamError."""
+        """Wait until every worker has started. Raises WorkerGroupError."""
         self._collect("ready", timeout_seconds)
 
     def ask(self, message: Any, *, timeout_seconds: float) -> list[Any]:
-        """Send the message to every worker and return their answers by rank. Raises TeamError."""
+        """Send the message to every worker and return their answers by rank. Raises WorkerGroupError."""
         for pipe in self.pipes:
             pipe.send(message)
         return self._collect("answer", timeout_seconds)
@@ -108,13 +108,13 @@ class Team:
                 try:
                     said, value = pipe.recv()
                 except EOFError:
-                    raise TeamError(f"{self.name}: rank {rank} died{self._last_words(rank)}") from None
+                    raise WorkerGroupError(f"{self.name}: rank {rank} died{self._last_words(rank)}") from None
                 if said != kind:
-                    raise TeamError(f"{self.name}: rank {rank} failed\n{value}{self._last_words(rank)}")
+                    raise WorkerGroupError(f"{self.name}: rank {rank} failed\n{value}{self._last_words(rank)}")
                 answers[rank] = value
             if left <= 0:
                 silent = sorted(set(range(len(self.pipes))) - set(answers))
-                raise TeamError(f"{self.name}: no answer from rank {silent} in {timeout_seconds:.0f} s{self._last_words(silent[0])}")
+                raise WorkerGroupError(f"{self.name}: no answer from rank {silent} in {timeout_seconds:.0f} s{self._last_words(silent[0])}")
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def _last_words(self, rank: int, *, lines: int = 15) -> str:

@@ -1,9 +1,9 @@
-"""The command: `python -m benchmarks.largest_model`. For every contestant, the most layers of a Llama that one device trains, and tokens a
+"""The command: `python -m benchmarks.largest_model`. For every baseline, the most layers of a Llama that one device trains, and tokens a
 second there and at the most that all of them train.
 
 On a GPU the device's memory is the limit, Plait and DeepSpeed keep masters and states on the host. On CPUs the limit is `--memory-gib` of
-anonymous memory, and Plait keeps them in files. Every trial is a process of its own. Prints a table and writes
-`results/largest_model_<device>.json`. Exit code 0, 1 when a contestant failed for another reason than memory.
+anonymous memory, and Plait keeps them in files. Every attempt is a process of its own. Prints a table and writes
+`results/largest_model_<device>.json`. Exit code 0, 1 when a baseline failed for another reason than memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from plait.units import GIB
 
 RESULTS = Path(__file__).parents[1] / "results"
 TITLES = {"torch": "torch, all on the device", "plait": "Plait, ZeRO 3 with offload", "deepspeed": "DeepSpeed, ZeRO 3 with offload"}
-HEADER = ("contestant", "layers", "parameters", "tokens/s", "of peak", "tokens/s at {} layers", "peak GiB")
+HEADER = ("engine", "layers", "parameters", "tokens/s", "of peak", "tokens/s at {} layers", "peak GiB")
 
 
 @dataclass(frozen=True)
-class Trial:
+class Attempt:
     """What a worker is told."""
 
-    contestant: str
+    baseline: str
     model: dict[str, Any]
     micro_batch: int
     sequence: int
@@ -49,15 +49,15 @@ class Trial:
 
 
 class Failed(RuntimeError):
-    """A trial ended for another reason than memory."""
+    """A attempt ended for another reason than memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     on_gpu = torch.cuda.is_available()
     options = _parse(arguments, on_gpu=on_gpu)
-    names = [name for name in options.contestants if name != "deepspeed" or (on_gpu and find_spec("deepspeed") is not None)]
-    for name in set(options.contestants) - set(names):
+    names = [name for name in options.baselines if name != "deepspeed" or (on_gpu and find_spec("deepspeed") is not None)]
+    for name in set(options.baselines) - set(names):
         say(f"{TITLES[name]} is left out: it needs a GPU, and to be installed")
     found: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -104,16 +104,16 @@ def say(line: str) -> None:
 
 def _parse(arguments: Sequence[str] | None, *, on_gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.largest_model", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--contestants", nargs="+", choices=list(TITLES), default=list(TITLES), metavar="NAME")
+    parser.add_argument("--baselines", nargs="+", choices=list(TITLES), default=list(TITLES), metavar="NAME")
     parser.add_argument("--hidden", type=int, default=8192 if on_gpu else 512)
     parser.add_argument("--sequence", type=int, default=2048 if on_gpu else 128)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, default=32000 if on_gpu else 4096)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a trial, after two (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a attempt, after two (default: 3)")
     parser.add_argument("--most-layers", type=int, default=256 if on_gpu else 96)
-    parser.add_argument("--memory-gib", type=float, default=0 if on_gpu else 2.0, help="limit of anonymous memory of a trial; 0: none")
+    parser.add_argument("--memory-gib", type=float, default=0 if on_gpu else 2.0, help="limit of anonymous memory of a attempt; 0: none")
     parser.add_argument("--folder", type=Path, default=None, help="for Plait's files on CPUs (default: the temporary folder)")
-    parser.add_argument("--seconds", type=float, default=900, help="a trial may take (default: 900)")
+    parser.add_argument("--seconds", type=float, default=900, help="a attempt may take (default: 900)")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that everything runs; writes nothing")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -122,7 +122,7 @@ def _parse(arguments: Sequence[str] | None, *, on_gpu: bool) -> argparse.Namespa
 
 
 def _try(name: str, layers: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """What a trial found; None where memory ran out."""
+    """What a attempt found; None where memory ran out."""
     heads = max(1, options.hidden // 128)
     model = {
         "model_type": "llama",
@@ -136,8 +136,8 @@ def _try(name: str, layers: int, options: argparse.Namespace) -> dict[str, Any] 
     }
     folder = str(options.folder) if options.folder else ""
     limit = int(options.memory_gib * GIB)
-    trial = Trial(name, model, options.micro_batch, options.sequence, options.steps, limit, folder)
-    content = json.dumps(asdict(trial) | {"folder": trial.folder or None})
+    attempt = Attempt(name, model, options.micro_batch, options.sequence, options.steps, limit, folder)
+    content = json.dumps(asdict(attempt) | {"folder": attempt.folder or None})
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
     try:
         ended = subprocess.run(

@@ -1,6 +1,6 @@
-"""One trial in a process of its own: `python -m benchmarks.largest_model.worker '{...}'` trains some steps and prints a line of JSON.
+"""One attempt in a process of its own: `python -m benchmarks.largest_model.worker '{...}'` trains some steps and prints a line of JSON.
 
-Exit code 0; 3 where memory ran out, which leaves nothing that another trial could trust.
+Exit code 0; 3 where memory ran out, which leaves nothing that another attempt could trust.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Step = Callable[[dict[str, torch.Tensor]], float]
 
 
 def main(argument: str) -> int:
-    """Run the trial that `argument` describes (see `__main__.Trial`)."""
-    trial = json.loads(argument)
-    if trial["memory_bytes"]:
+    """Run the attempt that `argument` describes (see `__main__.Attempt`)."""
+    attempt = json.loads(argument)
+    if attempt["memory_bytes"]:
         # Anonymous memory: what is mapped from files does not count, as it would not on a device.
-        resource.setrlimit(resource.RLIMIT_DATA, (trial["memory_bytes"], trial["memory_bytes"]))
+        resource.setrlimit(resource.RLIMIT_DATA, (attempt["memory_bytes"], attempt["memory_bytes"]))
     try:
-        with tempfile.TemporaryDirectory(dir=trial["folder"], prefix="largest_model_") as folder:
-            print(json.dumps(_measured(trial, folder)), flush=True)
+        with tempfile.TemporaryDirectory(dir=attempt["folder"], prefix="largest_model_") as folder:
+            print(json.dumps(_measured(attempt, folder)), flush=True)
     except (torch.OutOfMemoryError, MemoryError) as error:
         print(f"out of memory: {error}", file=sys.stderr)
         return OUT_OF_MEMORY
@@ -41,13 +41,13 @@ def main(argument: str) -> int:
     return 0
 
 
-def _measured(trial: dict[str, Any], folder: str) -> dict[str, Any]:
+def _measured(attempt: dict[str, Any], folder: str) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    step, parameters = _CONTESTANTS[trial["contestant"]](trial, device, folder)
+    step, parameters = _BASELINES[attempt["baseline"]](attempt, device, folder)
     generator = torch.Generator().manual_seed(0)
     seconds, losses = [], []
-    for _ in range(WARM + trial["steps"]):
-        tokens = torch.randint(0, trial["model"]["vocab_size"], (trial["micro_batch"], trial["sequence"]), generator=generator)
+    for _ in range(WARM + attempt["steps"]):
+        tokens = torch.randint(0, attempt["model"]["vocab_size"], (attempt["micro_batch"], attempt["sequence"]), generator=generator)
         began = time.perf_counter()
         losses.append(step({"input_ids": tokens.to(device), "labels": tokens.to(device)}))  # reads the loss, so it waits for the step
         seconds.append(time.perf_counter() - began)
@@ -59,11 +59,11 @@ def _measured(trial: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-def _model(trial: dict[str, Any], device: str) -> torch.nn.Module:
+def _model(attempt: dict[str, Any], device: str) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device):
-        fields = dict(trial["model"])
+        fields = dict(attempt["model"])
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
     model: torch.nn.Module = built.train()
     return model
@@ -73,9 +73,9 @@ def _numel(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _config(trial: dict[str, Any]) -> dict[str, Any]:
+def _config(attempt: dict[str, Any]) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": trial["micro_batch"],
+        "train_micro_batch_size_per_gpu": attempt["micro_batch"],
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
@@ -83,9 +83,9 @@ def _config(trial: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _torch(trial: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
+def _torch(attempt: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
     """Autocast, every block recomputed, everything on the device."""
-    model = _model(trial, device.type)
+    model = _model(attempt, device.type)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -101,30 +101,30 @@ def _torch(trial: dict[str, Any], device: torch.device, folder: str) -> tuple[St
     return step, _numel(model)
 
 
-def _plait(trial: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
+def _plait(attempt: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
     """Built on meta. Masters, gradients and states on the host of a GPU, in files of a CPU; blocks recomputed, no whole logits."""
     import plait
 
     on_gpu = device.type == "cuda"
     tier: dict[str, Any] = {"device": "cpu"} if on_gpu else {"device": "nvme", "nvme_path": folder}
-    config = _config(trial) | {"zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": tier}}
+    config = _config(attempt) | {"zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": tier}}
     config["parallel"] = {"recompute": {"mode": "full"}, "loss_chunk_tokens": 1024}
-    model = _model(trial, "meta")
+    model = _model(attempt, "meta")
     count = _numel(model)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss, total_steps=1000)
     return lambda batch: float(engine.train_batch(batch).loss), count
 
 
-def _deepspeed(trial: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
+def _deepspeed(attempt: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
     """ZeRO-Offload: stage 3, optimizer and parameters on the host; blocks recomputed."""
     import deepspeed
 
     tier = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_optimizer": tier, "offload_param": tier}
-    config = _config(trial) | {"zero_optimization": zero, "steps_per_print": 1_000_000}
+    config = _config(attempt) | {"zero_optimization": zero, "steps_per_print": 1_000_000}
     deepspeed.init_distributed()
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = _model(trial, device.type)
+        model = _model(attempt, device.type)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -138,7 +138,7 @@ def _deepspeed(trial: dict[str, Any], device: torch.device, folder: str) -> tupl
     return step, count
 
 
-_CONTESTANTS: dict[str, Callable[[dict[str, Any], torch.device, str], tuple[Step, int]]] = {
+_BASELINES: dict[str, Callable[[dict[str, Any], torch.device, str], tuple[Step, int]]] = {
     "torch": _torch,
     "plait": _plait,
     "deepspeed": _deepspeed,

@@ -1,7 +1,7 @@
 """Parameters a second of an AdamW step on the host: torch's fused kernel, Plait's step over files, and DeepSpeedCPUAdam where it imports.
 
 Interleaved rounds, one process, one thread; the order turns from round to round. Ratios are taken within a round. After the rounds the
-parameters of all contestants are compared. Run: python -m benchmarks.offload [rounds] [--parameters N] [--folder DIR]
+parameters of all baselines are compared. Run: python -m benchmarks.offload [rounds] [--parameters N] [--folder DIR]
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from benchmarks.common.machine import facts
 from benchmarks.common.statistics import paired_ratio, spread
 from benchmarks.offload import overlap
-from benchmarks.offload.contestants import Step, deepspeed_cpu_adam, parameters, plait_files, torch_fused
+from benchmarks.offload.baselines import Step, deepspeed_cpu_adam, parameters, plait_files, torch_fused
 
 TENSORS = 16
 MEMORY = Path("/dev/shm")
 
 
 def main() -> None:
-    """Print a line for every contestant and write results/offload.json."""
+    """Print a line for every baseline and write results/offload.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rounds", type=int, nargs="?", default=15)
     parser.add_argument("--parameters", type=int, default=32_000_000)
@@ -95,7 +95,7 @@ def keep(part: dict[str, object]) -> None:
 
 
 def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, by contestant; two rounds before are not counted."""
+    """Seconds of every step, by baseline; two rounds before are not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(-2, rounds):

@@ -1,6 +1,6 @@
-"""The command: `python -m benchmarks.pipeline_step`. A layout at a time: start its teams, run the rounds, print and write the result.
+"""The command: `python -m benchmarks.pipeline_step`. For each layout: start its worker groups, run the rounds, print and write the result.
 
-Exit code 0 when every contestant was measured and agreed, 1 when one failed, disagreed or never had an undisturbed turn, 2 for a wrong
+Exit code 0 when every baseline was measured and agreed, 1 when one failed, disagreed or never had an undisturbed turn, 2 for a wrong
 argument. A ratio above the target is said, and is no failure. A layout measured alone replaces that layout's result only.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.workers import TeamError
+from benchmarks.common.workers import WorkerGroupError
 from benchmarks.pipeline_step import group, report
-from benchmarks.pipeline_step.contestants import BY_NAME, LAYOUTS, Layout
+from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS, Layout
 from benchmarks.pipeline_step.workload import Workload
 from benchmarks.training_step.group import say
 from benchmarks.training_step.rounds import Pace
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layout, one = BY_NAME[options.profile]
             try:
                 group.profile(one, workload=_workload(options, layout), pace=pace, logs=Path(logs))
-            except TeamError as error:
+            except WorkerGroupError as error:
                 say(str(error))
                 return 1
             return 0
         for layout in (one for one in LAYOUTS if one.name in options.layouts):
             try:
                 found = group.measure(layout, workload=_workload(options, layout), pace=pace, logs=Path(logs))
-            except TeamError as error:
+            except WorkerGroupError as error:
                 say(f"{layout.title} is left out: {error}")
                 good = False
                 continue

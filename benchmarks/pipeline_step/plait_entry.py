@@ -8,12 +8,12 @@ from torch import Tensor
 
 from benchmarks.pipeline_step.workload import Workload
 from benchmarks.training_step import plait_entry
-from benchmarks.training_step.contestants import Step
+from benchmarks.training_step.baselines import Step
 from benchmarks.training_step.workload import build_model
 
 
 def configuration(workload: Workload, *, stage: int = 0, pp: int = 1, tp: int = 1, dp_shard: int = 1) -> dict[str, Any]:
-    """The JSON file a user would write. The stages are told, so that both contestants have the same."""
+    """The JSON file a user would write. The stages are told, so that both baselines have the same."""
     parallel: dict[str, Any] = {"pp": pp, "tp": tp, "dp_shard": dp_shard}
     if pp > 1:
         parallel["pipeline"] = {"schedule": "1f1b", "blocks_per_stage": [workload.first_stage, workload.layers - workload.first_stage]}

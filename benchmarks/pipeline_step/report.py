@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common import verdicts
+from benchmarks.common import summary
 from benchmarks.common.statistics import paired_ratio, spread
+from benchmarks.common.summary import failed_row, phase_row, ratio_cell
 from benchmarks.common.table import aligned, markdown
-from benchmarks.common.verdicts import failed_row, phase_row, ratio_cell
-from benchmarks.pipeline_step.contestants import TARGET, Layout
+from benchmarks.pipeline_step.baselines import TARGET, Layout
 from benchmarks.pipeline_step.workload import Workload
 from benchmarks.training_step.agreement import Agreement
 from benchmarks.training_step.phases import PHASES
 from benchmarks.training_step.rounds import Pace, Record
 
-HEADER = ("contestant", "ms/step", "quartiles", "vs raw torch", "cpu ms/rank", "peak MiB/rank", "rounds")
-PHASE_HEADER = ("contestant, rank", *PHASES, "of which waiting", "other threads", "total")
+HEADER = ("engine", "ms/step", "quartiles", "vs raw torch", "cpu ms/rank", "peak MiB/rank", "rounds")
+PHASE_HEADER = ("engine, rank", *PHASES, "of which waiting", "other threads", "total")
 
 
 def document(
@@ -32,7 +32,7 @@ def document(
 ) -> dict[str, Any]:
     """Everything that was measured of one layout, ready for `json.dumps`. `phases` are by rank."""
     entries = {}
-    for one in layout.contestants:
+    for one in layout.baselines:
         record = records[one.name]
         peer = records[one.peer] if one.peer else None
         ratio = paired_ratio(record.seconds, peer.seconds) if peer and not peer.failure and not record.failure else None
@@ -58,13 +58,13 @@ def document(
         "machine": dict(machine),
         "workload": {**asdict(workload), "parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step},
         "pace": asdict(pace),
-        "contestants": entries,
+        "baselines": entries,
     }
 
 
 def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The main table, as text."""
-    return [_row(entry) for entry in found["contestants"].values()]
+    return [_row(entry) for entry in found["baselines"].values()]
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Milliseconds a step and phase on every rank, as text."""
     return [
         phase_row(f"{entry['title']}, {rank}", seen, PHASES)
-        for entry in found["contestants"].values()
+        for entry in found["baselines"].values()
         for rank, seen in enumerate(entry["phases_ms"])
     ]
 
@@ -95,16 +95,16 @@ def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What a reader of the numbers must know: who is within the target, failed, disagreed or was disturbed."""
     said = []
-    for name, entry in found["contestants"].items():
+    for name, entry in found["baselines"].items():
         if name.startswith("plait-") and entry["ratio"]:
             word = "within" if entry["ratio"]["median"] <= found["target"] else "ABOVE"
             said.append(f"{name}: {entry['ratio']['median']:.3f} is {word} the target of {found['target']:.2f}")
-    return [*said, *verdicts.notes(found["contestants"], found["pace"])]
+    return [*said, *summary.notes(found["baselines"], found["pace"])]
 
 
 def is_good(found: Mapping[str, Any]) -> bool:
-    """Whether every contestant ran, agreed with the reference and had an undisturbed turn."""
-    return verdicts.all_good(found["contestants"])
+    """Whether every baseline ran, agreed with the reference and had an undisturbed turn."""
+    return summary.all_good(found["baselines"])
 
 
 def terminal(found: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from benchmarks.pipeline_step.workload import Workload
-from benchmarks.training_step.contestants import Step
+from benchmarks.training_step.baselines import Step
 from benchmarks.training_step.workload import adamw_arguments, build_model
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pipeline_step.workload import Workload, batch
-from benchmarks.training_step.contestants import Contestant
+from benchmarks.training_step.baselines import Baseline
 from benchmarks.training_step.worker import Runner, answers
 
 
@@ -24,8 +24,8 @@ class LayoutRunner(Runner):
         return batch(self.workload, step=step, rank=self.rank)
 
 
-def start(argument: tuple[Contestant, Workload]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
-    """Build the contestant and return what answers messages."""
-    contestant, workload = argument
+def start(argument: tuple[Baseline, Workload]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+    """Build the baseline and return what answers messages."""
+    baseline, workload = argument
     torch.set_num_threads(workload.threads)
-    return answers(LayoutRunner(contestant.build(workload), workload))
+    return answers(LayoutRunner(baseline.build(workload), workload))

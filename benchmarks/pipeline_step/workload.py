@@ -11,7 +11,7 @@ from benchmarks.training_step import workload as single
 
 @dataclass(frozen=True)
 class Workload(single.Workload):
-    """Sizes and hyperparameters of the run. `ranks` and what follows here belong to a layout (`contestants.LAYOUTS`)."""
+    """Sizes and hyperparameters of the run. `ranks` and what follows here belong to a layout (`baselines.LAYOUTS`)."""
 
     micro_batches: int = 8
     """Of a step and slice; `micro_batch` samples each."""

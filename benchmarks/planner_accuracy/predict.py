@@ -34,7 +34,7 @@ _KINDS = ("allocated", "reserved", "total")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is said of one row. Seconds and bytes; intervals are of 90 %."""
+    """The prediction for one row. Seconds and bytes; intervals are of 90 %."""
 
     row: int
     id: str

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common.load import ForeignMeter, wait_for_quiet
 from benchmarks.common.machine import facts
-from benchmarks.common.workers import Team
+from benchmarks.common.workers import WorkerGroup
 from benchmarks.planner_cpu import report
 from benchmarks.planner_cpu.layouts import CASES, QUICK, Case
 from benchmarks.planner_cpu.worker import start
@@ -64,11 +64,11 @@ def _measure(cases: list[Case], *, rounds: int, steps: int, foreign: float, budg
     found: dict[str, dict[str, Any]] = {case.name: {"seconds": [], "foreign": [], "processor_seconds": []} for case in cases}
     by_name = {case.name: case for case in cases}
     environment = {"OMP_NUM_THREADS": "1"}
-    teams: dict[int, Team] = {}
+    worker_groups: dict[int, WorkerGroup] = {}
     try:
         for n in sorted({case.processes for case in cases}):
-            teams[n] = Team(f"{n}-processes", ranks=n, start=start, argument=n, logs=logs, environment=environment)
-            teams[n].ready(timeout_seconds=180)
+            worker_groups[n] = WorkerGroup(f"{n}-processes", ranks=n, start=start, argument=n, logs=logs, environment=environment)
+            worker_groups[n].ready(timeout_seconds=180)
         began, longest = time.perf_counter(), 0.0
         for index in range(rounds):
             round_began = time.perf_counter()
@@ -76,22 +76,22 @@ def _measure(cases: list[Case], *, rounds: int, steps: int, foreign: float, budg
                 print(f"{index} rounds, the time is used up", file=sys.stderr)
                 break
             for name in order(list(by_name), index=index):
-                _turn(teams[by_name[name].processes], by_name[name], found[name], steps=steps, foreign=foreign)
+                _turn(worker_groups[by_name[name].processes], by_name[name], found[name], steps=steps, foreign=foreign)
             longest = max(longest, time.perf_counter() - round_began)
             print(f"round {index + 1}: {time.perf_counter() - round_began:.0f} s", file=sys.stderr, flush=True)
     finally:
-        for team in teams.values():
-            team.stop()
+        for worker_group in worker_groups.values():
+            worker_group.stop()
     return found
 
 
-def _turn(team: Team, case: Case, found: dict[str, Any], *, steps: int, foreign: float) -> None:
+def _turn(worker_group: WorkerGroup, case: Case, found: dict[str, Any], *, steps: int, foreign: float) -> None:
     for _ in range(1 + _REPEATS):
         if foreign < 1:
             wait_for_quiet(share=foreign, longest_seconds=_WAIT_SECONDS, window_seconds=0.25)
-        meter = ForeignMeter((*team.pids, os.getpid()))
+        meter = ForeignMeter((*worker_group.pids, os.getpid()))
         meter.start()
-        answers = team.ask((case.layout, steps), timeout_seconds=300)
+        answers = worker_group.ask((case.layout, steps), timeout_seconds=300)
         found["foreign"].append(meter.stop())
         found["processor_seconds"].append(median(answers[0]["processor_seconds"]))
         if found["foreign"][-1] <= foreign:

@@ -82,7 +82,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"10 % (aim: all). By the constants that ship: median {before['median']:.1%}, largest {before['max']:.1%}.",
         "",
         table(header, rows),
-        "What limits a step here: each process has a core of its own and all share the memory; who launches a kernel also computes it, so",
-        "launches add to the step; traffic takes the cores that compute, so nothing is hidden.",
+        "What limits a step on this machine: each process has its own core, and all share the memory. The process that launches a kernel",
+        "also computes it, so launch overhead adds to the step. Communication uses the cores that compute, so none of it is hidden.",
         "",
     ])  # fmt: skip

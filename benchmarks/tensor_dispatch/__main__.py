@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.tensor_dispatch.contestants import RANKS, by_hand, by_plait, step
+from benchmarks.tensor_dispatch.baselines import RANKS, by_hand, by_plait, step
 
 REPEATS = 20
 

@@ -1,6 +1,6 @@
-"""The command: `python -m benchmarks.training_step`. A stage at a time: start its teams, run the rounds, print and write the result.
+"""The command: `python -m benchmarks.training_step`. For each stage: start its worker groups, run the rounds, print and write the result.
 
-Exit code 0 when every chosen contestant was measured and agreed, 1 when one failed, disagreed or never had an undisturbed turn, 2 for a
+Exit code 0 when every chosen baseline was measured and agreed, 1 when one failed, disagreed or never had an undisturbed turn, 2 for a
 wrong argument. A stage measured alone replaces that stage's result and leaves the others.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training_step import deepspeed_peer, group, report, rounds
-from benchmarks.training_step.contestants import ALL, BY_NAME, STAGES, Contestant, of_stage
+from benchmarks.training_step.baselines import ALL, BY_NAME, STAGES, Baseline, of_stage
 from benchmarks.training_step.group import say
 from benchmarks.training_step.workload import Workload
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parse(arguments)
     workload, pace = _workload(options), _pace(options)
-    skipped = _unavailable([BY_NAME[name] for name in options.contestants])
+    skipped = _unavailable([BY_NAME[name] for name in options.baselines])
     for name, why in skipped.items():
         say(f"{name} is left out: {why}")
     with tempfile.TemporaryDirectory(prefix="training_step_") as logs:
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1 if skipped else group.profile(BY_NAME[options.profile], workload=workload, pace=pace, logs=Path(logs))
         good = True
         for stage in options.stages:
-            named = [one for one in of_stage(stage, names=options.contestants) if one.name not in skipped]
-            left_out = {one.name: skipped[one.name] for one in of_stage(stage, names=options.contestants) if one.name in skipped}
+            named = [one for one in of_stage(stage, names=options.baselines) if one.name not in skipped]
+            left_out = {one.name: skipped[one.name] for one in of_stage(stage, names=options.baselines) if one.name in skipped}
             found = group.measure(stage, named, workload=workload, pace=pace, logs=Path(logs), skipped=left_out)
             good = good and found is not None and report.is_good(found)
             if found is not None:
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    names = [contestant.name for contestant in ALL]
+    names = [baseline.name for baseline in ALL]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training_step", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=list(STAGES), help="ZeRO stages to measure (default: all)")
-    parser.add_argument("--contestants", nargs="+", choices=names, default=names, metavar="NAME", help="default: all of " + " ".join(names))
-    parser.add_argument("--profile", choices=names, metavar="NAME", help="instead of rounds, profile one contestant")
+    parser.add_argument("--baselines", nargs="+", choices=names, default=names, metavar="NAME", help="default: all of " + " ".join(names))
+    parser.add_argument("--profile", choices=names, metavar="NAME", help="instead of rounds, profile one baseline")
     parser.add_argument(
         "--quick", action="store_true", help="a small model and 2 rounds of 1 step, to see that everything runs; writes nothing"
     )
@@ -62,7 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 parser.add_argument(flag, type=type(field.default), default=None, help=f"default: {field.default}")
     options = parser.parse_args(arguments)
     if options.profile:
-        options.contestants = [options.profile]
+        options.baselines = [options.profile]
     return options
 
 
@@ -81,8 +81,8 @@ def _pace(options: argparse.Namespace) -> rounds.Pace:
     return rounds.Pace(**{**short, **_given(options, rounds.Pace)})
 
 
-def _unavailable(wanted: Sequence[Contestant]) -> dict[str, str]:
-    """Which contestants cannot run here, and why."""
+def _unavailable(wanted: Sequence[Baseline]) -> dict[str, str]:
+    """Which baselines cannot run here, and why."""
     skipped = {one.name: f"{one.missing} is not installed (pip install '.[bench]')" for one in wanted if one.missing}
     deepspeed = [one.name for one in wanted if one.requires == "deepspeed" and one.name not in skipped]
     if deepspeed:

@@ -1,4 +1,4 @@
-"""Whether all contestants trained: their losses and gradient norms at the same step index, against the reference's.
+"""Whether all baselines trained: their losses and gradient norms at the same step index, against the reference's.
 
 The loss of the first step shows equal weights, data and forward; the loss of the second shows equal updates; the norm shows that
 gradients are means, whole, and taken before clipping. Different orders of addition in float32 drift apart slowly, hence two bars.
@@ -23,7 +23,7 @@ EARLY_NORM = 1e-3
 
 @dataclass(frozen=True)
 class Agreement:
-    """One contestant against the reference."""
+    """One baseline against the reference."""
 
     steps: int
     """Steps that both did."""
@@ -61,5 +61,5 @@ def _distance(a: float, b: float) -> float:
 
 
 def check(records: Mapping[str, Record], *, reference: str) -> dict[str, Agreement]:
-    """Every contestant that ran, against the reference."""
+    """Every baseline that ran, against the reference."""
     return {name: compare(record, records[reference]) for name, record in records.items() if record.losses}

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.training_step.contestants import Step
+from benchmarks.training_step.baselines import Step
 from benchmarks.training_step.workload import Workload, adamw_arguments, build_model
 
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu"}
@@ -104,8 +104,8 @@ def prepare(*, timeout_seconds: float = 900) -> str | None:
 
 
 def clean(*, ports: Iterable[int]) -> list[str]:
-    """Remove the shared-memory files that DeepSpeed leaves behind. Their names carry the port of the rendezvous, so only those of teams
-    that met at `ports` go. Returns their names."""
+    """Remove the shared-memory files that DeepSpeed leaves behind. Their names carry the port of the rendezvous, so only files of worker
+    groups that met at `ports` are removed. Returns their names."""
     removed = []
     for port in ports:
         for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*"):

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, seen from outside and the same way for every contestant.
+"""Where the time of a step goes, seen from outside and the same way for every baseline.
 
 Forward is the call of the root module, backward the call into autograd, optimizer the step of the innermost `torch.optim.Optimizer`;
 the rest of the step (clipping, gathering updated parameters, bookkeeping) is `other`. In each phase the main thread is either busy or

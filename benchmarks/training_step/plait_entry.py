@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.training_step.contestants import Step
+from benchmarks.training_step.baselines import Step
 from benchmarks.training_step.workload import Workload, build_model
 
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.common import verdicts
+from benchmarks.common import summary
 from benchmarks.common.statistics import Ratio, paired_ratio, spread
+from benchmarks.common.summary import failed_row, phase_row, ratio_cell
 from benchmarks.common.table import aligned, markdown
-from benchmarks.common.verdicts import failed_row, phase_row, ratio_cell
 from benchmarks.training_step.agreement import Agreement
-from benchmarks.training_step.contestants import REFERENCE, Contestant
+from benchmarks.training_step.baselines import REFERENCE, Baseline
 from benchmarks.training_step.phases import PHASES
 from benchmarks.training_step.rounds import Pace, Record
 from benchmarks.training_step.workload import Workload
 
-HEADER = ("contestant", "ms/step", "quartiles", "vs DDP", "vs raw torch", "vs DeepSpeed", "cpu ms/rank", "peak MiB/rank", "rounds")
-PHASE_HEADER = ("contestant", *PHASES, "of which waiting", "other threads", "total")
+HEADER = ("engine", "ms/step", "quartiles", "vs DDP", "vs raw torch", "vs DeepSpeed", "cpu ms/rank", "peak MiB/rank", "rounds")
+PHASE_HEADER = ("engine", *PHASES, "of which waiting", "other threads", "total")
 
 
 def document(
@@ -26,7 +26,7 @@ def document(
     machine: Mapping[str, Any],
     workload: Workload,
     pace: Pace,
-    contestants: Mapping[str, Contestant],
+    baselines: Mapping[str, Baseline],
     records: Mapping[str, Record],
     agreements: Mapping[str, Agreement],
     phases: Mapping[str, Mapping[str, float]],
@@ -35,7 +35,7 @@ def document(
     """Everything that was measured of one stage, ready for `json.dumps`."""
     entries = {}
     for name, record in records.items():
-        one = contestants[name]
+        one = baselines[name]
         against = {"ddp": REFERENCE, "raw_torch": one.peer, "deepspeed": one.rival}
         ratios = {key: _against(record, records.get(other)) for key, other in against.items() if other}
         entries[name] = {
@@ -59,7 +59,7 @@ def document(
         "machine": dict(machine),
         "workload": {**asdict(workload), "parameters": workload.parameters, "tokens_per_step": workload.tokens_per_step},
         "pace": asdict(pace),
-        "contestants": entries,
+        "baselines": entries,
         "skipped": dict(skipped),
     }
 
@@ -72,7 +72,7 @@ def _against(record: Record, other: Record | None) -> Ratio | None:
 
 def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The main table, as text."""
-    return [_row(entry) for entry in found["contestants"].values()]
+    return [_row(entry) for entry in found["baselines"].values()]
 
 
 def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,19 +93,19 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 def phase_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Milliseconds a step and phase on rank 0, as text."""
-    entries = found["contestants"].values()
+    entries = found["baselines"].values()
     return [phase_row(entry["title"], entry["phases_ms"], PHASES) for entry in entries if entry["phases_ms"]]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
     """What a reader of the numbers must know: who was left out, failed, disagreed or was disturbed."""
     left_out = [f"{name} was left out: {why}" for name, why in found["skipped"].items()]
-    return [*left_out, *verdicts.notes(found["contestants"], found["pace"])]
+    return [*left_out, *summary.notes(found["baselines"], found["pace"])]
 
 
 def is_good(found: Mapping[str, Any]) -> bool:
-    """Whether every contestant ran, agreed with the reference and had an undisturbed turn."""
-    return verdicts.all_good(found["contestants"])
+    """Whether every baseline ran, agreed with the reference and had an undisturbed turn."""
+    return summary.all_good(found["baselines"])
 
 
 def terminal(found: Mapping[str, Any]) -> str:

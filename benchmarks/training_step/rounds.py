@@ -1,4 +1,4 @@
-"""The interleaved rounds: every contestant takes a turn in every round, in an order that rotates, while all others wait.
+"""The interleaved rounds: every baseline takes a turn in every round, in an order that rotates, while all others wait.
 
 A turn during which other programs used more of the machine than allowed is repeated; where it stays disturbed it is left out of the
 statistics and counted, never averaged in.
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.common.load import ForeignMeter, wait_for_quiet
-from benchmarks.common.workers import Team, TeamError
-from benchmarks.training_step.contestants import Contestant
+from benchmarks.common.workers import WorkerGroup, WorkerGroupError
+from benchmarks.training_step.baselines import Baseline
 
 Say = Callable[[str], None]
 
@@ -34,7 +34,7 @@ class Pace:
 
 @dataclass
 class Record:
-    """All that was seen of one contestant."""
+    """All that was seen of one baseline."""
 
     seconds: list[float | None] = field(default_factory=list)
     """Seconds a step, one entry a round; None where no turn of that round was undisturbed."""
@@ -45,7 +45,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     """Mean over ranks, by step index."""
     norms: list[float | None] = field(default_factory=list)
-    """None where the contestant does not tell it."""
+    """None where the baseline does not tell it."""
     peak_bytes: int = 0
     """Largest resident size of a rank, libraries included."""
     failure: str | None = None
@@ -63,33 +63,33 @@ def order(names: Sequence[str], *, index: int) -> list[str]:
     return rotated[::-1] if index % 2 else rotated
 
 
-def run(teams: Mapping[str, Team], contestants: Mapping[str, Contestant], *, pace: Pace, say: Say) -> dict[str, Record]:
-    """All rounds. A team that fails is stopped and noted in its record; the others go on."""
-    records = {name: Record() for name in teams}
+def run(worker_groups: Mapping[str, WorkerGroup], baselines: Mapping[str, Baseline], *, pace: Pace, say: Say) -> dict[str, Record]:
+    """All rounds. A worker group that fails is stopped and noted in its record; the others go on."""
+    records = {name: Record() for name in worker_groups}
     for index in range(pace.rounds):
-        for name in order(list(teams), index=index):
+        for name in order(list(worker_groups), index=index):
             if records[name].failure:
                 continue
             try:
-                _turn(teams[name], contestants[name], records[name], pace=pace)
-            except TeamError as error:
+                _turn(worker_groups[name], baselines[name], records[name], pace=pace)
+            except WorkerGroupError as error:
                 records[name].failure = str(error)
-                teams[name].stop()
+                worker_groups[name].stop()
                 say(f"{name}: failed in round {index + 1}; the others go on\n{error}")
         say(f"round {index + 1}/{pace.rounds}: " + ", ".join(_latest(name, record) for name, record in records.items()))
     return records
 
 
-def _turn(team: Team, contestant: Contestant, record: Record, *, pace: Pace) -> None:
+def _turn(worker_group: WorkerGroup, baseline: Baseline, record: Record, *, pace: Pace) -> None:
     value = None
     for _ in range(1 + pace.repeats):
         wait_for_quiet(share=pace.foreign_share, longest_seconds=pace.wait_seconds)
-        meter = ForeignMeter((*team.pids, os.getpid()))
+        meter = ForeignMeter((*worker_group.pids, os.getpid()))
         meter.start()
-        answers = team.ask(("turn", {"warm": pace.warm, "steps": pace.steps}), timeout_seconds=pace.turn_timeout_seconds)
+        answers = worker_group.ask(("turn", {"warm": pace.warm, "steps": pace.steps}), timeout_seconds=pace.turn_timeout_seconds)
         record.foreign.append(meter.stop())
         by_rank = [answer["losses"] for answer in answers]
-        record.losses += by_rank[0] if contestant.loss_is_global else [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
+        record.losses += by_rank[0] if baseline.loss_is_global else [sum(each) / len(each) for each in zip(*by_rank, strict=True)]
         record.norms += answers[0]["norms"]
         record.processor_seconds.append(sum(answer["processor_seconds"] for answer in answers) / len(answers))
         record.peak_bytes = max([record.peak_bytes, *(answer["peak_bytes"] for answer in answers)])

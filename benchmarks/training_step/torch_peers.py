@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from benchmarks.training_step.contestants import Step
+from benchmarks.training_step.baselines import Step
 from benchmarks.training_step.workload import Workload, adamw_arguments, build_model
 
 

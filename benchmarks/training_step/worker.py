@@ -1,4 +1,4 @@
-"""What runs inside a worker process: build one contestant, then do steps when told.
+"""What runs inside a worker process: build one baseline, then do steps when told.
 
 Messages are (verb, arguments); answers are plain values. Batches are made before the clock starts, and the clock runs between two
 barriers, so a turn lasts until its slowest rank is done.
@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training_step import phases
-from benchmarks.training_step.contestants import Contestant, Step
+from benchmarks.training_step.baselines import Baseline, Step
 from benchmarks.training_step.workload import Workload, batch
 
 
-def start(argument: tuple[Contestant, Workload]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
-    """Build the contestant and return what answers messages."""
-    contestant, workload = argument
+def start(argument: tuple[Baseline, Workload]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+    """Build the baseline and return what answers messages."""
+    baseline, workload = argument
     torch.set_num_threads(workload.threads)
-    return answers(Runner(contestant.build(workload), workload))
+    return answers(Runner(baseline.build(workload), workload))
 
 
 def answers(runner: Runner) -> Callable[[tuple[str, dict[str, Any]]], Any]:
@@ -40,7 +40,7 @@ def answers(runner: Runner) -> Callable[[tuple[str, dict[str, Any]]], Any]:
 
 
 class Runner:
-    """Counts the steps of a contestant, so that step i always sees batch i."""
+    """Counts the steps of a baseline, so that step i always sees batch i."""
 
     roots: tuple[str, ...] = ("LlamaForCausalLM",)
     """Class names of the module whose call is a forward."""

@@ -1,6 +1,6 @@
-"""What every contestant trains: a Llama from Transformers, its initial weights, its batches, its optimizer and its clipping.
+"""What every baseline trains: a Llama from Transformers, its initial weights, its batches, its optimizer and its clipping.
 
-A contestant gets all of it from here, so that two contestants can differ only in how the work is distributed. The text is a noisy
+A baseline gets all of it from here, so that two baselines can differ only in how the work is distributed. The text is a noisy
 successor rule that a model really learns: with random tokens the loss would stay at ln(vocabulary) even where nothing is updated, and
 comparing losses would prove nothing.
 """

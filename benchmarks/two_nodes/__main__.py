@@ -1,7 +1,7 @@
-"""The command: `python -m benchmarks.two_nodes`. For every rate of the link, rounds in which every contestant has a turn of a few steps.
+"""The command: `python -m benchmarks.two_nodes`. For every rate of the link, rounds in which every baseline has a turn of a few steps.
 
 Prints a table a rate (seconds a step, bytes a step that the kernel counted, ratios to DDP) and writes them as JSON. Exit code 0, 1 when a
-contestant failed, 2 where the laboratory cannot be set up. It ends by itself and removes what it made.
+baseline failed, 2 where the laboratory cannot be set up. It ends by itself and removes what it made.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.common.machine import facts
 from benchmarks.common.table import aligned
-from benchmarks.common.workers import Team, TeamError
+from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 from benchmarks.training_step import deepspeed_peer
 from benchmarks.training_step.workload import Workload
-from benchmarks.two_nodes.contestants import ALL, BY_NAME, Contestant, start
+from benchmarks.two_nodes.baselines import ALL, BY_NAME, Baseline, start
 from benchmarks.two_nodes.network import Lab, NoLab, lab
 
 RATES: dict[str, str | None] = {"100mbit": "100mbit", "1gbit": "1gbit", "unshaped": None}
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sequence=options.sequence,
         micro_batch=options.micro_batch,
     )
-    chosen = [BY_NAME[name] for name in options.contestants if not BY_NAME[name].missing]
-    for name in options.contestants:
+    chosen = [BY_NAME[name] for name in options.baselines if not BY_NAME[name].missing]
+    for name in options.baselines:
         if BY_NAME[name].missing:
             say(f"{name} is left out: {BY_NAME[name].requires} is not installed")
     try:
@@ -62,7 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [one.name for one in ALL]
     usual = [one.name for one in ALL if not one.tensor]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--contestants", nargs="+", choices=names, default=usual, metavar="NAME", help="default: " + " ".join(usual))
+    parser.add_argument("--baselines", nargs="+", choices=names, default=usual, metavar="NAME", help="default: " + " ".join(usual))
     parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn (default: 2)")
@@ -74,8 +74,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, options: argparse.Namespace, logs: Path) -> int:
-    teams: dict[str, Team] = {}
+def _measure(found: Lab, chosen: Sequence[Baseline], workload: Workload, options: argparse.Namespace, logs: Path) -> int:
+    worker_groups: dict[str, WorkerGroup] = {}
     failures: dict[str, str] = {}
     try:
         rates: dict[str, Any] = {}
@@ -85,10 +85,10 @@ def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, optio
             for one in chosen:
                 if one.adapts:
                     found.shape(RATES[rate])
-                if one.adapts and one.name in teams:
-                    teams.pop(one.name).stop()
-                if one.name not in teams and one.name not in failures:
-                    teams[one.name] = Team(
+                if one.adapts and one.name in worker_groups:
+                    worker_groups.pop(one.name).stop()
+                if one.name not in worker_groups and one.name not in failures:
+                    worker_groups[one.name] = WorkerGroup(
                         one.name,
                         ranks=2,
                         start=start,
@@ -96,20 +96,20 @@ def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, optio
                         logs=logs,
                         environment={**deepspeed_peer.ENVIRONMENT, "OMP_NUM_THREADS": "1"},
                     )
-                    _warm(teams[one.name], failures)
+                    _warm(worker_groups[one.name], failures)
                 found.shape(None)
-            said[rate] = {one.name: _said(teams[one.name]) for one in chosen if one.adapts and one.name not in failures}
+            said[rate] = {one.name: _said(worker_groups[one.name]) for one in chosen if one.adapts and one.name not in failures}
             found.shape(RATES[rate])
-            if not set(teams) - set(failures):
+            if not set(worker_groups) - set(failures):
                 return 1
-            rates[rate] = _rounds(found, {n: t for n, t in teams.items() if n not in failures}, failures, options)
+            rates[rate] = _rounds(found, {n: t for n, t in worker_groups.items() if n not in failures}, failures, options)
             print(_table(rate, rates[rate], workload), flush=True)
             for name, words in said[rate].items():
                 print(f"{name}: {words}", flush=True)
     finally:
-        for team in teams.values():
-            team.stop()
-        deepspeed_peer.clean(ports=[team.port for team in teams.values()])
+        for worker_group in worker_groups.values():
+            worker_group.stop()
+        deepspeed_peer.clean(ports=[worker_group.port for worker_group in worker_groups.values()])
     document = {
         "machine": facts("torch", "transformers", "deepspeed", "plait"),
         "parameters": workload.parameters,
@@ -123,36 +123,36 @@ def _measure(found: Lab, chosen: Sequence[Contestant], workload: Workload, optio
     return 1 if failures else 0
 
 
-def _warm(team: Team, failures: dict[str, str]) -> None:
+def _warm(worker_group: WorkerGroup, failures: dict[str, str]) -> None:
     try:
-        team.ready(timeout_seconds=300)
-        team.ask(("turn", {"warm": 0, "steps": WARM_STEPS}), timeout_seconds=300)
-        say(f"{team.name} is ready")
-    except TeamError as error:
-        failures[team.name] = str(error)
-        say(f"{team.name} failed: {error}")
+        worker_group.ready(timeout_seconds=300)
+        worker_group.ask(("turn", {"warm": 0, "steps": WARM_STEPS}), timeout_seconds=300)
+        say(f"{worker_group.name} is ready")
+    except WorkerGroupError as error:
+        failures[worker_group.name] = str(error)
+        say(f"{worker_group.name} failed: {error}")
 
 
-def _said(team: Team) -> str:
+def _said(worker_group: WorkerGroup) -> str:
     """What the first rank printed of its decisions."""
-    lines = team.logs[0].read_text(errors="replace").splitlines()
+    lines = worker_group.logs[0].read_text(errors="replace").splitlines()
     return " ".join(line for line in lines if line.startswith("gradients "))
 
 
-def _rounds(found: Lab, teams: Mapping[str, Team], failures: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """Contestant to its turns: slowest rank's seconds a step, and bytes a step of the node that sent more. Turns rotate by one a round."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in teams}
-    order = list(teams)
+def _rounds(found: Lab, worker_groups: Mapping[str, WorkerGroup], failures: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Baseline to its turns: slowest rank's seconds a step, and bytes a step of the node that sent more. Turns rotate by one a round."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in worker_groups}
+    order = list(worker_groups)
     for number in range(options.rounds):
         for name in order[number % len(order) :] + order[: number % len(order)]:
             if name in failures:
                 continue
             try:
-                teams[name].ask(("turn", {"warm": 0, "steps": 1}), timeout_seconds=300)
+                worker_groups[name].ask(("turn", {"warm": 0, "steps": 1}), timeout_seconds=300)
                 before = found.sent_bytes()
-                answers = teams[name].ask(("turn", {"warm": 0, "steps": options.steps}), timeout_seconds=600)
+                answers = worker_groups[name].ask(("turn", {"warm": 0, "steps": options.steps}), timeout_seconds=600)
                 after = found.sent_bytes()
-            except TeamError as error:
+            except WorkerGroupError as error:
                 failures[name] = str(error)
                 say(f"{name} failed: {error}")
                 continue
@@ -182,7 +182,7 @@ def _table(rate: str, found: Mapping[str, Any], workload: Workload) -> str:
         for name, one in sorted(found.items(), key=lambda item: item[1]["seconds"])
     ]
     title = f"link: {rate}; {workload.parameters / 1e6:.1f} M parameters, one rank a node; median of the turns"
-    return f"\n{title}\n" + aligned(("contestant", "ms/step", "MB/step of a node", "of DDP's time"), rows)
+    return f"\n{title}\n" + aligned(("engine", "ms/step", "MB/step of a node", "of DDP's time"), rows)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ Moment = tuple[str, bool]
 
 def on_shard_reads(module: FSDPModule, before: Callable[[Moment], None], after: Callable[[], None]) -> None:
     """Call `before` when a gather of this unit is about to read its shards, and `after` when it has read them. A gather of a unit that is
-    whole already, or from other shards (those of a second copy), reads none."""
+    already unsharded, or from other shards (those of a secondary partition), reads none."""
     for group in parameter_groups(module):
         _watch_reads(group, before, after)
 
@@ -291,7 +291,7 @@ def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
 
 @contextmanager
 def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter `make()` wherever a DTensor's operator is tried on its whole shape, on fake tensors, to learn the result's shape."""
+    """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to learn the result's shape."""
 
     class Lock:
         def __enter__(self) -> None:
@@ -334,9 +334,8 @@ def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
 def schedule_actions(name: str, *, pp: int, stages_per_rank: int, microbatches: int) -> list[list[tuple[int, str, int]]]:
     """What torch's pipeline schedule class `name` makes every pp rank do, in order: (stage, "F", "B", "I" or "W", micro-batch).
 
-    Only the class's generator runs, on a stand-in for the stages: no process group, no module, and not the lowering to sends and
-    receives that its constructor ends with. A forward overlapped with a backward is given as the two, in torch's order. Idle slots
-    are left out.
+    Only the class's generator runs, on placeholders for the stages: no process group, no module, and not the lowering to sends and receives
+    that its constructor ends with. A forward overlapped with a backward is given as the two, in torch's order. Idle slots are left out.
     """
     from torch.distributed.pipelining import schedules  # only here: it takes long to import
 

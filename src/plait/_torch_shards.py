@@ -30,8 +30,8 @@ def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
 
 
 def forget_meshes() -> None:
-    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once that one's
-    groups have ended, whole tensors of another mesh of this shape would be gathered over them."""
+    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once the groups
+    of that mesh have ended, full tensors of another mesh of this shape would be gathered over them."""
     debug._clear_sharding_prop_cache()
 
 
@@ -52,7 +52,7 @@ class _Alone:
     def __call__(self, _gradient: torch.Tensor) -> None:
         raise InputError(
             f"{_name(self.of())} is read by the loss itself (a penalty on weights?) while it is a shard, and its gradient from there would "
-            "be this rank's alone: read it after the model was called, which finds it whole at ZeRO stages 1 and 2, leave a penalty on "
+            "be this rank's alone: read it after the model was called, which finds it unsharded at ZeRO stages 1 and 2, leave a penalty on "
             "squares to the optimizer's weight_decay, or use ZeRO stage 0"
         )
 

@@ -41,7 +41,7 @@ class StepDone:
     seconds: float
     memory_bytes: int
     waited_seconds: dict[str, float] = field(default_factory=dict)
-    """What this rank stood waiting in communication, by collective and axis, as far as it is measured (docs/communication.md)."""
+    """Exposed communication time of this rank, by collective and axis, as far as it is measured (docs/communication.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Paths as users write them, folders that can be written, and small files that are whole or not there."""
+"""Paths as users write them, folders that can be written, and small files that are written atomically."""
 
 from __future__ import annotations
 

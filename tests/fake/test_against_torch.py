@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.tensor_dispatch.contestants import RANKS, by_hand, by_plait, step
+from benchmarks.tensor_dispatch.baselines import RANKS, by_hand, by_plait, step
 from plait.verify.traffic import count_traffic
 
 

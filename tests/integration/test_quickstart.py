@@ -6,6 +6,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from plait.cli.main import main
 from tests.integration.tiny import llama
@@ -121,6 +123,20 @@ def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Pat
     assert "--set run.steps=24" in out
     assert "--fresh" in out
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_readmes_export_opens_in_from_pretrained(whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE) if "from_pretrained" in block]
+    (tmp_path / "mine.json").write_text(json.dumps(SMALL))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(whole[0])
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    loaded, saved = names["model"].state_dict(), names["state"]["model"]
+    assert len(loaded) > 10 and all(torch.equal(loaded[name], saved[name]) for name in loaded)
+    assert loaded["model.norm.weight"].sub(1).abs().max() > 1e-3, "as it was initialised"
 
 
 @pytest.mark.proof

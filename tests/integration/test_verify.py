@@ -256,7 +256,7 @@ def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
     report = verdict(pool, planned(processes=processes, passes=("float64", "configured"), **changes))
     assert report.equal, failure(report)
     assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
-    unjudged = ("not judged: what follows, because it has AdamW only" in note for note in report.sections[1].notes)
+    unjudged = ("not compared: what follows, because it has AdamW only" in note for note in report.sections[1].notes)
     assert any(unjudged) == ("optimizer" in changes)
     assert "within 1e-10" in report.sections[0].title
 

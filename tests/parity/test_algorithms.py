@@ -53,7 +53,7 @@ def sums(rank: int, ranks: int, algorithm: Name, per_node: int) -> list[list[flo
     return bits
 
 
-CASES = [(name, ranks, ranks) for name in NAMES if name != "two-level" for ranks in (2, 3, 4)] + [("two-level", 4, 2)]
+CASES = [(name, ranks, ranks) for name in NAMES if name != "hierarchical" for ranks in (2, 3, 4)] + [("hierarchical", 4, 2)]
 
 
 @pytest.mark.parametrize(("algorithm", "ranks", "per_node"), CASES)
@@ -121,8 +121,8 @@ def test_two_levels_by_themselves_on_two_machines(pool: Pool) -> None:
 
 def test_two_levels_of_one_machine_are_refused(pool: Pool) -> None:
     config = settings(2, 0, 1, 1)
-    config["parallel"] |= {"all_reduce": "two-level"}
-    with pytest.raises(WorkerFailed, match="parallel.all_reduce = 'two-level': the 2 processes are on one machine"):
+    config["parallel"] |= {"all_reduce": "hierarchical"}
+    with pytest.raises(WorkerFailed, match="parallel.all_reduce = 'hierarchical': the 2 processes are on one machine"):
         pool.run(2, train, "plain", True, config)
 
 
@@ -130,6 +130,6 @@ def test_formulas() -> None:
     """Of 1,000 float32 numbers on 2 machines of 8: across goes a sixteenth of what a flat sum sends."""
     flat = wire_bytes("ring", numel=1000, itemsize=4, ranks=16, per_node=8)
     assert flat == (0, 2 * 15 * 63 * 4)
-    assert wire_bytes("two-level", numel=1000, itemsize=4, ranks=16, per_node=8) == (2 * 7 * 125 * 4, 125 * 4)
+    assert wire_bytes("hierarchical", numel=1000, itemsize=4, ranks=16, per_node=8) == (2 * 7 * 125 * 4, 125 * 4)
     assert wire_bytes("recursive-doubling", numel=1000, itemsize=4, ranks=4, per_node=4) == (8000, 0)
     assert wire_bytes("recursive-doubling", numel=1000, itemsize=4, ranks=5, per_node=5) == (12000, 0)

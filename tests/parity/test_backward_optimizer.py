@@ -135,7 +135,7 @@ def test_what_it_does_not_go_with() -> None:
             resolve(load({**configuration(4, stage, 1, in_backward=True), **tree}), world_size=4)
     model = cases.build("plain", tied=True, dtype=torch.float32)
     muon = {**configuration(1, 0, 1, in_backward=True), "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
-    with pytest.raises(ModelError, match="one number of a parameter"):
+    with pytest.raises(ModelError, match="one element of a parameter"):
         plait.initialize(model, muon)
     model = cases.build("plain", tied=True, dtype=torch.float32)
     with pytest.raises(ModelError, match="makes no optimizer"):

@@ -25,7 +25,7 @@ from tests.parity.data_parallel import settings
 from tests.parity.digests import digest_of
 from tests.pool import Pool
 
-HELD = "parameters are held once in shared memory"
+HELD = "parameters are stored once in shared memory"
 IN_BACKWARD = {"optimizer_in_backward": True, "unused_parameters": False}
 
 

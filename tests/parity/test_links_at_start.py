@@ -142,8 +142,8 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
 @pytest.mark.parametrize("fast", WAYS)
 def test_the_choice_is_settled_at_the_size_of_the_runs_own_messages(pool: Pool, fast: str) -> None:
     said, other = pool.run(2, settled, config_of(), fast)
-    assert f"gradients are summed by {fast}" in said
-    assert "4 ways were timed side by side with messages of" in said
+    assert f"gradients are reduced by {fast}" in said
+    assert "4 algorithms were timed in turn with messages of" in said
     assert said == other
 
 

@@ -35,7 +35,7 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
     assert all(other.whole == first.whole for other in others)
     assert (first.machines, first.per_machine, first.ranks) == (2, 2, 4)
     assert first.inside is not None and first.across is not None
-    ways = {"shared-memory", "all-reduce", "reduce-scatter+all-gather", "two-level", "recursive-doubling", "ring"}
+    ways = {"shared-memory", "all-reduce", "reduce-scatter+all-gather", "hierarchical", "recursive-doubling", "ring"}
     assert set(first.whole.costs) == ways | {"int8", "int4", "all_reduce", "all_gather", "reduce_scatter", "exchange", "far_exchange"}
     for cost in first.whole.costs.values():
         assert 0 < cost.at(MIB) < 5

@@ -40,7 +40,7 @@ LAYER = "model.layers.1"
     ("where", "kind", "said"),
     [
         ("mlp.up_proj", "forward_hook", "forward hook mix would be given this rank's part of outputs only"),
-        ("mlp.down_proj", "forward_pre_hook", f"hook {LAYER}.mlp, whose inputs and outputs are whole"),
+        ("mlp.down_proj", "forward_pre_hook", f"hook {LAYER}.mlp, whose inputs and outputs are unsharded"),
         ("self_attn.v_proj", "full_backward_hook", "or use parallel.tp = 1"),
         ("self_attn.o_proj", "full_backward_hook", "part of inputs"),
         ("mlp.act_fn", "forward_hook", "part of the features"),

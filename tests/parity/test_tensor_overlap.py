@@ -166,8 +166,8 @@ def test_a_step_leaves_no_activations_behind(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"sequence_parallel": True}, "parallel.sequence_parallel is true, whose gathers and scatters are not cut into pieces"),
-        ({"pp": 2, "dp_replicate": 1, "pipeline": {"schedule": "zbv"}}, "zbv puts the gradients of weights off by itself"),
+        ({"sequence_parallel": True}, "parallel.sequence_parallel is true, whose all-gathers and reduce-scatters are not cut into chunks"),
+        ({"pp": 2, "dp_replicate": 1, "pipeline": {"schedule": "zbv"}}, "zbv defers the gradients of weights itself"),
     ],
 )
 def test_what_is_not_proven_is_refused(more: dict[str, Any], message: str) -> None:

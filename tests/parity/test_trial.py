@@ -100,7 +100,7 @@ def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: 
     assert first["compressed"] and second["compressed"]
     assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)]
     decided = first["decided"][DECIDES_AT - 1]
-    assert "gradients travel as int8 from here on: a step takes" in decided
+    assert "gradients are sent as int8 from here on: a step takes" in decided
     assert "ms of them for gradients; tried: int8 " in decided
     assert ", whole again " in decided
     assert first["says_now"] == f"{first['said']}. {decided}"
@@ -163,7 +163,7 @@ def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool: Pool) -> None
     verdict, taken, said = pool.run(2, on_a_clock, slow_at_first, 0.5)[0]
     assert (verdict, taken) == (0, ["int8", "int4", "whole"])
     assert said == [
-        "gradients stay whole: a step takes 1e+03 ms and waits 500 ms of them for gradients; tried: int8 800 ms, int4 800 ms, "
+        "gradients stay uncompressed: a step takes 1e+03 ms and waits 500 ms of them for gradients; tried: int8 800 ms, int4 800 ms, "
         "whole again 800 ms"
     ]
     slow = [1.0] * WHOLE_STEPS + [0.8] * 2 * TRIED_STEPS + [1.0] * TRIED_STEPS
@@ -174,15 +174,15 @@ def test_it_is_not_tried_where_it_saves_little(pool: Pool) -> None:
     """A step that does not wait: compute is slow."""
     found = pool.run(2, trained, config_of(), {COMPUTATION: 0.3}, WHOLE_STEPS)[0]
     assert not found["compressed"]
-    assert "gradients stay whole: a step takes" in found["decided"][-1]
+    assert "gradients stay uncompressed: a step takes" in found["decided"][-1]
     assert "less than 5%" in found["decided"][-1]
 
 
 def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
     found = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
-    assert "Gradients stay whole: shared memory is faster than compressing" in found["said"]
+    assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
     assert not found["trial"]
-    assert "stay whole" not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
+    assert "stay uncompressed" not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
     assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["trial"], "the steps decide, with or without measured links"
 
 
@@ -251,11 +251,11 @@ def test_sharded_stages_decide_too(
 def test_shared_memory_leaves_sharded_gradients_whole(pool: Pool, tmp_path: Path) -> None:
     config = sharded_config(2, transport="auto")
     found = pool.run(2, sharded, config, {0: 0.0}, 1, str(tmp_path))[0]
-    assert "Gradients stay whole: shared memory is faster than compressing" in found["said"]
+    assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
 
 
 def test_factors_of_shards_are_refused() -> None:
-    with pytest.raises(ConfigError, match="factors a matrix's whole gradient, and ZeRO stage 2 reduces it in shards"):
+    with pytest.raises(ConfigError, match="factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"):
         resolve(load(sharded_config(2, compress_gradients=["int8", "powersgd"])), world_size=2, micro_batch_size=1)
 
 
@@ -291,5 +291,5 @@ def test_a_loop_of_ones_own_is_refused() -> None:
     """Nothing there would ever decide."""
     config = settings(1, 0, 1, 1)
     config["parallel"] = {"compress_gradients": "auto"}
-    with pytest.raises(ConfigError, match="compress_gradients = 'auto': whole steps are timed to decide it"):
+    with pytest.raises(ConfigError, match="compress_gradients = 'auto': full steps are timed to decide it"):
         plait.parallelize(cases.build("plain", tied=False), config)

@@ -8,8 +8,8 @@ from tools.mutants.catalogue import ROOT, Mutant
 
 PAGE = ROOT / "docs/mutants.md"
 LISTS = {
-    "fresh": "Written by someone who had not read the tests",
-    "known": "Defects that Plait once had, and others of their kind",
+    "fresh": "Planted without knowledge of the tests",
+    "known": "Defects that Plait once had, and similar ones",
 }
 
 
@@ -23,7 +23,7 @@ def write(mutants: list[Mutant], results: dict[str, Any]) -> None:
     lines = [
         "# Mutants",
         "",
-        "Written by `make mutants`; do not edit. Each row is a defect that was planted into the sources, alone, and the first test of",
+        "Written by `make mutants`; do not edit. Each row is a defect that was planted alone into the sources, with the first test of",
         "`make test` that failed. A mutant runs the tests that reach its lines and stops at the first failure; one that none of them",
         "notices runs everything. Seconds are from the start of pytest to that failure, two mutants side by side.",
         "",

@@ -1,5 +1,5 @@
-"""Python values as JSON and back, exactly: what JSON has no form for (tuples, integer keys, counters, tensors) is marked and comes back as
-the type that it was. Nothing is unpickled, so reading a file runs no code of its author.
+"""Python values as JSON and back, exactly: values that JSON cannot represent (tuples, integer keys, counters, tensors) are marked and
+decoded with their type. Nothing is unpickled, so reading a file runs no code of its author.
 
 A function is code, not state: it is marked as the reader's own, and the reader puts in what it holds at the same place.
 """

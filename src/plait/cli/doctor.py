@@ -30,7 +30,7 @@ def doctor(
     nccl: Annotated[bool, typer.Option("--nccl", help="Show the variables of NCCL that decide its algorithms.")] = False,
     nproc_per_node: Nproc = None,
     out: Annotated[Path | None, typer.Option(help="--links: the file to write. (default: links.json; none with --json)")] = None,
-    seconds: Annotated[float | None, typer.Option(help="--links: about how long each level of links is measured. (default: 4)")] = None,
+    seconds: Annotated[float | None, typer.Option(help="--links: about how long each group of links is measured. (default: 4)")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what this environment has (what an issue report needs), or with --links measure how fast its processes talk to each other."""

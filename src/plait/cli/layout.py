@@ -1,7 +1,6 @@
-"""`plait layout FILE`: who does what, before a device is booked: ranks on machines, the split of every parameter, the bytes of a rank.
+"""`plait layout FILE`: the layout of a run, without its devices: ranks on machines, the split of every parameter, the bytes of a rank.
 
-The model's shapes alone: no weights. The most that a rank holds during a step comes from a run on fake tensors (`engine.forecast`). How
-fast it would be is not said here.
+It needs the model's shapes, not its weights. The peak memory of a step is predicted by a run on fake tensors. It predicts no times.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def layout(
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nnodes and --nproc-per-node.")] = None,
     override: Set = None,
     peak: Annotated[
-        bool, typer.Option("--peak", help="Find the most that a rank holds during a step, by a run on fake tensors: seconds to minutes.")
+        bool, typer.Option("--peak", help="Predict the peak memory of a rank in a step, by a run on fake tensors: seconds to minutes.")
     ] = False,
     sequence_length: Annotated[
         int | None, typer.Option(min=2, help="--peak: tokens of a sequence. (default: the file's data.sequence_length)")
@@ -55,7 +54,7 @@ def layout(
     if cluster is not None and (nnodes != 1 or nproc_per_node is not None):
         raise InputError(f"--cluster {cluster}: says the machines; leave --nnodes and --nproc-per-node out")
     if sequence_length is not None and not peak:
-        raise InputError(f"--sequence-length {sequence_length}: says for which samples --peak is found; add --peak, or leave it out")
+        raise InputError(f"--sequence-length {sequence_length}: is for --peak only; add --peak, or leave it out")
     config = load(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
@@ -66,7 +65,7 @@ def layout(
     built = _parts(module, resolved, make_plan)
     memory = _memory(resolved, built)
     length = sequence_length or (config.data.sequence_length if config.data is not None else None)
-    peaks, why_not = _peaks(module, resolved, length) if peak else ({}, "found with --peak")
+    peaks, why_not = _peaks(module, resolved, length) if peak else ({}, "predicted with --peak")
     said = warning(resolved.layout, topology)
     if as_json:
         rows = [row.__dict__ for row in built["rows"]]
@@ -141,7 +140,7 @@ def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[in
         return {}, "the file has no data.sequence_length; give --sequence-length too"
     reason = why_not_foretold(resolved)
     if reason is not None:
-        return {}, f"not in the account yet: {reason}"
+        return {}, f"not modelled yet: {reason}"
     samples = resolved.batch.micro_batch_size
     first: dict[int, int] = {}
     for rank in range(resolved.layout.world_size):
@@ -189,7 +188,7 @@ _MEANINGS = {
     "gradients": "gradients at the optimizer step",
     "optimizer": "optimizer states (two a parameter, as AdamW; in the form of optimizer.states)",
     "gathered_parameters": "gathered parameters between micro-batches",
-    "unsharded_gradients": "whole gradients between micro-batches",
+    "unsharded_gradients": "unsharded gradients between micro-batches",
     "host": "of these, in host memory",
     "files": "of these, in files",
     "step_buffers": "of those in files, in memory at once",

@@ -22,15 +22,15 @@ from plait.errors import PlaitError
 from plait.version import __version__
 
 VERBS = {
-    "plan": ("plait.cli.plan", "Find the layout that fits and is fastest, before a GPU is booked."),
+    "plan": ("plait.cli.plan", "Find the layout that fits and is fastest, before you rent GPUs."),
     "calibrate": ("plait.cli.calibrate", "Fit the planner to this machine, or to a table of measured runs."),
     "train": ("plait.cli.train", "Train a model as one JSON file says."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),
     "dryrun": ("plait.cli.dryrun", "Build and step one rank of a layout without its peers, and without GPUs."),
-    "schedule": ("plait.cli.schedule", "Draw a pipeline schedule: who computes what when, what is idle, what is held."),
+    "schedule": ("plait.cli.schedule", "Draw a pipeline schedule: its timeline, idle time and activations in flight."),
     "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
-    "doctor": ("plait.cli.doctor", "Say what this environment has; measure the links between its processes."),
+    "doctor": ("plait.cli.doctor", "Describe this environment; measure the links between its processes."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }
 """Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""

@@ -29,7 +29,7 @@ def schedule(
     forward: Annotated[float, typer.Option(min=0, help="Time of a forward of one micro-batch through all stages of a rank.")] = 1.0,
     input_: Annotated[float, typer.Option("--input", min=0, help="Time of the gradient of the input, likewise.")] = 1.0,
     weight: Annotated[float, typer.Option(min=0, help="Time of the gradients of the weights, likewise.")] = 1.0,
-    send: Annotated[float, typer.Option(min=0, help="Time of one message between two ranks, beside the computation.")] = 0.0,
+    send: Annotated[float, typer.Option(min=0, help="Time of one message between two ranks, overlapped with computation.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture too.")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace too, for ui.perfetto.dev; a unit of time is a second there.")
@@ -39,7 +39,7 @@ def schedule(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a pipeline schedule: who computes what when, how long each rank is idle, how many micro-batches it holds."""
+    """Draw a pipeline schedule: its timeline, the idle time of each rank, and its micro-batches in flight."""
     from rich.console import Console
 
     from plait.observe import schedule as drawing

@@ -1,7 +1,7 @@
 """`plait verify FILE`: does the layout in FILE compute what one process computes? Shown on the user's model, made small, and small data.
 
-The command checks everything, starts the processes, computes one process's references itself and judges. Under a launcher (several
-machines) each process runs the layout and rank 0 judges. Not here: what is compared, and how.
+The command checks its arguments, starts the processes, computes the references in its own process and compares. Under a launcher (several
+machines) each process runs the layout and rank 0 compares. What is compared, and how, is in `plait.verify`.
 """
 
 from __future__ import annotations

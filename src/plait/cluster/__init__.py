@@ -1,1 +1,1 @@
-"""The machines, who sits where, and the meshes over them."""
+"""The machines, the placement of ranks on them, and the meshes."""

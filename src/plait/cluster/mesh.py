@@ -121,8 +121,8 @@ class Mesh:
         return group if self.coordinates["pp"] in stages else None
 
     def levels(self, *axes: str) -> Levels | None:
-        """The two levels of the group over `axes`; None where it has one (see `split_by_node`). Collective over the group where the run
-        spans machines."""
+        """The intra-node and inter-node groups of the group over `axes`; None where there is no such split (see `split_by_node`).
+        Collective over the group where the run spans machines."""
         group, nodes = self.group(*axes), self._nodes(*axes)
         found = split_by_node(group, nodes) if group is not None and len(set(nodes)) > 1 else None
         if found is not None:
@@ -170,9 +170,9 @@ class Mesh:
 
 
 def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | None:
-    """The two levels of a group whose ranks, in order, sit on the machines `nodes`. Collective over the group.
+    """The intra-node and inter-node groups of a group whose ranks, in order, run on the machines `nodes`. Collective over the group.
 
-    None where there is one level only: one machine, or one rank on each; or where machines do not hold equal runs of consecutive ranks.
+    None where there is no such split: one machine, or one rank on each; or where machines do not hold equal runs of consecutive ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     by_node: dict[int, list[int]] = {}

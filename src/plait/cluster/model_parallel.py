@@ -1,4 +1,4 @@
-"""For people coming from Megatron: `initialize_model_parallel` with its sizes, and its rank queries as attributes of what it returns.
+"""For users of Megatron: `initialize_model_parallel` with its sizes, and its rank queries as attributes of what it returns.
 
 No module globals: the object is passed to where it is needed. Processes that tensor, pipeline and context parallelism do not use are data
 parallel.

@@ -19,12 +19,12 @@ from plait.policy import Policy
 ALGORITHMS = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")
 VARIABLES = {
-    "NCCL_ALGO": "algorithms that it may take (parallel.nccl_algorithm)",
-    "NCCL_PROTO": "protocols that it may take (parallel.nccl_protocol)",
-    "NCCL_NVLS_ENABLE": "whether sums may be made in the NVLink switch",
+    "NCCL_ALGO": "algorithms that NCCL may use (parallel.nccl_algorithm)",
+    "NCCL_PROTO": "protocols that NCCL may use (parallel.nccl_protocol)",
+    "NCCL_NVLS_ENABLE": "whether NVLink switches may reduce",
     "NCCL_TUNER_PLUGIN": "a plugin that chooses in its place",
-    "NCCL_DEBUG": "INFO: it says what it does",
-    "NCCL_DEBUG_SUBSYS": "TUNING: it says the algorithm and protocol of every call",
+    "NCCL_DEBUG": "INFO: NCCL logs what it does",
+    "NCCL_DEBUG_SUBSYS": "TUNING: NCCL logs the algorithm and protocol of every call",
 }
 
 
@@ -72,7 +72,7 @@ class Nccl(Policy):
                 rule = f"the process group exists, and NCCL reads {variable} when it is made"
                 remedy = f"set {variable} before that, or let plait make the group"
             elif said is not None and said.lower() != value.lower():
-                rule, remedy = f"the environment says {variable}={said}", "say it in one place"
+                rule, remedy = f"the environment says {variable}={said}", "set it in one place"
             else:
                 environment[variable] = value
                 continue
@@ -83,5 +83,5 @@ def report(environment: Mapping[str, str], *, version: tuple[int, ...] | None) -
     """What is set, as lines for a person. `version` is that of the NCCL in this torch; None where it has none."""
     have = f"NCCL {'.'.join(map(str, version))}" if version else "this torch has no NCCL, and nothing below is read"
     lines = [have] + [f"{name:<18} {environment.get(name, 'not set'):<16} {meaning}" for name, meaning in VARIABLES.items()]
-    lines += ["", "Which algorithm NCCL takes for a call cannot be told beforehand (see docs/communication.md). It says so itself:"]
+    lines += ["", "Which algorithm NCCL selects for a call cannot be predicted (see docs/communication.md). NCCL logs it with:"]
     return [*lines, "  NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING plait train FILE"]

@@ -1,14 +1,15 @@
-"""Ways to sum a tensor over a group, each as a generator of what to wait for: `run` one, or advance many in turn so that they overlap.
+"""All-reduce algorithms, each a generator of the collectives to wait for: `run` one, or advance many in turn so that they overlap.
 
-    name                        bytes that a rank sends, of a tensor of S bytes            messages in a row
+    name                        bytes that a rank sends, of a tensor of S bytes            sequential messages
     all-reduce                  the backend's choice; counted as 2 (n-1)/n S               the backend's
     reduce-scatter+all-gather   2 (n-1)/n S                                                2
-    two-level                   2 (g-1)/g S inside, 2 (k-1)/k S/g across                   3, of which one crosses machines
+    hierarchical                2 (g-1)/g S inside, 2 (k-1)/k S/g across                   3, of which one crosses machines
     ring                        2 (n-1)/n S                                                2 (n-1)
     recursive-doubling          log2(n) S                                                  log2(n), and 2 where n is no power of two
 
 n ranks, g of them on each of k machines. Where n does not divide the tensor, S is that of the padded one. All are exact sums in a fixed
-order: the same bits on every rank and in every run. NCCL chooses its own ring or tree inside a single call; this is the level above.
+order: the same bits on every rank and in every run. NCCL chooses its own ring or tree inside a single call; these algorithms are composed
+of such calls.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from plait._torch import all_gather_single, reduce_scatter_single
 from plait.cluster.mesh import Levels
 from plait.shards import shard_size
 
-Name = Literal["all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"]
+Name = Literal["all-reduce", "reduce-scatter+all-gather", "hierarchical", "ring", "recursive-doubling"]
 Steps = Iterator[list[dist.Work]]
 """Each item was launched and must be waited for before the next is taken. Every rank of the group takes the items in one order."""
 Started = tuple[Steps, list[dist.Work]]
-"""The steps that are left, and the one that is under way."""
+"""The remaining steps, and the collectives that were launched."""
 
 
 def run(steps: Steps) -> None:
@@ -38,17 +39,17 @@ def run(steps: Steps) -> None:
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup, *, algorithm: Name, levels: Levels | None = None) -> Steps:
-    """`tensor` [n], contiguous, becomes its sum over the group, in place. `two-level` needs the levels of the group."""
-    if algorithm == "two-level":
+    """`tensor` [n], contiguous, becomes its sum over the group, in place. `hierarchical` needs the intra-node and inter-node groups."""
+    if algorithm == "hierarchical":
         assert levels is not None
-        return _two_level(tensor, levels)
+        return _hierarchical(tensor, levels)
     return _FLAT[algorithm](tensor, group)
 
 
 def wire_bytes(algorithm: Name, *, numel: int, itemsize: int, ranks: int, per_node: int = 1) -> tuple[int, int]:
     """(bytes that a rank sends inside its machine, bytes that it sends to others), by the table. Where ranks of one machine and of others
     are in one flat group, all are counted as crossing when the group spans machines (`per_node < ranks`). The most that any rank sends."""
-    if algorithm == "two-level":
+    if algorithm == "hierarchical":
         nodes, part = ranks // per_node, shard_size(numel, per_node)
         return 2 * (per_node - 1) * part * itemsize, 2 * (nodes - 1) * part * itemsize // nodes
     if algorithm == "recursive-doubling":
@@ -76,7 +77,7 @@ def _reduce_scatter_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -
     _unpad(tensor, stacked)
 
 
-def _two_level(tensor: torch.Tensor, levels: Levels) -> Steps:
+def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
     stacked = padded(tensor, levels.inside.size())
     mine = stacked.new_empty(stacked.numel() // levels.inside.size())
     yield from reduce_scatter_steps(mine, stacked, levels.inside)
@@ -101,7 +102,7 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
 
 
 def _recursive_doubling(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Ranks exchange whole sums with partners 1, 2, 4, ... away. Those beyond the largest power of two hand in theirs."""
+    """Ranks exchange full tensors with partners 1, 2, 4, ... away. Ranks beyond the largest power of two send theirs to a partner first."""
     ranks, rank = group.size(), group.rank()
     power = 1 << (ranks.bit_length() - 1)
     if rank >= power:
@@ -130,7 +131,7 @@ _FLAT: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], Steps]] = {
 }
 
 
-# ---- pieces of them ------------------------------------------------------------------------------------------------------------------
+# ---- parts of them ------------------------------------------------------------------------------------------------------------------
 
 
 def padded(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -182,8 +183,8 @@ def launch(steps: Steps) -> Started:
 
 
 def advance(running: Sequence[Started]) -> None:
-    """Take what was launched to its end by turns: while one step is waited for, those of the others are under way. All ranks must hold
-    them in one order."""
+    """Finish all launched algorithms in turn: while one step is waited for, those of the others run. All ranks must have them in one
+    order."""
     while running:
         going = []
         for steps, works in running:

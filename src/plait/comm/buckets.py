@@ -63,7 +63,7 @@ class Buckets(Protocol):
 
 
 class GroupBuckets:
-    """By torch's all-reduce, which runs beside the computation."""
+    """By torch's all-reduce, overlapped with the backward."""
 
     def __init__(self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device) -> None:
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
@@ -83,7 +83,7 @@ class GroupBuckets:
 
 
 class AlgorithmBuckets:
-    """By one of `comm.algorithms`: the first step of each runs beside the computation, the others follow in `finish`, by turns."""
+    """By one of `comm.algorithms`: the first step of each overlaps with the backward, the others follow in `finish`, in turn."""
 
     def __init__(
         self, group: dist.ProcessGroup, flats: Sequence[Flat], device: torch.device, *, algorithm: Name, levels: Levels | None = None

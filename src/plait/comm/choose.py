@@ -1,8 +1,8 @@
-"""Which way to sum gradients over a group, how large a message, and what compression would cost: from the links' costs. Pure, and every
-choice says why.
+"""Selects the all-reduce algorithm and the bucket size of a group from the costs of its links, and prices compression. Pure; every choice
+has a reason.
 
-A way that was measured as it is has that price; any other is priced as the operations that it is made of. Compression changes what is
-trained, a little, so it is only among the ways where the caller allows it. Ties go to the way with the fewest parts.
+An algorithm that was measured directly has that cost; any other costs the sum of its operations. Compression changes the training slightly,
+so it is a candidate only where the caller allows it. Ties go to the algorithm with the fewest operations.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from plait.units import KIB, MIB, format_bytes
 
 LARGEST_BUCKET_BYTES = 100 * MIB
 SMALLEST_BUCKET_BYTES = 256 * KIB
-"""Below this, what Python does for a bucket counts, and no link's price has it."""
+"""Below this size Python's overhead for a bucket dominates, and the costs of the links do not include it."""
 MEASURED_TIE = 0.03
-"""Measured times that differ by less are taken for the same."""
+"""Measured times that differ by less count as equal."""
 OVERLAP_TIE = 0.15
-"""The same between the backend's own call and another way, for buckets: of what is made of parts only the first part runs beside the
-backward."""
+"""The same between the backend's own all-reduce and a composed algorithm, for buckets: only the first operation of a composed one overlaps
+with the backward."""
 NEAR = 2.0
-"""Ways that seem to take at most so many times as long as the chosen one are timed beside it (`comm.startup.settle`)."""
+"""Algorithms whose cost is at most this many times that of the chosen one are timed against it (`comm.startup.refine`)."""
 _TIE = 1e-9
 QUANTISE_SECONDS_PER_BYTE = 6e-10
 """Of float32, both hops there and back, with error feedback, on one core of an AMD EPYC. Measured values replace it."""
@@ -33,7 +33,7 @@ QUANTISE_SECONDS_PER_BYTE = 6e-10
 
 @dataclass(frozen=True)
 class Choice:
-    """A way and its price."""
+    """An algorithm and its cost."""
 
     algorithm: str
     """A name of `comm.algorithms`, `shared-memory`, or `int8`, `int4` (quantised to owners and back)."""
@@ -43,11 +43,11 @@ class Choice:
     """Of one message."""
     reason: str
     others: tuple[tuple[str, float], ...]
-    """Every other way that was priced, cheapest first."""
+    """Every other candidate, cheapest first."""
     total_bytes: int
     """Of all messages."""
     in_buckets: bool
-    """Whether they are sent beside a backward."""
+    """Whether they are overlapped with a backward."""
     why: str
     """The last sentence of the reason."""
 
@@ -58,14 +58,14 @@ class Choice:
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The chosen way and those that could be as good."""
+        """The chosen algorithm and those that could be as good."""
         return self.algorithm, *(way for way, seconds in self.others if seconds <= NEAR * self.seconds)
 
 
 def prices(
     nbytes: float, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
 ) -> dict[str, float]:
-    """Way to seconds for an all-reduce of `nbytes` of float32, in the order in which ties are decided."""
+    """Algorithm to seconds for an all-reduce of `nbytes` of float32, in the order in which ties are decided."""
     measured = {way: cost.at(nbytes) for way, cost in group.whole.costs.items() if way in _WAYS}
     composed = _composed(nbytes, group, quantise_seconds_per_byte) if "exchange" in group.whole.costs else {}
     found = composed | measured
@@ -73,8 +73,8 @@ def prices(
 
 
 QUANTISED: tuple[Literal[4, 8], ...] = (8, 4)
-"""Bits of a number in what is compressed."""
-_EXACT = ("shared-memory", "all-reduce", "reduce-scatter+all-gather", "two-level", "recursive-doubling", "ring")
+"""Bits per element of compressed gradients."""
+_EXACT = ("shared-memory", "all-reduce", "reduce-scatter+all-gather", "hierarchical", "recursive-doubling", "ring")
 _WAYS = (*_EXACT, *(f"int{bits}" for bits in QUANTISED))
 
 
@@ -85,7 +85,7 @@ def _composed(nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float
     if group.inside is not None and group.across is not None:
         inside, across = group.inside.costs, group.across.costs
         there = inside["reduce_scatter"].at(nbytes) + across["all_reduce"].at(nbytes / group.per_machine)
-        found["two-level"] = there + inside["all_gather"].at(nbytes)
+        found["hierarchical"] = there + inside["all_gather"].at(nbytes)
     far = math.floor(math.log2(group.machines)) if "far_exchange" in costs else 0
     near = math.floor(math.log2(ranks)) - far + 2 * (ranks & (ranks - 1) != 0)
     nearby = (group.inside or group.whole).costs["exchange"]
@@ -101,13 +101,13 @@ def _composed(nbytes: float, group: GroupLinks, quantise_seconds_per_byte: float
 def choose_all_reduce(
     nbytes: int, group: GroupLinks, *, lossy: bool = False, quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE
 ) -> Choice:
-    """The cheapest way to sum `nbytes` of float32 over the group in one message. `lossy` allows compression."""
+    """The cheapest algorithm for an all-reduce of `nbytes` of float32 in one message. `lossy` allows compression."""
     priced = prices(nbytes, group, lossy=lossy, quantise_seconds_per_byte=quantise_seconds_per_byte)
     return _choice(nbytes, 1, priced, group, in_buckets=False)
 
 
-def settled(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Choice:
-    """The choice again, after ways were timed at its own size: `times` has the seconds of one message."""
+def refined(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Choice:
+    """The choice after its candidates were timed at its own message size: `times` has the seconds of one message."""
     count = choice.messages
     priced = {choice.algorithm: choice.seconds, **dict(choice.others)} | {way: count * seconds for way, seconds in times.items()}
     timed = {way: priced[way] for way in _WAYS if way in times}
@@ -115,11 +115,11 @@ def settled(choice: Choice, group: GroupLinks, times: Mapping[str, float]) -> Ch
 
 
 def choose_buckets(gradient_bytes: int, group: GroupLinks, *, bucket_bytes: int | None = None) -> Choice:
-    """The cheapest way to sum `gradient_bytes` of gradients in buckets, and how large these should be where `bucket_bytes` does not say.
+    """The cheapest algorithm for `gradient_bytes` of gradients in buckets, and the bucket size where `bucket_bytes` is None.
 
-    A bucket can be sent when backward has filled it. More of them begin earlier and each costs its fixed time once more. For a backward
-    that takes as long as the whole sum T(G), where this matters most, N buckets end T(G) / N + N T(G / N) after its begin: least at
-    N = sqrt(b G / a) for T = a + b x.
+    A bucket is sent when the backward has filled it. More buckets start earlier, and each adds its fixed time. For a backward that takes as
+    long as the all-reduce of all gradients T(G), where this matters most, N buckets end T(G) / N + N T(G / N) after its start: the minimum
+    is at N = sqrt(b G / a) for T = a + b x.
     """
     return _in_buckets(gradient_bytes, group, lambda nbytes: prices(nbytes, group), bucket_bytes)
 
@@ -131,8 +131,8 @@ def price_quantised(
     *,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> Choice | None:
-    """The same for numbers of 8 or 4 bits alone, for comparison: a run tries them (`parallel.trial`). None where the links have no price of
-    it."""
+    """The same for 8 or 4 bits per element, for comparison; a run measures them itself (`parallel.trial`). None where the links have no
+    cost for it."""
 
     def price(nbytes: float) -> dict[str, float]:
         found = prices(nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte)
@@ -146,7 +146,7 @@ def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str
     whole = price(total)
 
     def together(count: int) -> dict[str, float]:
-        # Small messages may pass through the buffers of a switch; many of them in a row are no faster than one of all bytes.
+        # Small messages may pass through the buffers of a switch; many in sequence are no faster than one message with all bytes.
         return {way: max(count * seconds, whole[way]) for way, seconds in price(total / count).items()}
 
     if bucket_bytes is not None:
@@ -163,7 +163,7 @@ def _in_buckets(total: int, group: GroupLinks, price: Callable[[float], dict[str
 def _choice(
     nbytes: int, count: int, priced: Mapping[str, float], group: GroupLinks, *, in_buckets: bool, beaten: Mapping[str, float] | None = None
 ) -> Choice:
-    """Of `priced`, in the order in which ties are decided; `beaten` has what could not be chosen too."""
+    """Of `priced`, in the order in which ties are decided; `beaten` also has the candidates that could not be chosen."""
     cheapest = min(priced.values())
     measured = any(cost.samples for cost in group.whole.costs.values())
     tie = MEASURED_TIE if measured else _TIE
@@ -182,17 +182,17 @@ def _choice(
 
 
 def _why(best: str, group: GroupLinks) -> str:
-    if best == "two-level":
+    if best == "hierarchical":
         return f"Only 1/{group.per_machine} of the bytes of each rank cross between machines."
     if best == "recursive-doubling":
-        return "Fewest messages in a row, each of all bytes."
+        return "Fewest sequential messages, each with all bytes."
     if best.startswith("int"):
-        return f"{best.removeprefix('int')} bits a number; the links are slower than quantising."
+        return f"{best.removeprefix('int')} bits per element; the links are slower than quantization."
     if best == "shared-memory":
         return "All ranks are on one machine and share memory."
     if best == "all-reduce":
-        return "The backend's own call; nothing that is made of parts is cheaper."
-    return "As many bytes as one call of the backend, and less time on these links."
+        return "The backend's own all-reduce; no composed algorithm is cheaper."
+    return "As many bytes as the backend's own all-reduce, and less time on these links."
 
 
 def _milliseconds(seconds: float) -> str:

@@ -35,7 +35,7 @@ def shard_range(length: int, group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def enter(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """`x`, alike on every rank, at the door of a layer whose ranks compute different parts."""
+    """Copies `x`, replicated on every rank, to the tensor-parallel region (Megatron's f): identity forward, all-reduce backward."""
     return x if group is None else _Enter.apply(x, group)
 
 
@@ -45,7 +45,7 @@ def leave(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
-    """The whole tensor from its shards along `dim`, whose global size is `length`."""
+    """The full tensor from its shards along `dim`, whose global size is `length`."""
     return x if group is None else _Gather.apply(x, group, dim % x.ndim, length)
 
 
@@ -55,7 +55,7 @@ def split(x: torch.Tensor, group: ProcessGroup | None, *, dim: int) -> torch.Ten
 
 
 def gather_sum(x: torch.Tensor, group: ProcessGroup | None, *, dim: int, length: int) -> torch.Tensor:
-    """The whole tensor from its shards, for ranks that go on to compute different parts."""
+    """The full tensor from its shards, for ranks that compute different parts of what follows."""
     return x if group is None else _GatherSum.apply(x, group, dim % x.ndim, length)
 
 

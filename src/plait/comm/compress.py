@@ -38,8 +38,8 @@ POWERSGD_START = 10
 
 
 class _TwoHops(ABC):
-    """Buckets that travel twice. A bucket's second hop begins when the one after the next is started, so it travels beside the computation
-    too; which bucket that is depends on the order of starts alone, and so is the same on every rank."""
+    """Buckets that are sent twice. A bucket's second message starts with the bucket after the next, so it overlaps with the backward too;
+    the order of starts alone decides which bucket that is, so it is the same on every rank."""
 
     def __init__(self) -> None:
         self._first_hop: list[int] = []
@@ -139,7 +139,7 @@ class QuantisedBuckets(_TwoHops):
 
 
 def part_of(numel: Any, ranks: Any) -> Any:
-    """Numbers of a bucket that one rank owns: whole blocks (ints or arrays)."""
+    """Elements of a bucket that one rank owns: full blocks of quantization (ints or arrays)."""
     return blocks_of(shard_size(numel, ranks)) * BLOCK
 
 
@@ -160,9 +160,9 @@ class _Factored:
 
 
 class PowerSGDBuckets(_TwoHops):
-    """Buckets whose matrices travel as two factors of `rank` numbers a row and column, with error feedback and warm start; what would not
-    become half as small travels as it is. The numbers of torch's DDP hook, but the caller's thread issues every collective, in one order,
-    and the first factors travel beside the computation."""
+    """Buckets whose matrices are sent as two factors of `rank` columns, with error feedback and warm start; a matrix that would not shrink
+    to half is sent uncompressed. The results are those of torch's DDP hook, but the caller's thread issues every collective, in one order,
+    and the first factors overlap with the backward."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class PowerSGDBuckets(_TwoHops):
         self.buffers = [torch.zeros(flat.numel, dtype=flat.dtype, device=device) for flat in flats]
         self._group, self._whole_steps = group, whole_steps
         self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
-        """Bucket to what travels: nothing but the buffer, left factors with what is whole, or right factors."""
+        """Bucket to what is sent: nothing but the buffer, left factors with the uncompressed tensors, or right factors."""
         self._lefts: dict[int, list[torch.Tensor]] = {}
         """Of buckets whose right factors travel: orthonormal left factors, then what was summed as it is."""
         self.carried = Carried(revocable, {"steps": torch.zeros((), dtype=torch.int64)})

@@ -203,7 +203,7 @@ def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
 def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap | None, str | None]:
     """(mapping, None), or (None, why not)."""
     if not isinstance(offer, tuple):
-        return None, offer or "nothing was offered"
+        return None, offer or "the first rank shares no memory"
     path, nonce = offer
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,8 +1,9 @@
-"""Parameters of one sharded unit that the ranks of a machine hold once: each rank's shards are its rows of memory that all of them read.
+"""Zero-copy all-gather: the parameters of one sharded unit in memory that the ranks of a machine share. The shard of a rank is a range of
+its rows.
 
-So gathering moves nothing. A rank says that its rows are written and waits until the others' are. Nobody changes rows that others still
-read: an update follows the reduction of a step's gradients, to which every rank gives its part after its last read; and what was gathered
-for a pass without gradients is given back together.
+An all-gather moves nothing: a rank marks its rows as written and waits for the others. No rank changes rows that others still read: an
+update follows the reduction of a step's gradients, to which every rank contributes after its last read; and parameters that were gathered
+for a pass without gradients are released by all ranks together.
 """
 
 from __future__ import annotations

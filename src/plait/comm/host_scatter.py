@@ -1,8 +1,8 @@
 """Reduce-scatter between the ranks of one machine: each sums its part straight from the memory in which the others put theirs.
 
-`fully_shard` asks for the input (`allocate`), copies the gradients into it, asks for the output and calls. The input is one of two slots
-of this rank's own in shared memory; the call says which, waits until all have said so, and sums. A slot is used again when no tensor of
-this rank points into it and every rank has said that it has read it.
+`fully_shard` asks for the input (`allocate`), copies the gradients into it, asks for the output and calls. The input is one of two slots of
+this rank's own in shared memory; the call announces which, waits for the announcements of all ranks, and sums. A slot is reused when no
+tensor of this rank points into it and every rank has marked it as read.
 """
 
 from __future__ import annotations

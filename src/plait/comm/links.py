@@ -1,8 +1,8 @@
 """What collectives cost on a machine's or a cluster's links: a fixed time and a time per byte each, fitted from measurements or derived
 from a link's latency and bandwidth. Pure; `comm.measure` measures.
 
-A group has one or two levels: all of its ranks together, and where machines hold several of them, those inside one machine and those across
-(one of each machine, all such groups at once, as they run in practice).
+A group has costs for all of its ranks together, and where machines hold several of them, also for the intra-node group and the inter-node
+group (one rank of each machine; all such groups at once, as they run in practice).
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """Ranks that talk to each other, and what it costs. Operations: `all_reduce`, `all_gather`, `reduce_scatter` (bytes of the whole
+    """Ranks that talk to each other, and what it costs. Operations: `all_reduce`, `all_gather`, `reduce_scatter` (bytes of the full
     tensor), `exchange` (bytes sent to the next rank while as many come), `far_exchange` (the same with a rank of another machine, all ranks
-    at once; where there are several machines). And whole ways of summing, where they were measured as they are: the names of
+    at once; where there are several machines). And complete all-reduce algorithms, where they were measured directly: the names of
     `comm.algorithms`, `shared-memory`, `int8`."""
 
     ranks: int

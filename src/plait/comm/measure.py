@@ -36,7 +36,7 @@ _SHARE_OF_A_ROUND = 0.6
 """A round of all sizes may take this part of the time."""
 _MOST_ROUNDS = 20
 LEAST_COMPARED, _MOST_COMPARED = 8, 100
-"""Rounds of ways that are compared at one size."""
+"""Rounds of algorithms that are compared at one size."""
 
 Operation = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
@@ -47,8 +47,8 @@ Operations = Callable[[int], dict[str, Operation]]
 def measure_group(
     axis: str, group: dist.ProcessGroup, levels: Levels | None, *, machines: int = 1, device: torch.device, seconds: float = 4.0
 ) -> GroupLinks:
-    """The costs of every operation and of every way of summing, and of the group's levels. Collective over the group, which spans
-    `machines`, equally many ranks on each. `seconds` is about how long each level takes."""
+    """The costs of every operation and of every all-reduce algorithm, also in the intra-node and inter-node groups. Collective over the
+    group, which spans `machines`, equally many ranks on each. `seconds` is about how long each level takes."""
     basic = partial(_basic, group, device, far=machines)
     ways = ways_of(group, levels, device=device, shared_memory=True, lossy=True)
     whole = _level(lambda nbytes: basic(nbytes) | ways(nbytes), group, device, seconds)
@@ -71,8 +71,8 @@ def measure_ways(
     shared_memory: bool = False,
     largest_bytes: int = SIZES[-1],
 ) -> GroupLinks:
-    """Only the exact ways of summing, for a choice between them; `shared_memory` has that among them where there is some.
-    No tensor is larger than `largest_bytes`, unless two sizes need it. Collective over the group, about `seconds`."""
+    """Only the uncompressed algorithms, for a choice between them; `shared_memory` has that among them where there is some. No tensor is
+    larger than `largest_bytes`, unless two sizes need it. Collective over the group, about `seconds`."""
     ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)
     whole = _level(ways, group, device, seconds, most_rounds=_MOST_ROUNDS, largest_bytes=largest_bytes)
     return GroupLinks(axis, machines, group.size() // machines, whole)
@@ -88,7 +88,7 @@ def compare_ways(
     seconds: float,
     shared_memory: bool = False,
 ) -> dict[str, float]:
-    """Seconds of each of some exact ways of summing a tensor of `nbytes`, one beside the other. Collective over the group; about `seconds`,
+    """Seconds of some uncompressed all-reduce algorithms for a tensor of `nbytes`, interleaved. Collective over the group; about `seconds`,
     or what a few rounds take."""
     ways = ways_of(group, levels, device=device, shared_memory=shared_memory, lossy=False)(nbytes)
     chosen = {name: ways[name] for name in names}
@@ -107,7 +107,7 @@ def probe(group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.dev
 
 def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, shared_memory: bool, lossy: bool) -> Operations:
     """What sums a tensor over the group, by the names of `comm.choose`."""
-    names = [name for name in cast(tuple[Name, ...], get_args(Name)) if name != "two-level" or levels is not None]
+    names = [name for name in cast(tuple[Name, ...], get_args(Name)) if name != "hierarchical" or levels is not None]
     host = connect(group, label="measurement", device=device) if shared_memory else None
 
     def of(nbytes: int) -> dict[str, Operation]:

@@ -23,7 +23,7 @@ from plait.errors import CommunicationError
 
 @dataclass(frozen=True)
 class Arriving:
-    """Tensors on their way: read them after `wait`."""
+    """Tensors in flight: read them after `wait`."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
@@ -94,13 +94,13 @@ class Messenger:
         self._begun = False
 
     def forget(self) -> None:
-        """After a failure of all ranks: what is on its way is not waited for, and nobody will take it for something else.
+        """After a failure of all ranks: messages in flight are not waited for, and no later receive can match them.
 
         Raises CommunicationError for NCCL, which matches messages by their order alone.
         """
         if self._begun and dist.get_backend(self._upwards) != "gloo":
             raise CommunicationError(
-                "the step of a pipeline failed while messages between its stages were on their way, which cannot be called back; start "
+                "the step of a pipeline failed while messages between its stages were in flight, which cannot be cancelled; start "
                 "again from the last checkpoint"
             )
         self._lost.extend(self._sending)  # their memory must live until they are delivered

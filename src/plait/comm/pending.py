@@ -1,4 +1,4 @@
-"""A small tensor on its way over a group, beside what is computed meanwhile."""
+"""An asynchronous all-reduce of a small tensor, overlapped with computation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Numbers in 8 or 4 bits with one scale a block, and how a flat run of parameters is packed for the wire. No communication here.
+"""Quantization to 8 or 4 bits with one scale per block, and the packing of a flat range of parameters. No communication here.
 
-A block of consecutive numbers is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits) and rounded to the nearest; the scale is
-float32. What is not finite makes its whole block so, hence an overflow is still seen behind the wire. Matrices are quantised, each padded
-to whole blocks; what has fewer than two dimensions (norms, biases: few numbers, of another size) is sent as it is.
+A block of consecutive elements is divided by its largest magnitude over 127 (8 bits) or 7 (4 bits) and rounded to the nearest; the scale is
+float32. An element that is not finite makes its block so, hence the receiver still sees an overflow. Matrices are quantised, each padded to
+a multiple of the block size; tensors with fewer than two dimensions (norms, biases: few elements, of another size) are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from plait.errors import ModelError
 
 Bits = Literal[4, 8]
 BLOCK = 256
-"""Numbers that share a scale: 8.125 or 4.125 bits a number on the wire."""
+"""Elements that share a scale: 8.125 or 4.125 bits per element are sent."""
 _HALF = BLOCK // 2
 _LARGEST = {8: 127, 4: 7}
 _SCALE_BYTES = 4
 _SMALLEST_SCALE = 1e-37
-"""A block of smaller numbers is sent as zeros: the inverse of its scale would not be finite."""
+"""A block with a smaller maximum is sent as zeros: the inverse of its scale would not be finite."""
 
 
 def blocks_of(numel: Any) -> Any:
@@ -33,7 +33,7 @@ def blocks_of(numel: Any) -> Any:
 
 
 def packed_bytes(numel: Any, bits: Any) -> Any:
-    """Bytes of `numel` numbers padded to whole blocks, with their scales (ints or arrays)."""
+    """Bytes of `numel` elements padded to a multiple of the block size, with their scales (ints or arrays)."""
     return blocks_of(numel) * (BLOCK * bits // 8 + _SCALE_BYTES)
 
 
@@ -94,9 +94,9 @@ class Packing:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], bits: Bits, *, numel: int) -> Packing:
-        """For rows of `numel` numbers. `fully_shard` gathers larger shards of the same parameters where it keeps a second copy inside a
-        machine. Raises ModelError for a run that is no multiple of the segments: some parameters are missing, and which is not known, so
-        blocks would mix what must not share a scale."""
+        """For rows of `numel` elements. `fully_shard` gathers larger shards of the same parameters where it keeps a secondary partition
+        inside a machine. Raises ModelError for a number that is not a multiple of the segments: some parameters are missing, and which is
+        not known, so a block would mix parameters that must not share a scale."""
         total = sum(segment.numel for segment in segments)
         if total == 0 or numel % total:
             raise ModelError(
@@ -119,7 +119,8 @@ class Packing:
         return sum(packed_bytes(s.numel, self.bits) for s in self.segments if s.matrix) + self._exact * dtype.itemsize
 
     def matrices(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, padded] of the quantised segments, each padded with zeros to whole blocks; `rows` itself where that is all."""
+        """float32 [rows, padded] of the quantised segments, each padded with zeros to a multiple of the block size; `rows` itself where
+        nothing else is in it."""
         if len(self.segments) == 1 and self.padded == rows.shape[1] and rows.dtype == torch.float32:
             return rows
         padded = rows.new_zeros(rows.shape[0], self.padded, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""What a dispatched operator sends, and a mark in torch's stream of operators for data that moves without one of torch's collectives.
+"""The bytes that a dispatched operator sends, and an operator that records data which moves without one of torch's collectives.
 
-Whoever counts bytes (`verify.traffic`, `engine.rehearsal`) asks `call_of` about every operator. The mark does nothing; without a
+Counters of bytes (`verify.traffic`, `engine.rehearsal`) call `call_of` for every operator. The recording operator does nothing; without a
 TorchDispatchMode it costs about 3 microseconds.
 """
 
@@ -19,8 +19,8 @@ _LIBRARY.impl("collective", lambda kind, full_bytes, dtype, ranks: None, "Compos
 
 
 def record(kind: str, *, full_bytes: int, dtype: torch.dtype, ranks: int) -> None:
-    """Say that this rank took part in a collective of `kind` (`all_gather`, `reduce_scatter`, `all_reduce`) over `ranks` ranks, whose whole
-    tensor has `full_bytes`."""
+    """Record that this rank took part in a collective of `kind` (`all_gather`, `reduce_scatter`, `all_reduce`) over `ranks` ranks, whose
+    full tensor has `full_bytes`."""
     torch.ops.plait.collective.default(kind, full_bytes, dtype, ranks)
 
 

@@ -1,8 +1,8 @@
-"""What a run knows of its links when it starts: a measurement of this run's own group, or the one that an earlier start of the run kept.
+"""The costs of a run's links at its start: a measurement of this run's own group, or the stored one of an earlier start of the run.
 
-A kept one is taken for the same ranks on the same machines, and only while a probe of two sizes still takes what it says within a factor:
-links that became slow or fast are measured again. All ranks of the group go by its first rank's answer. What the links say is then settled
-at the size of the messages that the run will send.
+A stored measurement is used for the same ranks on the same machines, and only while a probe of two sizes agrees with it within a factor:
+links that became slower or faster are measured again. All ranks of the group use the first rank's result. `refine` then compares the best
+algorithms at the message size of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
-from plait.comm.choose import Choice, prices, settled
+from plait.comm.choose import Choice, prices, refined
 from plait.comm.links import GroupLinks, load_with_facts, save
 from plait.comm.measure import LEAST_COMPARED, SIZES, compare_ways, measure_ways, probe
 from plait.errors import InputError
@@ -31,7 +31,7 @@ AGREEMENT = 2.0
 
 @dataclass(frozen=True)
 class Found:
-    """Links, and how they came to be known; for people."""
+    """Links, and a description of their source."""
 
     links: GroupLinks
     how: str
@@ -48,8 +48,8 @@ def find_links(
     kept: Path | None = None,
     largest_bytes: int = SIZES[-1],
 ) -> Found:
-    """The costs of the ways to sum over the group, the same on every rank. Collective over the group. `kept` is read by the group's first
-    rank, and written by rank 0 of all where it was measured. `largest_bytes`: no message will be larger."""
+    """The costs of the all-reduce algorithms over the group, the same on every rank. Collective over the group. `kept` is read by the
+    group's first rank, and written by rank 0 of all where it was measured. `largest_bytes`: no message will be larger."""
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     before, why = _shared(group, _read(kept, axis, group.size(), machines, hosts) if group.rank() == 0 else None)
@@ -60,7 +60,7 @@ def find_links(
         if all(1 / AGREEMENT <= seen / said <= AGREEMENT for seen, said in zip(now, expected, strict=True)):
             return Found(before, f"measured when the run was started before ({kept}), and a probe agrees")
         worst = max(zip(now, expected, strict=True), key=lambda pair: max(pair[0] / pair[1], pair[1] / pair[0]))
-        why = f", because a probe took {worst[0] * 1e3:.3g} ms and the kept measurement says {worst[1] * 1e3:.3g} ms"
+        why = f", because a probe took {worst[0] * 1e3:.3g} ms and the stored measurement has {worst[1] * 1e3:.3g} ms"
     began = time.perf_counter()
     mine = measure_ways(axis, group, levels, machines=machines, device=device, seconds=seconds, largest_bytes=largest_bytes)
     links, how = _shared(group, (mine, f"measured at the start in {time.perf_counter() - began:.1f} s{why}"))
@@ -71,18 +71,18 @@ def find_links(
     return Found(links, how)
 
 
-def settle(
+def refine(
     choice: Choice, links: GroupLinks, group: dist.ProcessGroup, levels: Levels | None, *, device: torch.device, seconds: float
 ) -> tuple[Choice, str]:
-    """(the choice, words for people) after the ways that seem nearly as good were timed beside it, at the size of this run's own messages:
-    between measured sizes links can change their manner, and a short measurement errs. The same on every rank. Collective over the
-    group. Where that would take much longer than `seconds` the choice stays."""
+    """(the choice, its description) after the candidates that seem nearly as good were timed against it, at the size of this run's own
+    messages: links behave differently between measured sizes, and a short measurement has errors. The same on every rank. Collective over
+    the group. Where that would take much longer than `seconds` the choice does not change."""
     if len(choice.near) < 2 or choice.seconds / choice.messages * len(choice.near) * LEAST_COMPARED > _LONGEST * seconds:
         return choice, ""
     began = time.perf_counter()
     times = compare_ways(choice.near, choice.bucket_bytes, group, levels, device=device, seconds=seconds)
-    words = f"{len(times)} ways were timed side by side with messages of {format_bytes(choice.bucket_bytes)}"
-    return settled(choice, links, times), f"{words} in {time.perf_counter() - began:.1f} s"
+    words = f"{len(times)} algorithms were timed in turn with messages of {format_bytes(choice.bucket_bytes)}"
+    return refined(choice, links, times), f"{words} in {time.perf_counter() - began:.1f} s"
 
 
 def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str]) -> tuple[GroupLinks | None, str]:

@@ -27,7 +27,7 @@ TransportName = Literal["prefer-shared-memory", "shared-memory", "torch"]
 
 @dataclass(frozen=True)
 class Transport:
-    """One group's way."""
+    """How one group communicates."""
 
     name: Literal["torch", "shared-memory"]
     reason: str
@@ -41,7 +41,7 @@ class Transport:
 
 
 def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wanted: TransportName = "prefer-shared-memory") -> Transport:
-    """The way of `group`, whose tensors are on `device`. Collective. `label` names the group in errors.
+    """The transport of `group`, whose tensors are on `device`. Collective. `label` names the group in errors.
 
     Raises ConfigError where shared memory is wanted and cannot be had.
     """
@@ -50,7 +50,7 @@ def connect(group: dist.ProcessGroup, *, label: str, device: torch.device, wante
     backend = dist.get_backend(group)
     if backend != "gloo":
         if wanted == "shared-memory":
-            raise _refused(f"the group over {label} uses {backend}, and shared memory carries tensors of the CPU")
+            raise _refused(f"the group over {label} uses {backend}, and shared memory is for CPU tensors")
         return _by_torch(group, device, f"the group over {label} uses {backend}")
     try:
         host = Host(group, label=label)

@@ -1,7 +1,7 @@
-"""Seconds that a process stood in communication, by collective and axis: what was not hidden behind computation, read from the host's clock
+"""Exposed communication time of a process, by collective and axis: the time that computation did not hide, measured by the host's clock
 around each wait.
 
-It holds for tensors on the CPU, whose collectives block the thread that waits for them. On a GPU a wait is an entry in a stream and
+It is valid for tensors on the CPU, whose collectives block the thread that waits for them. On a GPU a wait is queued on a stream and
 returns at once, so nothing is counted there. A wait for a slower rank counts like a wait for a slow link.
 """
 

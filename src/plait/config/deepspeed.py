@@ -1,10 +1,9 @@
-"""What every key of DeepSpeed files means to Plait, as one table: supported, meaningless here and why, or refused and why.
+"""What every key of DeepSpeed files means to Plait, as one table: supported, ignored and why, or refused and why.
 
-Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older releases and of published files.
-A supported key is a field of the schema, which documents it. Meaningless here is what only tunes DeepSpeed's own implementation or prints;
-refused is what would change the numbers, the memory or an output that somebody waits for (a tracker, a checkpoint). A refused key is
-refused for what its value asks: `off` lists the values that ask for nothing. Wherever DeepSpeed accepts "auto" for a key that has no
-meaning here, so does Plait.
+Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older releases and of published files. A
+supported key is a field of the schema, which documents it. A key is ignored if it only tunes DeepSpeed's own implementation or prints; it
+is refused if it would change the results, the memory or an output that a user expects (a tracker, a checkpoint). A refused key is refused
+for its value: `off` lists the values that switch it off. Wherever DeepSpeed accepts "auto" for an ignored key, so does Plait.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _REDUCED_BY_BLOCK = "gradients are reduced and parameters gathered block by bloc
 _SIZED_BY_BLOCK = "the unit that is gathered and freed is a block of the model, so there is no budget to set"
 _ONE_IMPLEMENTATION = "a detail of DeepSpeed's implementation; results do not depend on it"
 _OFFLOAD_DETAIL = "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead and written behind by threads"
-_PARAM_IN_CPU = "what stays in memory are the buffers, offload_param.buffer_count x buffer_size numbers; all shards are in files"
+_PARAM_IN_CPU = "what stays in memory are the buffers, offload_param.buffer_count x buffer_size elements; all shards are in files"
 _PARAM_PIN = "files are mapped and need no pinned memory; with device cpu, offload_optimizer.pin_memory pins shards and gradients together"
 _PRINTS = "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl"
 _MONITOR = "a setting of a tracker that is off; every step is written to metrics.jsonl in `run.folder`"
@@ -59,7 +58,7 @@ _EXPERTS = "a setting of expert parallelism, which is off"
 _ELASTIC = "a setting of elastic batch sizes, which are off"
 _BF16_SCALE = "bfloat16 has the range of float32 and needs no loss scale; these keys belong to fp16"
 _AIO = "how DeepSpeed reads and writes files; here two threads do, one for each"
-_DATA = "`plait train` reads the `data` section; an own loop brings its own loader"
+_DATA = "`plait train` reads the `data` section; your own training loop brings its own loader"
 
 
 def _each(section: str, names: str, value: Any) -> dict[str, Any]:
@@ -432,7 +431,7 @@ REFUSED: tuple[Refusal, ...] = (
         {"zero_optimization.zero_quantized_nontrainable_weights": _FLAG},
     ),
     Refusal(
-        "DeepSpeed removed it; parallel.error_feedback keeps the whole error",
+        "DeepSpeed removed it; parallel.error_feedback keeps the full residual",
         "leave it out and set parallel.error_feedback",
         {"zero_optimization.zeropp_loco_param": _GIVEN},
     ),
@@ -472,7 +471,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "the engine decides which micro-batch ends a step",
-        "leave it out, or use plait.parallelize and plait.accumulate in an own loop",
+        "leave it out, or use plait.parallelize and plait.accumulate in your own training loop",
         {"managed_gradient_accumulation": ("flag", (True,))},
     ),
     Refusal(
@@ -521,7 +520,7 @@ REFUSED: tuple[Refusal, ...] = (
         {"expert_parallel.enabled": _FLAG, "expert_parallel.autoep_size": ("whole", (0, 1))},
     ),
     Refusal(
-        "Plait launches no trial runs",
+        "Plait launches no autotuning runs",
         "set it to false or leave the section out, and give the batch sizes",
         {"autotuning.enabled": _FLAG},
     ),
@@ -550,7 +549,7 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "no tracker is called, and who looks there would wait for ever; every step is written to metrics.jsonl in run.folder",
+        "no tracker is called, so nothing would appear there; every step is written to metrics.jsonl in run.folder",
         "set it to false or leave the section out, and read metrics.jsonl",
         {
             "tensorboard.enabled": _FLAG,

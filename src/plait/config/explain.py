@@ -1,6 +1,6 @@
 """What a file means, as rows: each of its keys with its status and meaning, and each resolved value with its source. Pure data.
 
-`plait config explain` prints them. A key that a resolved configuration does not come to read is shown as meaningless, with the reason.
+`plait config explain` prints them. A key that has no effect on the resolved configuration is shown as ignored, with the reason.
 """
 
 from __future__ import annotations
@@ -150,17 +150,21 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (
         ("parallel.all_reduce", "parallel.links", "parallel.measure_seconds"),
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None) or r.layout.dp == 1,
-        "gradients are summed so only at stage 0, in the model's own dtype, over several processes",
+        "it applies only at stage 0, in the model's own dtype, over several processes",
     ),
     (("parallel.measure_seconds",), lambda r: r.data_parallel.links is not None, "parallel.links has measurements"),
-    (("parallel.all_reduce",), lambda r: r.data_parallel.compression.gradients, "compressed gradients are summed in their own way"),
+    (("parallel.all_reduce",), lambda r: r.data_parallel.compression.gradients, "compressed gradients have their own all-reduce"),
     (
         ("parallel.compress_gradients", "parallel.compress_weights", "parallel.second_copy"),
         lambda r: r.layout.dp == 1,
         "one data-parallel process exchanges nothing",
     ),
     (("parallel.compress_weights",), lambda r: r.data_parallel.stage == 0, "stage 0 gathers no parameters"),
-    (("parallel.second_copy",), lambda r: r.data_parallel.second_copy == 0, "stages 0 to 2 and a copy over all of dp_shard gather once"),
+    (
+        ("parallel.second_copy",),
+        lambda r: r.data_parallel.second_copy == 0,
+        "stages 0 to 2, and a partition over all of dp_shard, gather once",
+    ),
     (
         ("parallel.error_feedback",),
         lambda r: not any(way.gradient_bits for way in (r.data_parallel.compression, *r.data_parallel.may_compress)),

@@ -1,6 +1,6 @@
 """The JSON schema of the one file, for editors and other programs: the schema's own, and every other key that a file may contain.
 
-Keys that have no meaning here, or are refused for most values, are marked `deprecated` with the reason as their description.
+Keys that are ignored, or refused for most values, are marked `deprecated` with the reason as their description.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every flag of Megatron-LM means to Plait, as one table: the key of the file that it sets, or meaningless here, or refused, and why.
+"""What every flag of Megatron-LM means to Plait, as one table: the key of the file that it sets, or ignored, or refused, and why.
 
 Data only; `megatron` reads it. Flags that describe Megatron's own model and data loader are accepted and set nothing: Plait takes the model
 from its caller, or from the `model` section.
@@ -64,15 +64,15 @@ def _one_of(choices: Mapping[str, Any]) -> Callable[[Any], Any]:
 
 
 _MODEL = "describes Megatron's own model; Plait takes the model from plait.initialize, or from the `model` section"
-_DATA = "describes Megatron's own data loader; `plait train` reads the `data` section, an own loop brings its batches"
+_DATA = "describes Megatron's own data loader; `plait train` reads the `data` section, your own training loop brings its batches"
 _ALWAYS = "communication and compute always overlap"
 _KERNELS = "a kernel or a backend of Megatron; Plait runs the model's own code"
-_TRACKER = "no tracker is called, and who looks there would wait for ever; every step is written to metrics.jsonl in run.folder"
+_TRACKER = "no tracker is called, so nothing would appear there; every step is written to metrics.jsonl in run.folder"
 _LOGGING = "every step is written to metrics.jsonl in `run.folder`"
 _STYLES = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 _FALLS = {name: name for name in ("exponential", "linear", "cosine", "minus_sqrt")}
 DISTRIBUTED, LAYERS_PER_STAGE = "--use-distributed-optimizer", "--num-layers-per-virtual-pipeline-stage"
-"""Targets of flags whose meaning depends on other flags; `megatron` settles them."""
+"""Targets of flags whose meaning depends on other flags; `megatron` resolves them."""
 
 DEFAULTS: Mapping[str, Any] = {"run.seed": 1234, "run.log_every": 100, "run.validate_every": 1000}
 """What Megatron-LM takes where a flag is left out and Plait's default is another."""

@@ -22,8 +22,8 @@ class OptimizerSpec(Policy):
     """`AdamW`, `Adam` (DeepSpeed's: AdamW unless `adam_w_mode` is false), `SGD`, `Adagrad`, `Lion` (from lion-pytorch), `Muon`, any other
     name in `torch.optim`, or a class by its path (`torchao.optim.AdamW8bit`)."""
     states: StateForm = "own"
-    """Adam and AdamW: what the two averages are kept in. own: the dtype of the parameters, float32 unless model.dtype says otherwise. bf16:
-    the first in bfloat16, the second in float32. int8 and float8: both in 8 bits a number, with a scale for every block of up to 256; small
+    """Adam and AdamW: the dtype of the two moments. own: the dtype of the parameters, float32 unless model.dtype sets another. bf16: the
+    first in bfloat16, the second in float32. int8 and float8: both in 8 bits per element, with a scale for every block of up to 256; small
     parameters and vectors in float32. Steps are computed in float32."""
     params: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """Its parameters by name. `auto` for lr, betas, eps and weight_decay takes Hugging Face's defaults."""

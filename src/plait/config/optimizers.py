@@ -57,11 +57,11 @@ _EXTRA: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 ONLY: Mapping[str, tuple[object, str, str]] = MappingProxyType(
     {
-        "bias_correction": (True, "torch's Adam always corrects the bias of its averages", "leave it out, and lengthen the warm-up"),
+        "bias_correction": (True, "torch's Adam always corrects the bias of its moments", "leave it out, and lengthen the warm-up"),
         "set_grad_none": (True, "gradients are freed between steps", "leave it out"),
-        "fp32_optimizer_states": (True, "optimizer states have the type of the master parameters", "set model.dtype instead"),
+        "fp32_optimizer_states": (True, "optimizer states have the dtype of the master weights", "set model.dtype instead"),
         "ns_method": ("standard", "torch's Muon multiplies in the standard order, which is the same iteration", "leave it out"),
-        "per_head_muon": (False, "torch's Muon orthogonalises whole matrices", "leave it out"),
+        "per_head_muon": (False, "torch's Muon orthogonalises full matrices", "leave it out"),
     }
 )
 """Parameters of DeepSpeed that have one possible value here: the value, why, and the remedy for another. The engine drops them."""
@@ -118,7 +118,7 @@ def kind_problems(kind: str) -> list[str]:
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
     if kind not in (*_TORCH, "Lion") and not is_path(kind):
-        return [f"`{kind}` is no optimizer of DeepSpeed or torch, nor a path package.module.Class; {instead(kind, (*_TORCH, 'Lion'))}"]
+        return [f"`{kind}` is neither an optimizer of DeepSpeed or torch nor a path of a class; {instead(kind, (*_TORCH, 'Lion'))}"]
     return []
 
 

@@ -212,7 +212,7 @@ def kind_problems(kind: str) -> list[str]:
     if kind in REFUSED:
         return [f"it cannot be used: {REFUSED[kind]}"]
     if kind not in known:
-        return [f"`{kind}` is no schedule of DeepSpeed, Transformers or torch; {instead(kind, known)}"]
+        return [f"`{kind}` is not a schedule of DeepSpeed, Transformers or torch; {instead(kind, known)}"]
     return []
 
 

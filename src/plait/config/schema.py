@@ -1,8 +1,8 @@
 """The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run` and `parallel`.
 
-A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys that DeepSpeed knows and that have no meaning here
-are not fields: they are in the table `deepspeed`. Every key has one default, DeepSpeed 0.19.8's, whatever else stands in the file; what
-`"Left out: ..."` derives, it derives from keys of the same setting.
+A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys of DeepSpeed that Plait ignores are not fields: they are
+in the table `deepspeed`. Every key has one default, DeepSpeed 0.19.8's, whatever else stands in the file; what `"Left out: ..."` derives,
+it derives from keys of the same setting.
 """
 
 from __future__ import annotations
@@ -109,13 +109,13 @@ class DataTypesSection(Policy):
 
 
 class OffloadOptimizerSection(Policy):
-    """Where optimizer states, gradients and master parameters live."""
+    """Where optimizer states, gradients and master weights are stored."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: on the device. cpu: in host memory, for GPUs; the optimizer runs there. nvme: in files in `nvme_path`, read and written in
     pieces during the step; not for GPUs in this release."""
     pin_memory: bool = True
-    """cpu: pin the host memory, so that copies run beside the computation."""
+    """cpu: pin the host memory, so that copies overlap with computation."""
     nvme_path: Place | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
@@ -123,17 +123,17 @@ class OffloadOptimizerSection(Policy):
     buffer_size: Count = 100_000_000
     """nvme: float32 numbers in a piece, parameters, gradients and states together."""
     ratio: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), Number] = 1.0
-    """The share of the parameters that this is done for: blocks from the first on, then what is outside of them, until it is reached. The
-    masters, gradients and states of the others stay on the device."""
+    """The share of the parameters that is offloaded: blocks from the first on, then the parameters outside of them, until it is reached.
+    Master weights, gradients and states of the others stay on the device."""
 
 
 class OffloadParamSection(Policy):
-    """Where the shards of stage 3's parameters live, from which blocks are gathered. They are the master parameters too: there is no other
-    copy. At stages 1 and 2 the masters go where offload_optimizer puts the states."""
+    """Where the shards of stage 3's parameters are stored, from which blocks are gathered. They are the master weights too: there is no
+    other copy. At stages 1 and 2 the master weights are stored with the states of offload_optimizer."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu". nvme: in files in `nvme_path`, read ahead
-    of the block that is gathered next and given back after; not for GPUs in this release."""
+    """none: on the device. cpu: in host memory, together with offload_optimizer.device = "cpu". nvme: in files in `nvme_path`, prefetched
+    for the block that is gathered next and evicted after it; not for GPUs in this release."""
     nvme_path: Place | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
@@ -238,7 +238,7 @@ class ParallelSection(Policy):
     """With tp: pieces in which a row-split product is computed; while one is summed over the processes, the next is computed. The gradients
     of inputs are then summed while those of weights are computed. For links that a step waits for; 0: sums are waited for."""
     loss_parallel: bool = True
-    """With tp: leave logits split over the vocabulary in the loss, so that whole logits are never built in training."""
+    """With tp: leave logits split over the vocabulary in the loss, so that full logits are never allocated in training."""
     plan: dict[str, str] | None = None
     """With tp: module pattern (`blocks.*.up`) to style (`colwise`, `rowwise`, `colwise_gather_output`, `rowwise_split_input`,
     `embedding_rowwise`, `vocab_head`, `replicated_with_grad_allreduce`). Left out: the model family's own plan."""
@@ -249,8 +249,8 @@ class ParallelSection(Policy):
     """MiB of gradients in a reduction at stage 0 in the model's own dtype, the one case with buckets. "auto": what the measured links make
     the cheapest, and 25 where none are known."""
     loss_chunk_tokens: Annotated[int, Field(ge=0, le=LARGEST), Number] = 0
-    """Compute head and cross entropy for this many tokens at a time, so that whole logits never exist; 0: all at once. For language models
-    with plait.causal_lm_loss."""
+    """Compute head and cross entropy for this many tokens at a time, so that full logits are never allocated; 0: all at once. For language
+    models with plait.causal_lm_loss."""
     recompute: RecomputeSection = RecomputeSection()
     """Activation checkpointing."""
     activation_offload: ActivationOffloadSection = ActivationOffloadSection()
@@ -260,20 +260,20 @@ class ParallelSection(Policy):
     transport: Literal["auto", "torch", "shared-memory"] = "auto"
     """How gradients and parameters move between data-parallel processes: "torch" by its collectives (gloo, NCCL), "shared-memory" through
     memory that the processes of one machine share, for tensors on the CPU. "auto": shared memory where a group's processes have it."""
-    all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "two-level", "ring", "recursive-doubling"] = "auto"
-    """How gradients are summed at stage 0 in the model's own dtype. "auto": through shared memory, or what is cheapest by the links that
-    were measured. Where none were, in two levels (inside machines, across, inside) if the processes span machines with several of them
-    each, else in one call of the backend, which on GPUs chooses its own ring or tree."""
+    all_reduce: Literal["auto", "all-reduce", "reduce-scatter+all-gather", "hierarchical", "ring", "recursive-doubling"] = "auto"
+    """The all-reduce algorithm of gradients at stage 0 in the model's own dtype. "auto": shared memory, or the cheapest algorithm by the
+    measured links. Where none were measured, hierarchical (intra-node, inter-node, intra-node) if the processes span machines with several
+    of them each, else the backend's own all-reduce, which on GPUs chooses its own ring or tree."""
     measure_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False), Number] = 1.0
     """About how long "auto" in all_reduce measures the links of the run's own processes when it starts, where they share no memory and
     links names no file. 0: it does not, and decides by the machines."""
     links: Place | None = None
     """A file that `plait doctor --links` wrote for this layout: "auto" in all_reduce takes what is cheapest by its measurements."""
     compress_gradients: Compressions = "none"
-    """What gradients travel as between data-parallel processes: numbers of 8 or 4 bits with a scale every 256, or at stage 0 two thin
-    factors of every matrix. It changes the training a little; for links that are slower than the computation. A list: what is allowed;
-    the first steps are whole, the next try what could save a twentieth of a step, and what does is taken, of ways that change the numbers
-    more if they save another twentieth. "auto" is ["int8", "int4"]."""
+    """Compression of gradients between data-parallel processes: 8 or 4 bits per element with a scale every 256, or at stage 0 two low-rank
+    factors of every matrix. It changes the training slightly; for links that are slower than the computation. A list: the allowed
+    candidates; the first steps are uncompressed, the next measure each candidate that could save 5 % of a step, and one that does is
+    activated, a lossier one only if it saves another 5 %. "auto" is ["int8", "int4"]."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
     """Stages 1 to 3: what parameters travel as when they are gathered."""
     error_feedback: FlagOrAuto = "auto"

@@ -172,7 +172,7 @@ def _parse_json(text: str, name: str) -> Any:
         near = lines[error.lineno - 1].strip()[:60] if error.lineno <= len(lines) else ""
         where = f"{name}, line {error.lineno}, column {error.colno}"
         raise ConfigError(
-            Problem(where, None, f"is no JSON here ({error.msg})", f"correct it at `{near}`" if near else "add what is missing")
+            Problem(where, None, f"is not valid JSON here ({error.msg})", f"correct it at `{near}`" if near else "add what is missing")
         ) from None
     except RecursionError:
         raise ConfigError(Problem(name, None, "is nested too deeply", "write sections of keys")) from None
@@ -245,10 +245,10 @@ def _parse_yaml(text: str, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
-        raise ConfigError(Problem(where, None, f"is no YAML here ({error.problem})", "correct it there")) from None
+        raise ConfigError(Problem(where, None, f"is not valid YAML here ({error.problem})", "correct it there")) from None
     except RecursionError:
         raise ConfigError(Problem(name, None, "is nested too deeply", "write sections of keys")) from None
     except ConfigError:
         raise
     except _NOT_YAML as error:
-        raise ConfigError(Problem(name, None, f"is no YAML ({' '.join(str(error).split())[:200]})", "correct it")) from None
+        raise ConfigError(Problem(name, None, f"is not valid YAML ({' '.join(str(error).split())[:200]})", "correct it")) from None

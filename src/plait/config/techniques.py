@@ -56,7 +56,7 @@ def _refuse(path: str, value: object, rules: Iterable[tuple[bool, str, str]], *,
 
 
 def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> None:
-    """What sums beside products do not go with. Raises ConfigError with all of it."""
+    """The settings that overlapped all-reduces cannot be combined with. Raises ConfigError with all of them."""
     if at.tp == 1 or not tensor.tensor_overlap:
         return
     schedule = SCHEDULES.get(pipeline.schedule)
@@ -64,10 +64,10 @@ def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> No
     rules = (
         (
             tensor.sequence_parallel,
-            "parallel.sequence_parallel is true, whose gathers and scatters are not cut into pieces",
+            "parallel.sequence_parallel is true, whose all-gathers and reduce-scatters are not cut into chunks",
             "set that to false",
         ),
-        (splits, f"{pipeline.schedule} puts the gradients of weights off by itself", "use the schedule 1f1b or interleaved-1f1b"),
+        (splits, f"{pipeline.schedule} defers the gradients of weights itself", "use the schedule 1f1b or interleaved-1f1b"),
     )
     _refuse("parallel.tensor_overlap", tensor.tensor_overlap, rules, otherwise="0")
 
@@ -85,7 +85,7 @@ def pipeline(found: Findings, solved: Layout) -> Pipeline:
         if several:
             found.sources["parallel.pipeline.schedule"] = f"derived: {section.stages_per_rank} stages a rank"
     if schedule not in SCHEDULES:
-        rule = "is no schedule of a pipeline that Plait runs"
+        rule = "is not a pipeline schedule that Plait runs"
         found.problems.append(Problem("parallel.pipeline.schedule", schedule, rule, instead(schedule, SCHEDULES)))
     return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
 
@@ -124,20 +124,20 @@ def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
         return "by-machines"
     found.sources[path] = origin
     if found.config.parallel.transport == "shared-memory" and found.config.zero_optimization.stage == 0:
-        rule = "parallel.transport is shared-memory, which sums in its own way"
+        rule = "parallel.transport is shared-memory, which has its own all-reduce"
         raise ConfigError(Problem(path, wanted, rule, 'use "auto" for one of them'))
     return wanted
 
 
 def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple[Compression, ...]]:
-    """(what is compressed from the first step, ways of which the first steps may take one)."""
+    """(the compression from the first step on, the candidates from which the first steps may select one)."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
     buckets = has_buckets(stage, mixed=dtypes.compute is not None)
     for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
         found.sources[f"parallel.{name}"] = found.config.origin(f"parallel.{name}")
     gradients, path = parallel.compress_gradients, "parallel.compress_gradients"
     if stage and "powersgd" in (gradients if isinstance(gradients, list) else [gradients]):
-        rule = f"factors a matrix's whole gradient, and ZeRO stage {stage} reduces it in shards"
+        rule = f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards"
         raise ConfigError(Problem(path, gradients, rule, 'use "int8", or zero_optimization.stage 0'))
     decided = gradients == "auto" or isinstance(gradients, list)
     if decided and not stage and parallel.all_reduce != "auto":
@@ -146,7 +146,7 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
     if gradients != "none" and stage == 0 and not buckets:
         rule = "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot be given another collective"
         raise ConfigError(Problem(path, gradients, rule, "use zero_optimization.stage 1, or compute in the model's own dtype"))
-    default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold whole gradients")
+    default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold full gradients")
     feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
 
     def of(scheme: str, weights: str = "none") -> Compression:
@@ -327,7 +327,7 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     if section.device == "nvme" and section.nvme_path is None:
         problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))
     if found.config.zero_optimization.stage == 0:
-        rule = "ZeRO stage 0 keeps whole optimizer states on every process"
+        rule = "ZeRO stage 0 keeps full optimizer states on every process"
         problems.append(Problem(f"{path}.device", section.device, rule, "set zero_optimization.stage to 1, 2 or 3"))
     if problems:
         raise ConfigError(*problems)
@@ -343,24 +343,22 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
 
 
 def parameter_offload(found: Findings) -> ParameterOffload:
-    """The tier of the shards that parameters are gathered from, which are the masters that the optimizer updates."""
+    """The tier of the shards that parameters are gathered from, which are the master weights."""
     zero, path = found.config.zero_optimization, "zero_optimization.offload_param"
     section, states, stage = zero.offload_param, zero.offload_optimizer, zero.stage
     found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
     problems = []
     if section.device != "none" and stage != 3:
-        rule = f"stage {stage} keeps parameters whole while a step computes"
+        rule = f"stage {stage} keeps parameters unsharded during a step"
         problems.append(Problem(f"{path}.device", section.device, rule, 'set zero_optimization.stage to 3, or "none"'))
     if section.device == "cpu" and states.device != "cpu":
-        rule = (
-            f"shards are the master parameters, which the optimizer updates where its states are, and those are on {_TIERS[states.device]}"
-        )
+        rule = f"shards are the master weights, which the optimizer updates where its states are, and those are on {_TIERS[states.device]}"
         problems.append(Problem(f"{path}.device", "cpu", rule, 'set zero_optimization.offload_optimizer.device = "cpu", or "none"'))
     if section.device == "cpu" and states.ratio < 1:
-        rule = "parameters are the masters, and offload_optimizer.ratio leaves part of them on the device"
+        rule = "parameters are the master weights, and offload_optimizer.ratio leaves part of them on the device"
         problems.append(Problem(f"{path}.device", "cpu", rule, 'use "none", or offload_optimizer.ratio = 1'))
     if section.device == "nvme" and states.device == "cpu":
-        rule = "shards are the master parameters, and offload_optimizer.device = cpu takes them into host memory"
+        rule = "shards are the master weights, and offload_optimizer.device = cpu takes them into host memory"
         problems.append(Problem(f"{path}.device", "nvme", rule, 'set offload_optimizer.device = "nvme" or "none", or "cpu" here'))
     if section.device == "nvme" and section.nvme_path is None:
         problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))

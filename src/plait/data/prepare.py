@@ -34,7 +34,7 @@ class Prepared:
     train: Sequences
     validation: Sequences
     identity: dict[str, str]
-    """What two runs must share to see the same sequences: the text and the tokenizer, in words and as a digest of their content."""
+    """What two runs must share to see the same sequences: the text and the tokenizer, as a description and as a digest of their content."""
 
 
 def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say: Callable[[str], None]) -> Prepared:

@@ -25,7 +25,7 @@ class BackwardOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         if not is_elementwise(optimizer):
             raise ModelError(
-                f"parallel.optimizer_in_backward: {type(optimizer).__name__} looks at more than one number of a parameter at a time, and "
+                f"parallel.optimizer_in_backward: {type(optimizer).__name__} reads more than one element of a parameter at a time, and "
                 "is not proven to be called in the middle of a backward; use AdamW or another elementwise optimizer of torch, or false"
             )
         self.optimizer = optimizer

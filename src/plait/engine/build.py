@@ -189,12 +189,12 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
             Problem(
                 "parallel.pp",
                 resolved.layout.pp,
-                "a loop of one's own calls the whole model, and here each process has a part of it",
+                "your own training loop calls the full model, and here each process has a part of it",
                 "use plait.initialize and engine.train_batch, or parallel.pp = 1",
             )
         )
     if resolved.data_parallel.may_compress:
-        rule = "whole steps are timed to decide it, and a loop of one's own has none that plait sees"
+        rule = "full steps are timed to decide it, and plait sees none in your own training loop"
         raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or say "int8" or "none"'))
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
@@ -275,8 +275,8 @@ def _chunked(loss: Loss | None, tokens: int) -> Loss:
         Problem(
             "parallel.loss_chunk_tokens",
             tokens,
-            f"only plait.causal_lm_loss is computed in pieces, and {given}",
-            "pass loss_fn=plait.causal_lm_loss, or use 0; in a loop of your own call plait.chunked_causal_lm_loss",
+            f"only plait.causal_lm_loss is computed in chunks, and {given}",
+            "pass loss_fn=plait.causal_lm_loss, or use 0; in your own training loop call plait.chunked_causal_lm_loss",
         )
     )
 

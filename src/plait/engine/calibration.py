@@ -61,7 +61,7 @@ def trial_request(cluster: Cluster) -> Request:
     """What the trials train: a Llama of 17 M parameters on CPU cores, of 0.5 B on GPUs."""
     fields = dict(ON_CPU if cluster.device.name == "cpu" else ON_GPU)
     precision = "fp32" if cluster.device.name == "cpu" else "bf16" if "bf16" in cluster.device.flops else "fp16"
-    model = Model(from_config(fields, source="the trial's model"), {"config": fields})
+    model = Model(from_config(fields, source="the measured model"), {"config": fields})
     return Request(model, cluster, 4 * cluster.devices, fields["max_position_embeddings"], precision)
 
 

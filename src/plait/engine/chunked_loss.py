@@ -130,7 +130,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
         if any(is_foreign(hook) for hook in module._forward_hooks.values()):
             raise ModelError(
                 f"parallel.loss_chunk_tokens: {name} has a forward hook, which would see the head's input, because the loss computes the "
-                "logits in pieces; remove the hook, or use 0"
+                "logits in chunks; remove the hook, or use 0"
             )
         own = module.__dict__.get("forward")
         original: Head = module.forward
@@ -185,7 +185,7 @@ class _Changes(TorchFunctionMode):
         others = [leaf for index, leaf in enumerate(args) if index != at] + list(kwargs.values())
         if at is None or name.strip("_") not in _ELEMENTWISE or not all(_is_constant(other) for other in others):
             raise ModelError(
-                f"{self.who} does `{name}` to its logits, and with a loss in pieces they never exist as a whole: what is done to them "
+                f"{self.who} does `{name}` to its logits, and with a loss in chunks they are never allocated in full: what is done to them "
                 "elementwise with constants (a scale, a soft cap, a cast) is supported; use 0"
             )
         self.noted.append(lambda logits: func(*args[:at], logits, *args[at + 1 :], **kwargs))

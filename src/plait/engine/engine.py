@@ -281,7 +281,7 @@ class Engine(EngineFacts):
         """Forward of one micro-batch."""
         if self._pipeline is not None:
             raise InputError(
-                "parallel.pp > 1: a pipeline runs whole steps, because each process has a part of the model; call engine.train_batch, "
+                "parallel.pp > 1: a pipeline runs full steps, because each process has a part of the model; call engine.train_batch, "
                 "engine.eval_batch or engine.predict"
             )
         self._settle()

@@ -78,7 +78,7 @@ def foretell(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, l
     """The forecast for rank `rank` of `resolved`'s layout: steps of micro-batches [samples, length], `model` a causal language model,
     whole and unsharded, which stays as it is. Makes and ends a process group; raises InputError where one exists."""
     if dist.is_initialized():
-        raise InputError("a forecast makes a process group of ranks that do not exist, and this process has one already")
+        raise InputError("a prediction makes a process group of ranks that do not exist, and this process has one already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
     try:
         return foretell_on(build_mesh(resolved.layout), model, resolved, samples=samples, length=length)
@@ -90,7 +90,7 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
     """The forecast for the rank that `mesh` is on."""
     reason = why_not_foretold(resolved)
     if reason is not None:
-        raise InputError(f"the peak of a step is not foretold with {reason}")
+        raise InputError(f"the peak of a step is not predicted with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
     context = resolved.context(model=model, blocks=blocks)
     given = Parts(model=model, blocks=blocks, notes=notes_of(one.check(context) for one in (resolved.tensor_parallel, resolved.pipeline)))

@@ -152,7 +152,7 @@ def _mixed(error: Exception, parts: Parts) -> str:
             "parallel.tp splits parameters (read parameter.full_tensor(), or call the module) and logits until the loss has them (change "
             "them with parallel.loss_parallel = false)"
         )
-    return f"{str(error).partition(' ')[0]} was given a whole tensor beside one that is split over processes; " + ". ".join(ways)
+    return f"{str(error).partition(' ')[0]} was given a full tensor together with one that is split over processes; " + ". ".join(ways)
 
 
 def checked_loss(loss: Any) -> torch.Tensor:

@@ -32,7 +32,7 @@ _FUSED = {"Adam": ("cpu", "cuda"), "AdamW": ("cpu", "cuda"), "SGD": ("cpu", "cud
 """Devices with a fused kernel that is used without asking."""
 _FUSED_SHARDED = ("Adam", "AdamW")
 """torch 2.13 has no rule for the other fused kernels on shards (`aten._fused_sgd_ does not have a sharding strategy`)."""
-_NOT_SHARDED = {"Adafactor": "it takes norms of whole parameters", "Rprop": "it writes through an index"}
+_NOT_SHARDED = {"Adafactor": "it takes norms of full parameters", "Rprop": "it writes through an index"}
 """Fail at their first step on shards, in torch 2.13."""
 _EMBEDDING = ("embed", "lm_head", "wte", "wpe")
 """DeepSpeed's words for what Muon leaves to AdamW, and GPT-2's names for its embeddings."""
@@ -187,7 +187,7 @@ def _muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
     """Muon for the matrices inside the model, AdamW for everything else, with DeepSpeed's split and defaults (`set_optimizer_flags`,
     `MuonWithAuxAdam`).
 
-    torch's Muon orthogonalises whole matrices: on shards every rank gathers them, which costs traffic that AdamW does not have, and it
+    torch's Muon orthogonalises full matrices: on shards every rank gathers them, which costs traffic that AdamW does not have, and it
     multiplies in bfloat16, so layouts agree to about 1e-2 of an update, not to the last digit.
     """
     matrices = [(name, p) for name, p in named if p.ndim == 2 and not any(word in name.lower() for word in _EMBEDDING)]

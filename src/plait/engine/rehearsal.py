@@ -102,9 +102,9 @@ def rehearse(
     `real` runs on this machine's device instead of fake tensors; the values are whatever its memory holds.
     """
     if dist.is_initialized():
-        raise InputError("a rehearsal makes a process group of ranks that do not exist, and this process has one already")
+        raise InputError("a single-rank dry run makes a process group of ranks that do not exist, and this process has one already")
     if not materialise.is_meta(model):
-        raise InputError("a rehearsal takes a model that was built under torch.device('meta')")
+        raise InputError("a single-rank dry run takes a model that was built under torch.device('meta')")
     quiet = resolved.data_parallel.model_copy(update={"unused_parameters": False})  # which parameters were used is a value
     resolved = resolved.model_copy(update={"data_parallel": quiet})
     began = time.perf_counter()
@@ -283,7 +283,7 @@ class _Profile:
 
     def __init__(self, mesh: Mesh) -> None:
         if mesh.device.type != "cuda":
-            raise InputError("a rehearsal with real kernels needs a GPU, and this machine has none; leave it to fake tensors")
+            raise InputError("a dry run with real kernels needs a GPU, and this machine has none; run it on fake tensors")
         self.device = torch.cuda.get_device_name(mesh.device)
         self.seconds = 0.0
         self.peak = 0

@@ -53,7 +53,7 @@ def _complete(model: nn.Module, styles: dict[str, Style], embedding: str | None,
         if all(_splits_rows(modules[name]) and name not in read for name in owners):
             styles.update({name: "embedding_rowwise" if is_embedding(modules[name]) else "vocab_head" for name in owners})
         else:
-            for name in ends:  # what one owner needs whole is whole for all
+            for name in ends:  # a tensor that one owner needs unsharded is unsharded for all
                 del styles[name]
 
 

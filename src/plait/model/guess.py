@@ -1,9 +1,9 @@
-"""Rules for a transformer that nobody has written any for, proposed from its structure.
+"""Tensor-parallel rules for a transformer without written rules, derived from its structure.
 
-Of each module that owns linear layers, the split that can be justified: columns and rows where a trial proves it (`trial`), or, where the
-module cannot be tried, for an MLP with the usual names and fitting shapes; else every layer with its output gathered, which is right for
-any layer that is called as a module. What even that is not known of stays whole. The plan as a whole is proven by `plait verify`,
-which nobody calls for the user.
+Each module that owns linear layers gets the best split that is known to be correct: column- and row-parallel where a test run shows it
+(`trial`), or, where the module cannot be run, for an MLP with the usual names and matching shapes; otherwise every layer with its output
+gathered, which is correct for any layer that is called as a module. Layers of which not even that is known stay replicated. Check the
+complete plan with `plait verify`; it does not run automatically.
 """
 
 from __future__ import annotations

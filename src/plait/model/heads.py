@@ -1,7 +1,7 @@
-"""How many attention heads a module computes, and whether a degree can deal them out.
+"""How many attention heads a module computes, and whether a degree can split them.
 
-A rank of the tp axis computes whole heads. Queries must divide; keys and values divide, or, where there are fewer of them than ranks and
-they divide the ranks, stay whole with each rank computing the one that its queries use. Nothing here looks at weights' values.
+A tp rank computes complete heads. The number of query heads must be divisible by the degree. That of key-value heads must be too, or must
+divide the degree: then they are replicated, and each rank computes the one that its queries use. Nothing here looks at weights' values.
 """
 
 from __future__ import annotations

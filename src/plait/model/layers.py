@@ -73,7 +73,7 @@ def out_features(module: nn.Module) -> int:
 
 
 def split_dims(module: nn.Module, style: Style) -> Mapping[str, int | None]:
-    """Own parameter to the dimension that `style` splits; None keeps it whole on every rank."""
+    """Own parameter to the dimension that `style` splits; None keeps it replicated on every rank."""
     transposed = is_conv1d(module)
     if style in COLUMN_STYLES:
         return {"weight": 1 if transposed else 0, "bias": 0}
@@ -96,7 +96,7 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
         if not is_embedding(module):
             raise ModelError(
                 f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Embedding with that class's forward and no max_norm, "
-                f"scale_grad_by_freq or sparse; leave it out, which keeps it whole on every rank"
+                f"scale_grad_by_freq or sparse; leave it out, which keeps it replicated on every rank"
             )
         return
     if isinstance(getattr(module, "base_layer", None), nn.Module):
@@ -113,7 +113,7 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
             why = ", and its weight is computed from other parameters (a parametrization, weight_norm, spectral_norm or pruning)"
         raise ModelError(
             f"{source}: {name} ({kind}) cannot be {style!r}: it must be an nn.Linear or Transformers' Conv1D with that class's forward"
-            f"{why}; leave it out, which keeps it whole on every rank"
+            f"{why}; leave it out, which keeps it replicated on every rank"
         )
 
 

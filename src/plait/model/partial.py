@@ -1,8 +1,8 @@
-"""Parameters that stay whole inside a part that is split: their gradients are partial, or their place is unknown.
+"""Replicated parameters inside a split region: their gradients are partial, or their place is unknown.
 
-Between a column-split and a row-split layer a rank computes its own heads or channels only. A norm over one head's width, or an
-activation with a weight, is applied to those, so its gradient must be summed over the ranks. About anything else nothing is known: the
-rules of a family then give way to ones that are right for any layer; a user's are taken as they are.
+Between a column-parallel and a row-parallel layer a rank computes only its own heads or channels. A norm over one head's width, or an
+activation with a weight, is applied to those, so its gradient must be summed over the ranks. For other parameters nothing is known: the
+rules of a model family are then replaced by rules that are correct for any layer; a user's rules are used as they are.
 """
 
 from __future__ import annotations

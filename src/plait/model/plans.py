@@ -51,7 +51,7 @@ class TensorPlan:
     modules: tuple[Sharded, ...]
     """Every module with a style, in model order. A style for a container is given to the descendants that own parameters."""
     dims: Mapping[str, int | None]
-    """Every parameter (tied ones under all their names) to the dimension that is split over tp; None is whole on every rank."""
+    """Every parameter (tied ones under all their names) to the dimension that is split over tp; None: replicated on every rank."""
     attributes: tuple[tuple[str, str, int], ...]
     """(module, attribute, value): integers that count heads and must become this rank's."""
     kv_heads: Mapping[str, int]
@@ -59,12 +59,12 @@ class TensorPlan:
     heads: Mapping[str, int]
     """Every attention whose heads are split to their number, where it is known. What it returns per head is this rank's."""
     norms: tuple[str, ...]
-    """Modules with whole parameters that see sequence shards under sequence parallelism: norms that are children of blocks, and the final
-    norm. Their gradients are then summed over tp, as are the biases of row-split layers inside blocks."""
+    """Modules with replicated parameters that compute on sequence shards under sequence parallelism: norms that are children of blocks, and
+    the final norm. Their gradients are then summed over tp, as are the biases of row-split layers inside blocks."""
     regions: tuple[str, ...]
-    """Children of blocks (attention, MLP) at whose door, under sequence parallelism, the first input is gathered along the sequence: they
-    derive shapes and positions from it. Row-split layers inside give sequence shards back. A column-split layer that is itself a child of
-    a block is its own door."""
+    """Children of blocks (attention, MLP) whose first input is gathered along the sequence under sequence parallelism: they derive shapes
+    and positions from it. Row-parallel layers inside return sequence shards. A column-parallel layer that is itself a child of a block
+    gathers its own input."""
     final_norm: str | None
     head: str | None
     embedding: str | None
@@ -143,7 +143,7 @@ def little_is_split(plan: TensorPlan, model: nn.Module) -> str | None:
     largest = sorted(whole, key=lambda name: -whole[name])[:3]
     return (
         f"parallel.tp = {plan.tp}: {plan.source} splits {plan.share:.1%} of the parameters of this {type(model).__name__}; every rank of "
-        f"tp holds and computes the rest as a whole, most of it in {', '.join(largest)}; give parallel.plan with styles for these layers, "
+        f"tp holds and computes the rest in full, most of it in {', '.join(largest)}; give parallel.plan with styles for these layers, "
         "or use parallel.tp = 1"
     )
 

@@ -1,8 +1,8 @@
-"""Whether the blocks of a model can work on sequence shards, and what their parts then do.
+"""Whether the blocks of a model can compute on sequence shards, and what their children then do.
 
-Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence; attention and MLP gather them at their door and give
-shards back through their row-split layers; norms work on shards. Anything else that has parameters, or that mixes tokens between those
-doors, would compute something else, so it is a reason to refuse. Decided from the structure alone.
+Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence. Attention and MLP all-gather their input, and their
+row-parallel layers reduce-scatter their output; norms compute on shards. Any other module with parameters, or one that mixes tokens outside
+of attention and MLP, would compute wrong values, so the model is refused. This is decided from the structure alone.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _look_at_block(
 
 
 def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) -> list[str]:
-    """Why the parts of an attention or MLP cannot stand between a gather at its door and a scatter at its end."""
+    """Why the parts of an attention or MLP cannot run between an all-gather of its input and a reduce-scatter of its output."""
     if not any(style in COLUMN_STYLES for style in inside.values()):
         return [f"{region} has no column-split layer that reads its input"]
     if not any(style in ROW_STYLES for style in inside.values()):
@@ -108,7 +108,7 @@ def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) 
         if gathered and is_norm(module) and name.rpartition(".")[2].startswith(("q_", "k_", "query_", "key_")):
             continue  # between a gathered output and a row-split layer: whole sequences, alike on every rank
         what = f"the parameter {owned[0]}" if name == region else f"{name[len(region) + 1 :]} ({type(module).__name__})"
-        reasons.append(f"{region} holds {what}, which is whole on every rank and may see other tokens than its neighbours")
+        reasons.append(f"{region} holds {what}, which is replicated on every rank and may see other tokens than its neighbours")
     return reasons
 
 

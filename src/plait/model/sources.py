@@ -95,6 +95,6 @@ def _read(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, S
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise ModelError(
             f"Transformers' plan of {family} has styles that Plait does not apply: {shown}{more}; use parallel.tp = 1, or give "
-            f"{USER_SOURCE} with styles for other layers, which leaves these whole on every rank"
+            f"{USER_SOURCE} with styles for other layers, which leaves these replicated on every rank"
         )
     return read

@@ -152,7 +152,7 @@ def _waiting(event: RunEnded) -> str:
         return ""
     each = sorted(event.waited_seconds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{what} {seconds / event.steps_seconds:.1%}" for what, seconds in each)
-    return f"; {total / event.steps_seconds:.1%} of the steps were spent waiting for other ranks: {parts}"
+    return f"; exposed communication {total / event.steps_seconds:.1%} of the step time: {parts}"
 
 
 def _stages(checked: Checked) -> list[tuple[str, str]]:

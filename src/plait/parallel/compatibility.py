@@ -48,7 +48,7 @@ REFUSALS: tuple[Refusal, ...] = (
         field="parallel.second_copy",
         value=lambda choice: choice.chosen(DataParallel).second_copy,
         applies=lambda choice: choice.chosen(DataParallel).second_copy > 0 and choice.layout.pp * choice.layout.tp > 1,
-        rule="torch makes a second copy's groups with all processes together, and those of other stages and slices make others: it hangs",
+        rule="all processes make the groups of a secondary partition together, and other stages and slices make others: it hangs",
         remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),
 )

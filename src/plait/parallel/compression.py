@@ -58,12 +58,12 @@ class Compression(Policy):
 
     @property
     def name(self) -> str:
-        """Of what gradients travel as, for people."""
+        """Of what gradients are sent as, for people."""
         return f"PowerSGD of rank {self.powersgd_rank}" if self.powersgd_rank else f"int{self.gradient_bits}"
 
     @property
     def code(self) -> int:
-        """Of what gradients travel as, in a checkpoint."""
+        """Of what gradients are sent as, in a checkpoint."""
         return _POWERSGD_CODE if self.powersgd_rank else self.gradient_bits
 
     def bucket_bytes(self, otherwise: int) -> int:
@@ -102,7 +102,7 @@ class Compression(Policy):
         return found
 
 
-_VERDICT = "trial.verdict"
+_VERDICT = "autotune.decision"
 
 
 def states(parts: Parts) -> dict[str, torch.Tensor]:

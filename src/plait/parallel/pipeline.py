@@ -62,7 +62,7 @@ class Pipeline(Technique):
         schedule = make_schedule(self.schedule, pp=pp, microbatches=context.accumulation, stages_per_rank=self.stages_per_rank)
         if schedule.splits_backward and context.chosen(DataParallel).stage == 3:
             whole = ", ".join(name for name in SCHEDULES if name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"))
-            rule = "it puts off the gradients of weights, for which freed parameters would have to be gathered a third time and all at once"
+            rule = "it defers the gradients of weights, for which freed parameters would have to be gathered a third time and all at once"
             raise ConfigError(
                 Problem("parallel.pipeline.schedule", self.schedule, f"with ZeRO stage 3: {rule}", f"use ZeRO stage 2, or one of {whole}")
             )

@@ -265,7 +265,7 @@ class _Pass:
                 self.runtime.messenger.send_object(boundary, to=to)
         elif not agreed.allows(boundary):
             raise ModelError(
-                f"parallel.pp: stage {action.stage} handed on {agreed.summary()} for a batch of these shapes before, and now "
+                f"parallel.pp: stage {action.stage} sent {agreed.summary()} for a batch of these shapes before, and now "
                 f"{boundary.summary()}: what the model passes between blocks follows from more than the batch's shapes and from what it "
                 "looks at outside of its blocks; pad the batch alike, or use parallel.pp = 1"
             )

@@ -246,7 +246,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             generator="ScheduleLoopedBFS",
         ),
         "interleaved-zero-bubble": ScheduleSpec(
-            "interleaved, with the gradients of the weights put off into the gaps (ZB1P)",
+            "interleaved, with the gradients of the weights deferred into the bubble (ZB1P)",
             (2, None),
             generator="ScheduleInterleavedZeroBubble",
             splits_backward=True,
@@ -259,7 +259,7 @@ SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
             splits_backward=True,
         ),
         "dualpipev": ScheduleSpec(
-            "a V of stages with forwards beside backwards, whose communication can overlap",
+            "a V of stages in which forwards overlap with backwards, and so can their communication",
             (2, 2),
             "v",
             generator="ScheduleDualPipeV",

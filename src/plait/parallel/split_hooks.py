@@ -126,8 +126,8 @@ def _refuse(name: str, module: nn.Module, registries: tuple[str, ...], what: str
 def _remedy(name: str, what: str) -> str:
     parent = name.rpartition(".")[0]
     if what == "the sequence":
-        return "the final norm or the model, whose outputs are whole"
-    return f"{parent}, whose inputs and outputs are whole" if parent else "a module around it"
+        return "the final norm or the model, whose outputs are unsharded"
+    return f"{parent}, whose inputs and outputs are unsharded" if parent else "a module around it"
 
 
 def _other(what: str) -> str:

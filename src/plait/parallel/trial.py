@@ -122,7 +122,7 @@ class Trial:
             times["whole again"] = self._again
         tried = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items())
         said = f"{self._said}; tried: {tried}" if tried else f"{self._said}, less than {SHARE:.0%}"
-        return f"gradients travel as {name} from here on: {said}" if code else f"gradients stay whole: {said}"
+        return f"gradients are sent as {name} from here on: {said}" if code else f"gradients stay uncompressed: {said}"
 
     def conclude(self, code: int) -> None:
         """Decide, or take over what was decided before; 0 leaves gradients whole."""

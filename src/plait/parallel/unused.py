@@ -23,7 +23,7 @@ from plait.errors import InputError
 
 FOREIGN_BACKWARD = (
     "loss.backward() was called on a model of plait.initialize: it does not divide by the number of micro-batches and ranks; call "
-    "engine.backward(loss), or use plait.parallelize for a loop of your own"
+    "engine.backward(loss), or use plait.parallelize with your own training loop"
 )
 
 

@@ -22,7 +22,7 @@ from plait.comm.choose import choose_buckets
 from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.host import Host
 from plait.comm.links import GroupLinks, load
-from plait.comm.startup import Found, find_links, settle
+from plait.comm.startup import Found, find_links, refine
 from plait.comm.transport import Transport, connect
 from plait.comm.waits import TimedAllGather, TimedReduceScatter
 from plait.errors import ConfigError, InputError, Problem
@@ -109,17 +109,17 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     compression = technique.compression
     if compression.gradients:
         fixed = BucketWay(partial(compression.buckets, group, mesh.device), technique.bucket_bytes)
-        return Summing(fixed, f"gradients are summed as {compression.name}")
-    levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "two-level") else None
+        return Summing(fixed, f"gradients are reduced as {compression.name}")
+    levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "hierarchical") else None
     if not _on_all_of_tp(mesh, levels is not None):
         levels = None
     wanted: str = technique.all_reduce
     why = "set in the configuration"
     bucket_bytes, shared = technique.bucket_bytes, None
     found: Found | None = None
-    if wanted == "two-level" and levels is None:
+    if wanted == "hierarchical" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
-        raise ConfigError(Problem("parallel.all_reduce", "two-level", rule, 'use "auto" or "all-reduce"'))
+        raise ConfigError(Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"'))
     if wanted == "by-machines" and dist.get_backend(group) != "fake":
         if technique.links is not None:
             found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
@@ -141,19 +141,19 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
             choice = choose_buckets(gradient_bytes, found.links, bucket_bytes=given)
             words = ""
             if technique.links is None:
-                choice, words = settle(choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds)
+                choice, words = refine(choice, found.links, group, levels, device=mesh.device, seconds=technique.measure_seconds)
             why = "; ".join(filter(None, (f"{choice.reason} The links were {found.how}", words)))
             wanted, bucket_bytes, why = _agreed(mesh, (choice.algorithm, choice.bucket_bytes, why))
     if wanted == "by-machines" and levels is not None and (shared is None or shared.name == "torch"):
-        wanted, why = "two-level", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
+        wanted, why = "hierarchical", f"{levels.across.size()} machines with {levels.inside.size()} ranks each"
     if wanted in ("by-machines", "shared-memory"):
         way = shared or _connected(technique, group, mesh, label="dp_replicate")
         note = "; the links were not measured, because nothing here is faster" if way.name == "shared-memory" else ""
         why = way.reason + note if wanted == "by-machines" else why
-        make, said = way.buckets, f"gradients are summed by {way.name}: {why}"
+        make, said = way.buckets, f"gradients are reduced by {way.name}: {why}"
     else:
         make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
-        said = f"gradients are summed by {wanted}: {why}"
+        said = f"gradients are reduced by {wanted}: {why}"
     in_memory = wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory")
     open_, words = _open_to_compression(technique, mesh, in_memory=in_memory)
     others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
@@ -166,9 +166,9 @@ def _open_to_compression(technique: DataParallel, mesh: Mesh, *, in_memory: bool
     if not allowed:
         return (), ""
     if mesh.device.type != "cpu":
-        return (), f". Gradients stay whole: what a step waits for is not measured on {mesh.device.type}"
+        return (), f". Gradients stay uncompressed: exposed communication time is not measured on {mesh.device.type}"
     if in_memory:
-        return (), ". Gradients stay whole: shared memory is faster than compressing"
+        return (), ". Gradients stay uncompressed: shared memory is faster than compressing"
     return allowed, f". The first steps decide on compression: {', '.join(to.name for to in allowed)}"
 
 
@@ -238,7 +238,7 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
     as_they_are = parts.compute_dtype is None and not parts.offloaded_units and not parts.always_shard
     host = way.host if all_gather is not None and as_they_are and not compression.weight_bits else None
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
-    gathered = f"gathered {names[compression.weight_bits]}" if host is None else "held once in shared memory"
+    gathered = f"gathered {names[compression.weight_bits]}" if host is None else "stored once in shared memory"
     said = f"parameters are {gathered}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
     open_, words = _open_to_compression(technique, mesh, in_memory=way.name == "shared-memory")
     levels = mesh.levels("dp_shard") if compression.gradient_bits or open_ else None

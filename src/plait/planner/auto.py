@@ -136,7 +136,8 @@ def _one_half(config: Config) -> bool:
 
 
 def with_settings_of(config: Config, request: Request) -> Request:
-    """`request` with what a file says beside the layout and is priced: compilation, the form of the moments, the reduction's dtype."""
+    """`request` with the settings of a file besides the layout that the planner models: compilation, the dtype of the Adam moments, the
+    reduction's dtype."""
     states = config.optimizer.states if config.optimizer is not None else request.optimizer_states
     reduce = config.communication_data_type or request.precision
     return replace(request, compile=request.compile or config.compile.enabled is True, optimizer_states=states, reduce=reduce)

@@ -30,7 +30,7 @@ class Origin:
     machine: str = ""
     """The processor and its threads a process, where the device is a CPU."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """When and from what; for people."""
+    """A description: when and from what it was made."""
 
 
 def save(path: Path, calibration: Calibration, origin: Origin) -> None:

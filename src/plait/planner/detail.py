@@ -29,15 +29,15 @@ COSTS = {
     "optimizer": ("optimizer", "offload"),
     "other": ("cp", "ep", "accumulate", "stragglers", "fixed"),
 }
-"""What a step takes beside the computation of the model itself: a group to its terms of `step.TERMS`."""
+"""The parts of a step besides the computation of the model itself: a group to its terms of `step.TERMS`."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank at the moment that needs most of it."""
+    """Bytes on one pipeline rank at its peak."""
 
     rank: str
-    """Which one, in words."""
+    """Its description."""
     moment: str
     terms: Mapping[str, float]
     """By `memory.TERMS`, then `slack` (reserved and not allocated) and `context` (outside the allocator)."""

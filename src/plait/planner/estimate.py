@@ -1,4 +1,4 @@
-"""Time and memory of candidate layouts in one call, every term named. The public door to the closed form."""
+"""Time and memory of candidate layouts in one call, every term named. The public interface of the closed form."""
 
 from __future__ import annotations
 

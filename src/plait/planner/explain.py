@@ -18,7 +18,7 @@ from plait.units import GIB
 
 @dataclass(frozen=True)
 class Comparison:
-    """The winner and the best layout that meets a wish."""
+    """The winner and the best layout that meets a query."""
 
     wish: str
     winner: Choice
@@ -49,8 +49,8 @@ def describe(layout: Mapping[str, object]) -> str:
 def why(
     found: Plan, wish: Mapping[str, int], text: str, *, fixed: Mapping[str, int] | None = None, calibration: Calibration | None = None
 ) -> Comparison:
-    """Compare the winner with the best layout that has the values of `wish` (`text` is how the user wrote them), and those that were
-    `fixed` for the winner where the wish does not say otherwise."""
+    """Compare the winner with the best layout that has the values of the query `wish` (`text` is how the user wrote them), and those that
+    were `fixed` for the winner where the query does not set them."""
     fixed = fixed or {}
     winner = found.best[0]
     if all(int(winner.layout[name]) == value for name, value in wish.items()):
@@ -81,7 +81,7 @@ def why(
 
 
 def neighbours(found: Plan) -> list[str]:
-    """Wishes one step from the winner, as a user would write them."""
+    """Queries one step from the winner, as a user would write them."""
     at = found.best[0].layout
     wishes = []
     for name in ("tp", "pp", "micro_batch"):

@@ -18,7 +18,7 @@ from plait.planner.hardware import PRECISIONS, Device, Numbers
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 """`none` is a single stage."""
 RECOMPUTE = ("none", "selective", "full", "operators")
-"""`selective` computes the attention's core again, `full` a whole block, `operators` all but attention and every second product."""
+"""`selective` computes the attention's core again, `full` the full block, `operators` all but attention and every second product."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bytes on a rank as a sum of named terms at the moment that needs most, allocated and reserved.
+"""Bytes on a rank at its peak as a sum of named terms, allocated and reserved.
 
 Priced are the first stage (most micro-batches in flight, the embedding), the last (head and logits) and the second (where the ends have
 fewer layers, it holds more), at the deepest backward, the loss, the optimizer step. The largest counts. Activations: arXiv 2205.05198 table
@@ -94,7 +94,7 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks:
 
 
 def _largest(job: Job, states: States, ranks: tuple[str, ...]) -> tuple[dict[str, Numbers], Numbers]:
-    """(terms at the peak, index into MOMENTS) of Plait's own step, over the ranks and all moments."""
+    """(terms at the peak, index into MOMENTS) of Plait's own step, over the ranks and all points."""
     assert states.units is not None
     pp = np.asarray(job.layouts.pp)
     there = {"first": np.ones_like(pp, dtype=bool), "last": pp > 1, "inner": pp > 2}

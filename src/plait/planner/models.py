@@ -1,7 +1,7 @@
 """Where an Architecture comes from: the table of public models, a Hugging Face configuration, a folder that holds one. Weights are never
 read.
 
-The way back, `to_config`, is what a plan writes for `plait train` to build.
+The inverse, `to_config`, makes the configuration that a plan writes for `plait train`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ SCHEDULE_NAMES = {
 RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention"}
 """What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core alone."""
 SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
-"""Schedules that put off the gradients of weights, which ZeRO stage 3 refuses."""
+"""Schedules that defer the gradients of weights, which ZeRO stage 3 refuses."""
 
 
 @dataclass(frozen=True)

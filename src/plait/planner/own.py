@@ -1,7 +1,7 @@
 """What Plait's own blocks, those of Transformers without compilation, hold on a rank: what they keep for the backward, and what the
 backward of a block needs besides, by recomputation, tp and sp.
 
-Counted from `engine.dryrun` and `engine.rehearsal`, which run the model on fake tensors; tests hold them together. Eager RMS norms keep
+Derived from `engine.dryrun` and the single-rank dry run, which run the model on fake tensors; tests compare them. Eager RMS norms keep
 their input in float32 and the normalised in 16 bits (6 a norm), and sequence parallelism keeps the gathered inputs of products (4 a hidden
 element).
 """
@@ -18,7 +18,7 @@ from plait.planner.job import Job
 
 @dataclass(frozen=True)
 class Working:
-    """A moment of a block's backward: bytes a token of activations and their gradients, and gradients of so many elements of its
+    """A point of a block's backward: bytes per token of activations and their gradients, and gradients of so many elements of its
     weights."""
 
     token_bytes: Numbers
@@ -94,7 +94,7 @@ def _mlp_kept(job: Job) -> Numbers:
 
 
 def block_backward(job: Job) -> tuple[Working, ...]:
-    """The moments of a block's backward that may be its largest: the MLP's product, the second norm, attention, the first norm."""
+    """The points of a block's backward that may be its peak: the MLP's product, the second norm, attention, the first norm."""
     model, a = job.model, _widths(job)
     h = model.hidden
     kept, matrices = _attention_kept(job), np.where(np.asarray(model.gated) > 0, 3, 2) * h * a.inner

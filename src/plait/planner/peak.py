@@ -1,9 +1,10 @@
-"""The peak of a step of Plait itself on one rank: every moment that may be the largest, as a sum of named terms.
+"""The peak of a step of Plait itself on one rank: every point of the step that may be the peak, as a sum of named terms.
 
-What stands beside the states is what `fully_shard` gathers, accumulates and reduces unit by unit, and what the blocks keep (`own`).
-Backward goes from the last block to the first: gathered weights and activations go, reduced shards come, so what comes and goes is largest
-at its ends, and only those are priced: the first block of a backward, the second (with the reduction of the first), the last two.
-`engine.rehearsal` runs the same step on fake tensors; tests hold them together.
+Besides the states these are the tensors that `fully_shard` gathers, accumulates and reduces unit by unit, and the saved tensors of the
+blocks (`own`). The backward runs from the last block to the first: it frees gathered weights and activations and allocates reduced shards,
+so the sum is largest at its start or its end, and only those points are computed: the first block of a backward, the second (with the
+reduction of the first), the last two. The single-rank dry run (`engine.rehearsal`) runs the same step on fake tensors; tests compare the
+two.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Units:
     width: Numbers
     """Bytes of a weight in forward and backward."""
     sharded: Numbers
-    """Whether `fully_shard` is used at all; otherwise weights and gradients are whole and stay."""
+    """Whether `fully_shard` is used at all; otherwise weights and gradients are unsharded and stay allocated."""
     in_flight: Numbers
     """Micro-batches whose activations are held at most, in units of all layers of the rank."""
     put_off: tuple[Numbers, Numbers]
-    """(in flight, of which the gradients of weights are put off), in the same units, at the moment with most of the second."""
+    """(in flight, those with deferred gradients of weights), in the same units, at the point with most of the second."""
     losses: Numbers
     """Micro-batches whose loss is held beside the one in backward."""
 
@@ -81,7 +82,7 @@ class States:
 
 @dataclass(frozen=True)
 class _Rank:
-    """One stage's rank of every candidate, with all that its moments need. Bytes are of one micro-batch."""
+    """One stage's rank of every candidate, with everything that the points of its step need. Bytes are of one micro-batch."""
 
     job: Job
     held: Terms
@@ -90,7 +91,7 @@ class _Rank:
     """By a block, for its backward."""
     logits: Numbers
     boundary: Numbers
-    """What the rank's stages got and handed on, and keep until the gradient has passed."""
+    """Boundary activations that the rank's stages received and sent, and keep until the gradient has passed."""
     ahead: Numbers
     """A message that arrives before it is needed."""
     shards: Numbers
@@ -98,7 +99,7 @@ class _Rank:
     several: Numbers
     """Whether a step has several micro-batches."""
     block_weights: Numbers
-    """Gradients of its weights at the moment of a block's backward that needs most."""
+    """Gradients of its weights at the peak of a block's backward."""
     block_working: Numbers
     """Activations and their gradients then."""
     wide: Numbers
@@ -147,7 +148,7 @@ MOMENTS = (
 
 
 def moments(job: Job, held: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
-    """(index into MOMENTS, bytes by term) of every moment of a step on one rank."""
+    """(index into MOMENTS, bytes by term) of every point of a step on one rank."""
     rank = _rank(job, held, units)
     for name, part in _parts(rank):
         yield MOMENTS.index(name), part | {"weights": held["weights"], "optimizer": held["optimizer"]}
@@ -206,7 +207,7 @@ def _backward(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tup
 
 
 def _where(there: Numbers, part: Terms) -> Terms:
-    """Nothing where the moment does not come."""
+    """Nothing where a step has no such point."""
     return {name: np.where(there, value, 0.0) for name, value in part.items()}
 
 
@@ -250,7 +251,7 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     there = (done < units.layers) & ((done == 0) | reduces)
     if not np.any(there):
         return
-    sums = (rank.stage <= 1) & (added > 0)  # whole gradients, which a block's reduction takes away
+    sums = (rank.stage <= 1) & (added > 0)  # unsharded gradients, which a block's reduction frees
     shards = np.where(rank.held["offloaded"], 0.0, _REDUCED * units.block / rank.shards)
     change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
     head = units.width * units.head

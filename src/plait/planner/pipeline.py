@@ -59,8 +59,8 @@ def in_flight_last(layouts: Layouts) -> Numbers:
 
 
 def put_off(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
-    """Of the first and of the last rank: (micro-batches held, those of them whose gradients of weights are put off), in whole stages, at
-    the moment of most; read from torch's action lists. 0 for schedules that put off none."""
+    """Of the first and of the last rank: (micro-batches held, those of them with deferred gradients of weights), in full stages, at the
+    peak; read from torch's action lists. 0 for schedules that defer none."""
     pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation
     kind = np.asarray(layouts.schedule)
     names = [SCHEDULES.index(name) for name in ("interleaved-zb", "zbv", "dualpipev")]

@@ -1,4 +1,4 @@
-"""The pipeline of one layout, walked by its schedule's own table: what stays idle with uneven stages, a heavy head, messages on their way.
+"""The pipeline of one layout, walked by its schedule's own table: what stays idle with uneven stages, a heavy head, messages in flight.
 
 Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedule`), the walk `parallel.timeline`, the cut the
 engine's (`parallel.stages`); durations are the closed form's. Nothing is simulated without a pipeline.

@@ -1,7 +1,8 @@
-"""What tensor parallelism does to a model family, as data: is it planned, can sequences be sharded, does attention stay whole.
+"""What tensor parallelism does to a model family, as data: whether it is planned, whether sequences can be sharded, whether attention is
+replicated.
 
 The engine decides from the model itself (`model.plans`); tests build every family named here and compare. A family that is not named is
-planned without tensor parallelism, and the reason is told.
+planned without tensor parallelism, and the plan prints the reason.
 """
 
 from __future__ import annotations

@@ -183,14 +183,15 @@ def account_states(
 
     def held(layers: np.ndarray, on: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         taken = {name: value * layers + sum(ends[end][name] * there for end, there in on.items()) for name, value in block.items()}
-        # While a block is computed it is gathered, the next one with it, and at stage 3 the ends from the forward to the end of the
-        # backward; its gradient and the reduction's buffer are whole. Without accumulation stages 1 and 2 gather for the step alone.
+        # While a block is computed it is gathered, the next one with it, and at stage 3 embedding and head from the forward to the end of
+        # the backward; its gradient and the reduction's buffer are unsharded. Without accumulation stages 1 and 2 gather for the step
+        # alone.
         unit, ends_whole = block["whole"], sum(ends[end]["whole"] * there for end, there in on.items())
         grads = unit * (3 if compute else 2)
         once = unit * layers + ends_whole
         moving = np.where(third, 2 * unit + ends_whole, np.where(taken["gathered"] > 0, 0, once)) + grads
         taken["gathered"] = taken["gathered"] + np.where(sharded & casts, moving, 0)
-        # On the host: the master parameters, the shards of their gradients, and the states.
+        # On the host: the master weights, the shards of their gradients, and the states.
         taken["host"] = off * (taken["weights"] + taken["gradients"] + taken["optimizer"])
         taken["weights"] = taken["weights"] * (1 - off)
         taken["optimizer"] = taken["optimizer"] * (1 - off)

@@ -194,7 +194,7 @@ def _data_traffic(
 
 
 def _activation_offload(job: Job, rates: Rates, compute: Numbers) -> Numbers:
-    """What of the activations' way to the host and back does not fit under the computation."""
+    """The part of the activations' transfer to the host and back that computation does not hide."""
     at, model = job.layouts, job.model
     if not np.any(at.offload_activations):
         return np.zeros_like(np.asarray(compute, dtype=float))

@@ -299,5 +299,7 @@ def _choice(subject: Subject, model: nn.Module, lines: list[str], *, whole: int,
     if not subject.left_padding:
         lines.append("its forward takes no rows that are padded on the left, so none are compared")
     if not subject.exact:
-        lines.append("its forward rounds float64 to a narrower dtype where it cannot be lifted, so float64 is compared within 1e-7")
+        lines.append(
+            "its forward rounds float64 to a narrower dtype where it cannot be kept in float64, so float64 is compared within 1e-7"
+        )
     return Choice(subject, tuple(lines), find_blocks(model, subject.blocks or None), small / max(whole, 1), dtype)

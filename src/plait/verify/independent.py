@@ -1,4 +1,4 @@
-"""A second reference, which shares no line with what it judges: torch's autograd and numpy, and nothing of Plait.
+"""A second reference, which shares no code with the model under test: torch's autograd and numpy, and nothing of Plait.
 
 `parity.reference_trace` runs Plait's loss and Plait's choice of optimizer; a mistake in one of them would be in both sides of that
 comparison. Here cross entropy, the mean over a step's targets, clipping and AdamW are written from their definitions in float64, and the

@@ -1,8 +1,8 @@
 """Keeps a float64 model in float64: its classes' own casts to narrower dtypes are left out while they run forward.
 
 Transformers' norms, softmax and routers compute in float32 whatever the model's dtype. Rounding there turns a difference of 1e-16 between
-two layouts into one of 1e-7, under which real errors hide. Only casts inside the forward of the model's own classes are lifted, so what an
-engine casts is still seen. Only verification does this; a run never does.
+two layouts into one of 1e-7, under which real errors hide. Only casts inside the forward of the model's own classes are left out, so casts
+of an engine still count. Only verification does this; a run never does.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _has(leaves: list[Any], dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def roundings(run: Callable[[], Any]) -> tuple[str, ...]:
-    """The operators in `run` that narrow a float64 tensor: what `lifted` could not lift. Empty where all of it stays in float64."""
+    """The operators in `run` that narrow a float64 tensor, inside `keeping_float64` too. Empty where everything stays in float64."""
     with _Roundings() as mode:
         run()
     return tuple(mode.found)

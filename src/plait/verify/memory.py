@@ -185,7 +185,7 @@ class MeasuredPeak:
     torch_bytes: int
     """By torch's own tracker."""
     own_bytes: int
-    """By `engine.live`, which counts a rehearsal's fake tensors too."""
+    """By the storage tracker `engine.live`, which also counts the fake tensors of a dry run."""
 
 
 def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:

@@ -1,7 +1,7 @@
 """Every model type that Transformers knows as a causal language model, made small, under one layout at a time: exact, refused or failed.
 
-A cell trains two steps of ragged micro-batches and is judged by the reference that shares no code. The global batch is the same for every
-layout, so one reference a type serves all. Who starts processes and writes the table is not here.
+A cell trains two steps of ragged micro-batches and is compared with the reference that shares no code. The global batch is the same for
+every layout, so each type needs one reference. `tools/model_types.py` starts the processes and writes the table.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def planned(subject: Subject, layout: str) -> Plan:
 
 
 def run_cell(rank: int, world: int, subject: Subject, layout: str) -> Cell:
-    """Collective over the two processes of the default group; rank 0 judges. Raises CellFailed for what happens in a step."""
+    """Collective over the two processes of the default group; rank 0 compares. Raises CellFailed for an error in a step."""
     plan = planned(subject, layout)
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype, rank=rank)

@@ -46,7 +46,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run computed. Tensors are whole, on the CPU, keyed by parameter name; a gradient is None where no rank used the parameter."""
+    """The results of a run. Tensors are unsharded, on the CPU, keyed by parameter name; a gradient is None where no rank used the
+    parameter."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -221,7 +222,7 @@ def from_all_ranks(mine: Mapping[str, T]) -> dict[str, T]:
 
 
 def spread_over_ranks(kind: Kind, mine: Mapping[str, torch.Tensor]) -> list[Difference]:
-    """The whole tensors that are not the same bits on every rank that has them, against the lowest such rank. Collective."""
+    """The unsharded tensors that are not bitwise equal on all ranks that have them, against the lowest such rank. Collective."""
     digests = _gathered({name: hashlib.blake2b(t.reshape(-1).view(torch.uint8).numpy().tobytes()).digest() for name, t in mine.items()})
     found: dict[str, set[bytes]] = {}
     for entries in digests:

@@ -1,7 +1,8 @@
-"""Other engines on the same model, data and settings, as a Trace that is judged as Plait's is: DeepSpeed, and accelerate's DDP.
+"""Other engines on the same model, data and settings, as a Trace that is compared as Plait's is: DeepSpeed, and accelerate's DDP.
 
-Their own mean of means would weigh a micro-batch of few targets as one of many. So each is given the loss as careful users give it: the
-micro-batch's sum over the global weight, times the ranks and micro-batches that the engine divides by. What is judged is the rest.
+Their mean of means would give a micro-batch with few targets the weight of one with many. So each engine gets a correctly weighted loss:
+the micro-batch's sum over the global weight, times the ranks and micro-batches that the engine divides by. The comparison covers everything
+else.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _mine(plan: Plan, step: Sequence[Any]) -> list[Any]:
 
 
 def _weight(built: Built, step: Iterable[Any]) -> float:
-    """Of the whole step, which every rank knows because it has all the data."""
+    """Of the full step, which every rank knows because it has all the data."""
     return max(float(sum(built.loss.weight(piece) for piece in step)), torch.finfo(torch.float64).tiny)
 
 

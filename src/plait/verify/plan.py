@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def computes_in(self) -> str:
-        """The configured precision, for people: `bfloat16 with float32 parameters`."""
+        """A description of the configured precision: `bfloat16 with float32 parameters`."""
         compute = self.resolved.precision.compute
         return f"{compute} with {self.dtype} parameters" if compute and compute != self.dtype else self.dtype
 

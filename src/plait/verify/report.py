@@ -1,9 +1,9 @@
-"""The verdict: every compared number with its error and what is allowed, as lines for people and as one object for machines.
+"""The result: every compared value with its error and the allowed error, as printed lines and as one JSON object.
 
 float64: each loss, norm, gradient and parameter is within the bar of one process, and of the independent reference. The configured
-precision: no further from the float64 truth than 1.2 x one process in the same precision is, in root mean square over all tensors of a
-kind; a single tensor, which is a small sample, may add the error of its worst neighbour to its own, and parameters may be as much worse
-as gradients may. Nothing is run here.
+precision: the error against float64 is at most 1.2 x that of one process in the same precision, in root mean square over all tensors of a
+kind; a single tensor, which is a small sample, may add the error of its worst neighbour to its own, and parameters may be as much worse as
+gradients may. Nothing is run here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        """The verdict; NaN never is."""
+        """Whether the error is allowed; NaN never is."""
         return self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """The verdict of one pass."""
+    """The result of one pass."""
 
     name: Pass | Literal["independent"]
     title: str
@@ -77,7 +77,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict."""
+    """The result."""
 
     sections: tuple[Section, ...]
     blocks: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- judging ------------------------------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------------------------
 
 
 def judge_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None) -> Section:
@@ -122,7 +122,7 @@ def judge_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | 
     bar = tolerance if tolerance is not None else EXACT_BAR if plan.subject.exact else ROUNDED_BAR
     rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(exact, found)]
     rows += _wrong_skips(exact, found)
-    title = f"float64 in every place of the configuration's dtypes, within {bar:.0e} of one process"
+    title = f"float64 in place of every dtype of the configuration, within {bar:.0e} of one process"
     return Section("float64", title, tuple(rows), _skips(found))
 
 
@@ -276,7 +276,7 @@ def raise_unless_equal(report: Report) -> None:
 
 
 def failure(report: Report) -> str:
-    """Why the verdict is "different": what of each pass, the first parameter by name, the largest error."""
+    """Why the result is "different": for each pass the first parameter by name, the largest error."""
     lines = []
     for section in report.sections:
         rows = section.different
@@ -284,7 +284,7 @@ def failure(report: Report) -> str:
             continue
         first = next((row for row in rows if row.name), rows[0])
         largest = max(rows, key=_badness)
-        lines.append(f"{section.name}: {len(rows):,} of {len(section.rows):,} compared numbers differ from one process")
+        lines.append(f"{section.name}: {len(rows):,} of {len(section.rows):,} compared values differ from one process")
         lines.append(f"  first: {first}")
         if largest != first:
             lines.append(f"  worst: {largest}")

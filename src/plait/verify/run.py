@@ -1,4 +1,4 @@
-"""Runs a plan: the layout in every process that was started for it, one process's references where the verdict is made.
+"""Runs a plan: the layout in every process that was started for it, one process's references where the results are compared.
 
 The layout goes through `plait.initialize`, as any training does, so nothing here knows of a technique. The references are plain torch and
 see the same weights, the same data, the same optimizer.
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
 def run_watched(plan: Plan, *, seconds: float) -> Traces:
     """`run_layout`, ended after `seconds` with every thread's stack, and with what engines print sent to standard error: standard output is
     the report's."""
-    # Gathering whole tensors of a layout of two axes takes two steps, as torch warns; here it does not matter.
+    # Gathering full tensors of a layout of two axes takes two steps, as torch warns; here it does not matter.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     sys.stdout.flush()
     report = os.dup(1)
@@ -158,7 +158,7 @@ def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], fo
     )
 
 
-# ---- the verdict --------------------------------------------------------------------------------------------------------------------
+# ---- the result --------------------------------------------------------------------------------------------------------------------
 
 
 def judge(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
@@ -173,7 +173,7 @@ def judge(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Repo
         else:
             sections.append(judge_configured(plan, truth.exact, truth.single, found))
     if "float64" not in traces:
-        why = "not judged: it computes in float64, and that comparison was not asked for"
+        why = "not compared: it computes in float64, and that comparison was not asked for"
         sections.append(Section("independent", INDEPENDENT, (), (why,)))
     facts = {
         "engine": plan.engine,

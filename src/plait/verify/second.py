@@ -1,7 +1,7 @@
-"""Hands a plan and what the layout computed to the independent reference, and says where that one cannot judge.
+"""Passes a plan and the layout's results to the independent reference, and reports what that reference cannot check.
 
-It takes the weights that the layout started from, as arrays, and a model that Transformers itself (or the user's function) built; drawing
-weights is judged by the other reference. Nothing is computed here.
+The reference gets the layout's initial weights, as arrays, and a model that Transformers itself (or the user's function) built; the other
+reference checks the initialisation. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KERNELS = {"fused", "foreach", "capturable"}
 
 
 def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
-    """The settings of an optimizer that is AdamW, else why it is not judged beyond the first gradients. Defaults are DeepSpeed's: weight
+    """The settings of an optimizer that is AdamW, else why nothing is compared after the first gradients. Defaults are DeepSpeed's: weight
     decay 0, or torch's 0.01 with `torch_adam`."""
     spec = spec.resolved()
     params = {name: value for name, value in spec.params.items() if name not in _KERNELS}
@@ -47,18 +47,18 @@ def adamw_of(spec: OptimizerSpec) -> independent.AdamW | str:
 
 
 def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
-    """(what the independent reference computes in float64, what of `found` it does not judge; empty for nothing). None where it judges
-    nothing. With another optimizer than AdamW it judges the first step up to its gradients."""
+    """(the results of the independent reference in float64, what of `found` it does not check; empty for nothing). None where it checks
+    nothing. With another optimizer than AdamW it checks the first step up to its gradients."""
     built = plan.build(torch.float64)
     if built.loss is not causal_lm_loss:
-        return None, "not judged: it has cross entropy over tokens only, and the model brings its own loss"
+        return None, "not compared: it has cross entropy over tokens only, and the model brings its own loss"
     adamw = adamw_of(plan.resolved.optimizer)
     known = isinstance(adamw, independent.AdamW)
     data = plan.data(built) if known else plan.data(built)[:1]
     model = _model(plan)
     lost = sorted({name for name, _ in model.named_parameters()} ^ set(found.initial))
     if lost:  # which the other reference counts as a difference
-        return None, f"not judged: {len(lost)} weights are in the model or in the layout alone: {', '.join(lost[:3])}"
+        return None, f"not compared: {len(lost)} weights are in the model or in the layout alone: {', '.join(lost[:3])}"
     with plan.lifting("float64", model):
         result = independent.train(
             model,
@@ -74,7 +74,7 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
         tuple({name: None if g is None else torch.from_numpy(g) for name, g in step.items()} for step in result.gradients),
         {name: torch.from_numpy(np.asarray(value)) for name, value in result.parameters.items()} if known else {},
     )
-    return trace, "" if known else f"judged: the first step's loss, norm and gradients; not judged: what follows, because {adamw}"
+    return trace, "" if known else f"compared: the first step's loss, norm and gradients; not compared: what follows, because {adamw}"
 
 
 def _model(plan: Plan) -> torch.nn.Module:

@@ -31,7 +31,7 @@ class Subject(Policy):
     """A model under comparison."""
 
     title: str
-    """For people: `llama`, `package.module:function`."""
+    """Its name: `llama`, `package.module:function`."""
     fields: Fields | None = None
     """A Transformers configuration with its `model_type`."""
     function: str | None = None
@@ -53,7 +53,7 @@ class Subject(Policy):
     bare_logits: bool = False
     """The model returns its logits [batch, seq, vocab] themselves."""
     exact: bool = True
-    """Nothing in the forward rounds a float64 tensor, once its casts are lifted."""
+    """Nothing in the forward rounds a float64 tensor, once its own casts are left out."""
 
 
 @dataclass(frozen=True)

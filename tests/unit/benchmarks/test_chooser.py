@@ -27,10 +27,10 @@ TIMED = {"all-reduce": 1e-3, "ring": 1.5e-3, "shared-memory": 0.1e-3}
 )
 def test_a_point(shared: bool, compared: Any, by_links: str, chosen: str, best: str, ratio: float) -> None:
     """What the links say, what was settled beside it, and what is best; only the ways that the scene has."""
-    team, scene = Mock(), Scene("x", 2, shared=shared)
-    team.ask.return_value = [compared] * 2
-    found = _point(scene, MIB, *_chosen(team, scene, MIB, FITTED, argparse.Namespace(settle_seconds=1.0)), TIMED)
-    assert team.ask.called == (compared is not None)
+    worker_group, scene = Mock(), Scene("x", 2, shared=shared)
+    worker_group.ask.return_value = [compared] * 2
+    found = _point(scene, MIB, *_chosen(worker_group, scene, MIB, FITTED, argparse.Namespace(settle_seconds=1.0)), TIMED)
+    assert worker_group.ask.called == (compared is not None)
     assert (found["chosen_by_links"], found["chosen"], found["best"]) == (by_links, chosen, best)
     assert found["chosen_seconds"] / found["best_seconds"] == pytest.approx(ratio)
     assert ("shared-memory" in found["seconds"]) == shared

@@ -1,4 +1,4 @@
-"""The search for the largest size, and that a trial which runs out of memory is told from one that fails."""
+"""The search for the largest size, and that an attempt that runs out of memory is told from one that fails."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.pipeline_step import report
 from benchmarks.pipeline_step.__main__ import main
-from benchmarks.pipeline_step.contestants import BY_NAME, LAYOUTS, Layout
+from benchmarks.pipeline_step.baselines import BY_NAME, LAYOUTS, Layout
 from benchmarks.pipeline_step.plait_entry import configuration
 from benchmarks.pipeline_step.torch_peers import LlamaStage, next_token_loss
 from benchmarks.pipeline_step.workload import Workload, batch
@@ -45,7 +45,7 @@ def test_the_hand_written_stages_are_the_model():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_plait_is_configured_for_the_same_work(layout: Layout):
     work = Workload(ranks=layout.ranks, slices=layout.slices, micro_batch=layout.micro_batch, micro_batches=layout.micro_batches, clip=0.5)
-    plait = next(one for one in layout.contestants if one.name.startswith("plait-"))
+    plait = next(one for one in layout.baselines if one.name.startswith("plait-"))
     resolved = resolve(load(configuration(work, **plait.options)), world_size=layout.ranks)
     assert resolved.layout.dp == layout.slices
     assert (resolved.batch.micro_batch_size, resolved.batch.accumulation) == (layout.micro_batch, layout.micro_batches)
@@ -55,7 +55,7 @@ def test_plait_is_configured_for_the_same_work(layout: Layout):
 
 def test_every_peer_is_the_reference_of_its_layout():
     for layout, one in BY_NAME.values():
-        assert one.peer is None or one.peer == layout.contestants[0].name
+        assert one.peer is None or one.peer == layout.baselines[0].name
 
 
 def record(losses, seconds):
@@ -67,7 +67,7 @@ def record(losses, seconds):
 )
 def test_the_report_says_what_is_above_the_target_or_computes_something_else(plait, losses, said):
     layout = LAYOUTS[0]
-    records = {one.name: record([5.0, 4.0], [1.0, 2.0, None]) for one in layout.contestants}
+    records = {one.name: record([5.0, 4.0], [1.0, 2.0, None]) for one in layout.baselines}
     records["plait-1f1b"] = record(losses, [plait, 2 * plait, 3.0])
     machine = {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}}
     found = report.document(
@@ -80,7 +80,7 @@ def test_the_report_says_what_is_above_the_target_or_computes_something_else(pla
         phases={},
     )
     found = json.loads(json.dumps(found))
-    assert found["contestants"]["plait-1f1b"]["ratio"]["median"] == pytest.approx(plait)
+    assert found["baselines"]["plait-1f1b"]["ratio"]["median"] == pytest.approx(plait)
     assert said in report.page([found]) and report.is_good(found) is (said != "DISAGREES")
 
 
@@ -92,6 +92,6 @@ def test_a_wrong_argument_exits_with_2(capsys):
 
 @pytest.mark.proof
 def test_both_layouts_run_and_agree():
-    """Real teams, a model of two small blocks."""
+    """Real worker groups, a model of two small blocks."""
     pytest.importorskip("transformers")
     assert main(["--quick", "--rounds", "1"]) == 0

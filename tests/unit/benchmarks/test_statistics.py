@@ -16,7 +16,7 @@ SECONDS = st.floats(min_value=0.01, max_value=100)
 
 
 def test_a_ratio_is_taken_within_a_round():
-    # The machine halves its speed from round to round; the contestant always takes 10 % longer.
+    # The machine halves its speed from round to round; the baseline always takes 10 % longer.
     below = [1.0, 2.0, 4.0, 8.0]
     ratio = paired_ratio([1.1 * value for value in below], below)
     assert ratio is not None
@@ -56,7 +56,7 @@ def test_quartiles():
 
 
 @given(st.integers(2, 12), st.integers(0, 40))
-def test_every_contestant_has_one_turn_a_round(count, index):
+def test_every_baseline_has_one_turn_a_round(count, index):
     names = [str(number) for number in range(count)]
     assert sorted(order(names, index=index)) == sorted(names)
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.training_step import agreement, deepspeed_peer, report, rounds
 from benchmarks.training_step.__main__ import main
-from benchmarks.training_step.contestants import ALL, BY_NAME
+from benchmarks.training_step.baselines import ALL, BY_NAME
 from benchmarks.training_step.deepspeed_peer import configuration as deepspeed_configuration
 from benchmarks.training_step.plait_entry import configuration as plait_configuration
 from benchmarks.training_step.rounds import Pace, Record
@@ -38,14 +38,14 @@ def test_a_batch_depends_on_step_and_rank_only():
     assert first["input_ids"].shape == (SMALL.micro_batch, SMALL.sequence) and int(first["input_ids"].max()) < ALPHABET
 
 
-def test_all_contestants_get_the_same_optimizer():
+def test_all_baselines_get_the_same_optimizer():
     expected = {k: v for k, v in adamw_arguments(SMALL).items() if k != "fused"} | {"betas": list(SMALL.betas)}
     for made in (deepspeed_configuration(SMALL, stage=2), plait_configuration(SMALL, stage=2)):
         assert made["optimizer"] == {"type": "AdamW", "params": expected}
         assert made["gradient_clipping"] == SMALL.clip and made["train_micro_batch_size_per_gpu"] == SMALL.micro_batch
 
 
-def test_every_comparison_names_a_contestant():
+def test_every_comparison_names_a_baseline():
     named = {other for one in ALL for other in (one.peer, one.rival) if other}
     assert named <= set(BY_NAME)
 
@@ -74,7 +74,7 @@ def record(losses, norms=(1.0, 1.0), seconds=(1.0, 1.0)):
         ([], [], False),
     ],
 )
-def test_a_contestant_that_computes_something_else_is_found(losses, norms, holds):
+def test_a_baseline_that_computes_something_else_is_found(losses, norms, holds):
     assert agreement.compare(record(losses, norms), record([5.0, 4.0])).holds is holds
 
 
@@ -95,7 +95,7 @@ def document(**changes):
         "machine": {"date": "2026-01-01", "cpu": "a cpu", "cores": 2, "memory_bytes": 2**34, "python": "3.11", "versions": {"torch": "2"}},
         "workload": SMALL,
         "pace": Pace(),
-        "contestants": BY_NAME,
+        "baselines": BY_NAME,
         "records": records,
         "agreements": agreement.check(records, reference="ddp"),
         "phases": {},
@@ -106,7 +106,7 @@ def document(**changes):
 
 def test_the_report_pairs_rounds_and_survives_json():
     found = json.loads(json.dumps(document()))
-    ratios = found["contestants"]["plait-0"]["ratios"]
+    ratios = found["baselines"]["plait-0"]["ratios"]
     assert ratios["ddp"]["median"] == pytest.approx(1.1) and ratios["ddp"]["count"] == 2
     assert ratios["raw_torch"] == ratios["ddp"] and "deepspeed" not in ratios
     assert "1.100 [1.100, 1.100]" in report.page([found])
@@ -148,7 +148,7 @@ def test_disturbed_turns_are_repeated_then_left_out(monkeypatch):
 
 def test_a_wrong_argument_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["--contestants", "dpp"])
+        main(["--baselines", "dpp"])
     assert stopped.value.code == 2 and "invalid choice: 'dpp'" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ def possible() -> bool:
 
 def test_needs_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
-    assert command.main(["--contestants", "ddp"]) == 2
+    assert command.main(["--baselines", "ddp"]) == 2
     assert "network namespaces need root" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Teams answer by rank, and every way to fail is told."""
+"""Worker groups answer by rank, and every way to fail is told."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from benchmarks.common.workers import Team, TeamError
+from benchmarks.common.workers import WorkerGroup, WorkerGroupError
 
 
-def team(tmp_path, start, argument):
-    return Team("team", ranks=2, start=start, argument=argument, logs=tmp_path, environment={})
+def worker_group(tmp_path, start, argument):
+    return WorkerGroup("worker_group", ranks=2, start=start, argument=argument, logs=tmp_path, environment={})
 
 
 def test_answers_come_by_rank_until_the_team_is_stopped(tmp_path):
-    one = team(tmp_path, operator.attrgetter("join"), ",")
+    one = worker_group(tmp_path, operator.attrgetter("join"), ",")
     one.ready(timeout_seconds=60)
     assert one.ask(["a", "b"], timeout_seconds=60) == ["a,b", "a,b"]
     assert len(set(one.pids)) == 2
@@ -25,23 +25,23 @@ def test_answers_come_by_rank_until_the_team_is_stopped(tmp_path):
 
 
 def test_an_exception_is_told_with_its_traceback(tmp_path):
-    one = team(tmp_path, operator.attrgetter("join"), ",")
+    one = worker_group(tmp_path, operator.attrgetter("join"), ",")
     one.ready(timeout_seconds=60)
-    with pytest.raises(TeamError, match="(?s)team: rank . failed.*TypeError: can only join an iterable"):
+    with pytest.raises(WorkerGroupError, match="(?s)worker_group: rank . failed.*TypeError: can only join an iterable"):
         one.ask(3, timeout_seconds=60)
     one.stop()
 
 
 def test_a_death_is_told(tmp_path):
-    one = team(tmp_path, os._exit, 3)
-    with pytest.raises(TeamError, match="rank . died"):
+    one = worker_group(tmp_path, os._exit, 3)
+    with pytest.raises(WorkerGroupError, match="rank . died"):
         one.ready(timeout_seconds=60)
     one.stop()
 
 
 def test_silence_is_told(tmp_path):
-    one = team(tmp_path, time.sleep, 60)
-    with pytest.raises(TeamError, match=r"no answer from rank \[0, 1\] in 1 s"):
+    one = worker_group(tmp_path, time.sleep, 60)
+    with pytest.raises(WorkerGroupError, match=r"no answer from rank \[0, 1\] in 1 s"):
         one.ready(timeout_seconds=1)
     one.stop(patience_seconds=0)
     assert not any(process.is_alive() for process in one.processes)

@@ -112,12 +112,12 @@ def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_no_peak_is_said_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither a length, nor what is not in the account."""
     assert run(tmp_path) == 0
-    assert "peak of a step: found with --peak" in capsys.readouterr().out
+    assert "peak of a step: predicted with --peak" in capsys.readouterr().out
     assert run(tmp_path, "--peak") == 0
     assert "peak of a step: the file has no data.sequence_length; give --sequence-length too" in capsys.readouterr().out
     offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--nproc-per-node", "4", "--peak", "--sequence-length", "64")
     assert run(tmp_path, *offload) == 0
-    assert "not in the account yet: zero_optimization.offload_optimizer" in capsys.readouterr().out
+    assert "not modelled yet: zero_optimization.offload_optimizer" in capsys.readouterr().out
 
 
 def test_a_public_model_by_the_name_that_plan_has(

@@ -109,7 +109,7 @@ def test_a_layout_without_a_table_has_no_trace(tmp_path: Path, capsys: pytest.Ca
 def test_json_on_standard_output_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*ASKED, "--json", "--why", "tp=8", "--top", "2") == 0
     told = json.loads(capsys.readouterr().out)
-    assert len(told["best"]) == 2 and told["why"][0]["wish"] == "tp=8"
+    assert len(told["best"]) == 2 and told["why"][0]["query"] == "tp=8"
     assert load(told["config"]).train_batch_size == 64
     assert told["sidecar"]["step"]["seconds"] == told["best"][0]["step"]["seconds"]
 

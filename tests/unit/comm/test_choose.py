@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.comm.choose import choose_all_reduce, choose_buckets, price_quantised, prices, settled
+from plait.comm.choose import choose_all_reduce, choose_buckets, price_quantised, prices, refined
 from plait.comm.links import Cost, GroupLinks, Level, Link, describe, measured_cost
 from plait.units import KIB, MIB
 from tools.choice_table import DOCUMENT, topologies, written
@@ -19,8 +19,8 @@ NVLINK = Link(3e-6, 360e9)
         (NVLINK_NODE, 25 * MIB, "all-reduce"),
         (NVLINK_NODE, 4 * KIB, "recursive-doubling"),
         (PCIE_NODE, 25 * MIB, "all-reduce"),
-        (TWO_NODES_ON_ETHERNET, 25 * MIB, "two-level"),
-        (SIXTY_FOUR_NODES, 25 * MIB, "two-level"),
+        (TWO_NODES_ON_ETHERNET, 25 * MIB, "hierarchical"),
+        (SIXTY_FOUR_NODES, 25 * MIB, "hierarchical"),
         (SIXTY_FOUR_NODES, 16_000 * MIB, "all-reduce"),
     ],
 )
@@ -35,7 +35,7 @@ def test_exact_ways(group: GroupLinks, nbytes: int, expected: str) -> None:
 def test_two_levels_halve_the_time_on_ethernet() -> None:
     """Two machines: across goes S once, and 15/8 S in a flat ring."""
     found = prices(100 * MIB, TWO_NODES_ON_ETHERNET)
-    assert found["all-reduce"] / found["two-level"] == pytest.approx(15 / 8, rel=0.05)
+    assert found["all-reduce"] / found["hierarchical"] == pytest.approx(15 / 8, rel=0.05)
     assert "1/8 of the bytes" in choose_all_reduce(100 * MIB, TWO_NODES_ON_ETHERNET).reason
 
 
@@ -48,7 +48,7 @@ def test_compression_only_where_it_is_allowed_and_pays() -> None:
 
 def test_it_changes_when_the_links_change() -> None:
     slower = describe("dp_replicate", machines=64, per_machine=8, inside=NVLINK, network=Link(5e-6, 3e9))
-    assert choose_all_reduce(16_000 * MIB, slower).algorithm == "two-level"
+    assert choose_all_reduce(16_000 * MIB, slower).algorithm == "hierarchical"
     assert choose_all_reduce(16_000 * MIB, SIXTY_FOUR_NODES).algorithm == "all-reduce"
 
 
@@ -66,7 +66,7 @@ def test_what_was_measured_beats_what_it_is_made_of() -> None:
 
 
 def test_measured_times_that_hardly_differ_are_the_same() -> None:
-    """The backend's own call is taken then; a description has no noise."""
+    """The backend's own all-reduce is taken then; a description has no noise."""
     for other, expected in ((0.98, "all-reduce"), (0.9, "ring")):
         costs = {way: measured_cost([(KIB, 1e-3 * x), (MIB, 1e-2 * x)]) for way, x in (("all-reduce", 1.0), ("ring", other))}
         assert choose_all_reduce(MIB, GroupLinks("dp_replicate", 1, 2, Level(2, costs))).algorithm == expected
@@ -92,10 +92,10 @@ def test_ways_that_come_near_are_settled_by_times_of_their_own() -> None:
     links = measured(all_reduce=1.0, ring=1.9, recursive_doubling=2.1)
     choice = choose_buckets(4 * MIB, links, bucket_bytes=MIB)
     assert choice.near == ("all-reduce", "ring")
-    again = settled(choice, links, {"all-reduce": 3e-3, "ring": 2e-3})
+    again = refined(choice, links, {"all-reduce": 3e-3, "ring": 2e-3})
     assert (again.algorithm, again.bucket_bytes, again.seconds) == ("ring", MIB, pytest.approx(8e-3))
     assert dict(again.others) == pytest.approx({"all-reduce": 12e-3, "recursive-doubling": 8.4e-3})
-    slow = settled(choice, links, {"all-reduce": 9e-3, "ring": 8e-3})
+    slow = refined(choice, links, {"all-reduce": 9e-3, "ring": 8e-3})
     assert slow.algorithm == "all-reduce", "a way that was not timed is not taken, and the backend's own call is near enough"
 
 
@@ -148,7 +148,9 @@ def test_the_document_has_the_table_of_now() -> None:
     assert written(text) == text
 
 
-@pytest.mark.parametrize(("group", "why"), [(TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"), (NVLINK_NODE, "The backend's own call")])
+@pytest.mark.parametrize(
+    ("group", "why"), [(TWO_NODES_ON_ETHERNET, "Only 1/8 of the bytes"), (NVLINK_NODE, "The backend's own all-reduce")]
+)
 def test_every_choice_says_why(group: GroupLinks, why: str) -> None:
     choice = choose_buckets(100 * MIB, group)
     assert choice.why.startswith(why)

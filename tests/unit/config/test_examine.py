@@ -286,7 +286,7 @@ def test_every_reason_is_used() -> None:
         ({"run": {"steps": 0}}, "run.steps = 0: must be at least 1; use 1 or more"),
         ({"model": {"config": {"model_type": "llama"}, "path": "x"}}, "model: a model is either `config` (trained from scratch) or `path`"),
         ({"scheduler": {"params": {}}}, "scheduler.type: has to be given; add it"),
-        ({"optimizer": {"type": "AdmW"}}, "optimizer.type = 'AdmW': `AdmW` is no optimizer of DeepSpeed or torch"),
+        ({"optimizer": {"type": "AdmW"}}, "optimizer.type = 'AdmW': `AdmW` is neither an optimizer of DeepSpeed or torch"),
         ({"gradient_clipping": float("inf")}, "gradient_clipping = inf: must be a number"),
     ],
 )

@@ -37,16 +37,16 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
         ),
         ({"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}}, "no folder is given"),
         ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "stage 0 keeps whole optimizer states"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "stage 0 keeps full optimizer states"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "no folder is given"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a"}}}, "stage 0 keeps whole optimizer states"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "a"}}}, "stage 0 keeps full optimizer states"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "a", "buffer_count": 3}}},
             "buffer_count",
         ),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "no folder is given"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a", "buffer_count": 1}}}, "buffer_count"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "a"}}}, "stage 2 keeps parameters whole"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "a"}}}, "stage 2 keeps parameters unsharded"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "and those are on the device"),
         (
             {
@@ -75,7 +75,7 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
-            "stage 2 keeps parameters whole",
+            "stage 2 keeps parameters unsharded",
         ),
         ({"pipeline": {"activation_checkpoint_interval": 2}}, "not in groups"),
         ({"optimizer": {"type": "SGD", "states": "int8"}}, "written for Adam and AdamW, and this is SGD"),

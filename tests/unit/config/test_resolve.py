@@ -346,7 +346,7 @@ def test_compression() -> None:
     [
         (
             {"zero_optimization": {"stage": 2}, "parallel": {"compress_gradients": "powersgd"}},
-            "parallel.compress_gradients = 'powersgd': factors a matrix's whole gradient, and ZeRO stage 2 reduces it in shards",
+            "parallel.compress_gradients = 'powersgd': factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards",
         ),
         (
             {"bf16": {"enabled": True}, "parallel": {"compress_gradients": "int8"}},
@@ -354,7 +354,7 @@ def test_compression() -> None:
         ),
         (
             {"parallel": {"all_reduce": "ring", "transport": "shared-memory"}},
-            "parallel.all_reduce = 'ring': parallel.transport is shared-memory, which sums in its own way",
+            "parallel.all_reduce = 'ring': parallel.transport is shared-memory, which has its own all-reduce",
         ),
         (
             {"zero_optimization": {"stage": 3}, "parallel": {"second_copy": 3}},

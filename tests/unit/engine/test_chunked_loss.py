@@ -153,7 +153,7 @@ def test_refusals() -> None:
         deferred(default_forward, cases.PlainModel(tied=False))
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"loss_chunk_tokens": 8}}
     for loss in (None, per_sample(lambda output, batch: output.logits.sum())):
-        with pytest.raises(ConfigError, match=r"only plait\.causal_lm_loss is computed in pieces"):
+        with pytest.raises(ConfigError, match=r"only plait\.causal_lm_loss is computed in chunks"):
             plait.initialize(cases.build("llama", tied=False, device="cpu"), config, loss_fn=loss)
     with pytest.raises(ConfigError, match=r"no loss is given"):
         plait.parallelize(cases.build("llama", tied=False, device="cpu"), config)

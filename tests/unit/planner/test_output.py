@@ -171,7 +171,7 @@ def test_an_option_wins_over_the_file_and_says_so(tmp_path: Path, capsys: pytest
     assert code == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     for text in ("tensor_parallel.tp_size = 2", "train_batch_size = 32", "data.sequence_length = 64", "fp16.enabled = True"):
-        assert f"{text} of {tmp_path / 'file.json'} gives way to the command line" in shown
+        assert f"{text} of {tmp_path / 'file.json'} is overridden by the command line" in shown
     assert made["parallel"]["tp"] == 4 and made["train_batch_size"] == 64 and made["data"]["sequence_length"] == 128
     assert made["bf16"] == {"enabled": True} and "enabled" not in made["fp16"] and "tp_size" not in made["tensor_parallel"]
 

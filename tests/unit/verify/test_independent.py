@@ -164,7 +164,8 @@ def test_what_is_not_judged_is_said() -> None:
     assert not section.different
     assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"} and {row.step for row in section.rows} == {0}
     assert section.notes == (
-        "judged: the first step's loss, norm and gradients; not judged: what follows, because it has AdamW only, and the optimizer is SGD",
+        "compared: the first step's loss, norm and gradients; not compared: what follows, because "
+        "it has AdamW only, and the optimizer is SGD",
     )
     assert adamw_of(OptimizerSpec()) == independent.AdamW(1e-3, 0.9, 0.999, 1e-8, 0.0)
     assert adamw_of(OptimizerSpec(type="Adam", params={"torch_adam": True, "lr": "auto"})) == independent.AdamW(

@@ -1,8 +1,8 @@
 """Several machines from one: the launcher of a hostfile, over ssh.
 
 Each machine gets its own `plait launch --node-rank ...`, this one as a child process and the others through the user's `ssh` (keys and
-names as in `~/.ssh/config`), in the same folder with the same Python. Output comes back line by line, named by its machine. When one
-machine fails the others are ended; when this process dies its lifelines close and they end themselves.
+names as in `~/.ssh/config`), in the same folder with the same Python. Their output is printed line by line, with the name of the machine.
+When one machine fails the others are ended; when this process dies its lifelines close and they end themselves.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def dry_run(
         )
     model = _model(tree)
     if any("drop" in name and value for name, value in _dropouts(tree).items()):
-        notes.append("the model drops out, and the prediction counts no masks of it")
+        notes.append("the model uses dropout, and the prediction does not count its masks")
     if asked is None and pp > 1:
         notes.append(f"rank {rank:,} is predicted to need the most memory; choose another with --rank")
     began = time.perf_counter()
@@ -161,7 +161,7 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     if at.pp > 1 and pipeline.schedule not in names:
         return None, f"the planner does not price the schedule {pipeline.schedule}"
     if resolved.loss_chunk_tokens or resolved.optimizer.type not in ("Adam", "AdamW"):
-        return None, "the planner prices AdamW and a loss in one piece"
+        return None, "the planner models AdamW and a loss that is not computed in chunks"
     chunks = 1 if at.pp == 1 else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
     return {
         "pp": at.pp,

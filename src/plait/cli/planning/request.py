@@ -173,7 +173,7 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
         was, now = at_path(before.tree, path), at_path(after.tree, path)
         if was not in (None, "auto") and was != now:
             shown = "a section" if isinstance(was, dict) else was
-            notes.append(f"{before.written.get(path, path)} = {shown} of {file} gives way to the command line")
+            notes.append(f"{before.written.get(path, path)} = {shown} of {file} is overridden by the command line")
     return read_file(after)
 
 

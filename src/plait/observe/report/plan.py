@@ -307,7 +307,7 @@ def candidates_section(story: Story) -> Markup:
         [
             page.note(
                 f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells of memory and time; "
-                f"{found.outside:,} need more memory or time than is drawn. The colour is what a step spends most on beside the "
+                f"{found.outside:,} need more memory or time than is drawn. The colour is what a step spends most on besides the "
                 "computation of the model itself. Discs have their idle time from the schedule's table; the other points are closed forms."
             ),
             charts.plane(

@@ -1,4 +1,4 @@
-"""What every benchmark of training steps says of its contestants: cells of its tables, and the notes that a reader of them needs.
+"""What every benchmark of training steps says of its baselines: cells of its tables, and the notes that a reader of them needs.
 
 Entries are those of a result document: `spread_seconds`, `agreement`, `foreign_share`, `failure` and, by phase, `phases_ms`.
 """
@@ -15,7 +15,7 @@ Entry = Mapping[str, Any]
 
 
 def failed_row(entry: Entry, columns: int) -> tuple[str, ...] | None:
-    """The row of a contestant that has no time; None where it has one."""
+    """The row of a baseline that has no time; None where it has one."""
     if entry["failure"]:
         word = "failed"
     elif entry["spread_seconds"] is None:
@@ -44,7 +44,7 @@ def notes(entries: Mapping[str, Entry], pace: Mapping[str, Any]) -> list[str]:
     if compared and all(each["holds"] for each in compared):
         early, late, steps = (max(each[key] for each in compared) for key in ("early_loss", "late_loss", "steps"))
         said.append(
-            f"losses of all {len(compared)} contestants agree: by {early:.1e} in the first steps, by {late:.1e} over up to {steps} steps"
+            f"losses of all {len(compared)} engines agree: by {early:.1e} in the first steps, by {late:.1e} over up to {steps} steps"
         )
     shares = [share for entry in entries.values() for share in entry["foreign_share"]]
     said.append(
@@ -70,7 +70,7 @@ def _notes_of_one(name: str, entry: Entry, rounds: int) -> list[str]:
 
 
 def all_good(entries: Mapping[str, Entry]) -> bool:
-    """Whether every contestant ran, agreed with the reference where it is to (its agreement is not None), and had an undisturbed turn."""
+    """Whether every baseline ran, agreed with the reference where it is to (its agreement is not None), and had an undisturbed turn."""
     return all(
         entry["failure"] is None and entry["spread_seconds"] is not None and (entry["agreement"] is None or entry["agreement"]["holds"])
         for entry in entries.values()

@@ -16,8 +16,8 @@ from benchmarks.two_nodes.network import ADDRESSES, INTERFACE, enter
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """`compressed` contestants do not compute the same numbers as the others."""
+class Baseline:
+    """`compressed` baselines do not compute the same numbers as the others."""
 
     name: str
     title: str
@@ -37,53 +37,53 @@ class Contestant:
 
 
 ALL = (
-    Contestant("ddp", "DDP"),
-    Contestant("ddp-powersgd", "DDP, PowerSGD of rank 4", compressed=True),
-    Contestant("fully-shard", "fully_shard, kept"),
-    Contestant("deepspeed-2", "DeepSpeed ZeRO 2", requires="deepspeed"),
-    Contestant("plait-0", "Plait ZeRO 0, as it comes", options={"stage": 0}, adapts=True),
-    Contestant(
+    Baseline("ddp", "DDP"),
+    Baseline("ddp-powersgd", "DDP, PowerSGD of rank 4", compressed=True),
+    Baseline("fully-shard", "fully_shard, kept"),
+    Baseline("deepspeed-2", "DeepSpeed ZeRO 2", requires="deepspeed"),
+    Baseline("plait-0", "Plait ZeRO 0, as it comes", options={"stage": 0}, adapts=True),
+    Baseline(
         "plait-0-auto",
         "Plait ZeRO 0, compresses where it pays",
         compressed=True,
         options={"stage": 0, "compress_gradients": "auto"},
         adapts=True,
     ),
-    Contestant(
+    Baseline(
         "plait-0-any",
         "Plait ZeRO 0, PowerSGD allowed too",
         compressed=True,
         options={"stage": 0, "compress_gradients": ["int8", "int4", "powersgd"]},
         adapts=True,
     ),
-    Contestant("plait-2", "Plait ZeRO 2, as it comes", options={"stage": 2}),
-    Contestant(
+    Baseline("plait-2", "Plait ZeRO 2, as it comes", options={"stage": 2}),
+    Baseline(
         "plait-2-auto",
         "Plait ZeRO 2, compresses where it pays",
         compressed=True,
         options={"stage": 2, "compress_gradients": "auto"},
         adapts=True,
     ),
-    Contestant("plait-tp", "Plait tensor parallel, sums waited for", tensor=True, options={"stage": 0, "tp": 2}),
-    Contestant(
+    Baseline("plait-tp", "Plait tensor parallel, sums waited for", tensor=True, options={"stage": 0, "tp": 2}),
+    Baseline(
         "plait-tp-overlap", "Plait tensor parallel, sums beside products", tensor=True, options={"stage": 0, "tp": 2, "tensor_overlap": 4}
     ),
-    Contestant("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
-    Contestant("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),
-    Contestant("plait-0-int4", "Plait ZeRO 0, int4", compressed=True, options={"stage": 0, "compress_gradients": "int4"}),
-    Contestant(
+    Baseline("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
+    Baseline("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),
+    Baseline("plait-0-int4", "Plait ZeRO 0, int4", compressed=True, options={"stage": 0, "compress_gradients": "int4"}),
+    Baseline(
         "plait-0-powersgd", "Plait ZeRO 0, PowerSGD of rank 4", compressed=True, options={"stage": 0, "compress_gradients": "powersgd"}
     ),
 )
 BY_NAME = {one.name: one for one in ALL}
 
 
-def start(argument: tuple[Contestant, Any, tuple[str, str]]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
-    """In a worker: enter the node, build the contestant, and answer messages."""
-    contestant, workload, nodes = argument
+def start(argument: tuple[Baseline, Any, tuple[str, str]]) -> Callable[[tuple[str, dict[str, Any]]], Any]:
+    """In a worker: enter the node, build the baseline, and answer messages."""
+    baseline, workload, nodes = argument
     rank = int(os.environ["RANK"])
     enter(nodes[rank])
-    local, here = (rank, len(nodes)) if contestant.tensor else (0, 1)
+    local, here = (rank, len(nodes)) if baseline.tensor else (0, 1)
     os.environ.update(
         MASTER_ADDR=ADDRESSES[0],
         GLOO_SOCKET_IFNAME=INTERFACE,
@@ -97,22 +97,22 @@ def start(argument: tuple[Contestant, Any, tuple[str, str]]) -> Callable[[tuple[
     from benchmarks.training_step.worker import Runner
 
     torch.set_num_threads(workload.threads)
-    runner = Runner(_build(contestant, workload), workload)
-    if contestant.tensor:
+    runner = Runner(_build(baseline, workload), workload)
+    if baseline.tensor:
         runner.rank = 0  # all read the same batch
     return lambda message: getattr(runner, message[0])(**message[1])
 
 
-def _build(contestant: Contestant, workload: Any) -> Any:
-    if contestant.name.startswith("plait"):
-        return _plait(workload, **contestant.options)
+def _build(baseline: Baseline, workload: Any) -> Any:
+    if baseline.name.startswith("plait"):
+        return _plait(workload, **baseline.options)
     from benchmarks.training_step import deepspeed_peer, torch_peers
 
-    if contestant.name == "deepspeed-2":
+    if baseline.name == "deepspeed-2":
         return deepspeed_peer.build(workload, stage=2)
-    if contestant.name == "fully-shard":
+    if baseline.name == "fully-shard":
         return torch_peers.fully_sharded(workload, freed=False)
-    return torch_peers.ddp(workload) if contestant.name == "ddp" else _ddp_powersgd(workload)
+    return torch_peers.ddp(workload) if baseline.name == "ddp" else _ddp_powersgd(workload)
 
 
 def _plait(workload: Any, *, stage: int, communication_data_type: str | None = None, **parallel: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.training_step.contestants import Contestant
+from benchmarks.training_step.baselines import Baseline
 
 HERE = "benchmarks.pipeline_step"
 TARGET = 1.03
@@ -21,22 +21,22 @@ class Layout:
     slices: int
     micro_batch: int
     micro_batches: int
-    contestants: tuple[Contestant, ...]
+    baselines: tuple[Baseline, ...]
     """The first one is the reference."""
 
 
-def _three(name: str, title: str, builder: str, options: dict[str, object], *, loss_is_global: bool) -> tuple[Contestant, ...]:
+def _three(name: str, title: str, builder: str, options: dict[str, object], *, loss_is_global: bool) -> tuple[Baseline, ...]:
     reference, plait = f"torch-{name}", f"plait-{name}"
     return (
-        Contestant(reference, f"torch: {title}", f"{HERE}.torch_peers:{builder}", loss_is_global=loss_is_global),
-        Contestant(
+        Baseline(reference, f"torch: {title}", f"{HERE}.torch_peers:{builder}", loss_is_global=loss_is_global),
+        Baseline(
             f"{reference}-again",
-            "the same, a second team (control)",
+            "the same, a second process group (control)",
             f"{HERE}.torch_peers:{builder}",
             peer=reference,
             loss_is_global=loss_is_global,
         ),
-        Contestant(plait, "Plait", f"{HERE}.plait_entry:build", options, peer=reference, requires="plait", loss_is_global=True),
+        Baseline(plait, "Plait", f"{HERE}.plait_entry:build", options, peer=reference, requires="plait", loss_is_global=True),
     )
 
 
@@ -48,7 +48,7 @@ LAYOUTS = (
         slices=1,
         micro_batch=1,
         micro_batches=8,
-        contestants=_three("1f1b", "Schedule1F1B and PipelineStage", "one_f_one_b", {"pp": 2}, loss_is_global=True),
+        baselines=_three("1f1b", "Schedule1F1B and PipelineStage", "one_f_one_b", {"pp": 2}, loss_is_global=True),
     ),
     Layout(
         "2d",
@@ -57,10 +57,10 @@ LAYOUTS = (
         slices=2,
         micro_batch=2,
         micro_batches=1,
-        contestants=_three(
+        baselines=_three(
             "2d", "fully_shard and parallelize_module", "two_dimensional", {"tp": 2, "dp_shard": 2, "stage": 2}, loss_is_global=False
         ),
     ),
 )
 
-BY_NAME = {one.name: (layout, one) for layout in LAYOUTS for one in layout.contestants}
+BY_NAME = {one.name: (layout, one) for layout in LAYOUTS for one in layout.baselines}

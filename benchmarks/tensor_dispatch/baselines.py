@@ -1,4 +1,4 @@
-"""The two contestants: a small Llama split by Plait, and the same block split by hand with torch's own styles."""
+"""The two baselines: a small Llama split by Plait, and the same block split by hand with torch's own styles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of contestants, as data: name, title, who to compare with, and the function that builds its step.
+"""The list of baselines, as data: name, title, who to compare with, and the function that builds its step.
 
 A builder runs inside a worker process whose environment names rank and world, and returns `step(batch) -> (loss, grad_norm)`: one whole
 optimizer step on this rank's micro-batch. The norm is global and before clipping, None where a library does not tell it. Nothing heavy is
@@ -23,7 +23,7 @@ HERE = "benchmarks.training_step"
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Baseline:
     """One way to do the step."""
 
     name: str
@@ -34,11 +34,11 @@ class Contestant:
     stages: tuple[int, ...] = ()
     """The ZeRO stages in whose group it takes turns."""
     peer: str | None = None
-    """The raw torch contestant with the same ZeRO meaning."""
+    """The raw torch baseline with the same ZeRO meaning."""
     rival: str | None = None
-    """The DeepSpeed contestant with the same ZeRO meaning."""
+    """The DeepSpeed baseline with the same ZeRO meaning."""
     requires: str | None = None
-    """A package that the contestant needs and the machine may lack."""
+    """A package that the baseline needs and the machine may lack."""
     loss_is_global: bool = False
     """Whether the loss that a step returns is already the mean over ranks."""
     floor: bool = False
@@ -59,16 +59,16 @@ class Contestant:
 REFERENCE = "ddp"
 STAGES = (0, 1, 2, 3)
 RAW_TORCH = ("ddp", "zero-redundancy", "fsdp-kept", "fsdp-freed")
-"""The raw torch contestant of each ZeRO stage."""
+"""The raw torch baseline of each ZeRO stage."""
 
 ALL = (
-    Contestant("ddp", "DDP", f"{HERE}.torch_peers:ddp", stages=STAGES),
-    Contestant("ddp-again", "DDP, a second team (control)", f"{HERE}.torch_peers:ddp", stages=(0,)),
-    Contestant("zero-redundancy", "DDP + ZeroRedundancyOptimizer", f"{HERE}.torch_peers:zero_redundancy", stages=(1,)),
-    Contestant("fsdp-kept", "fully_shard, kept", f"{HERE}.torch_peers:fully_sharded", {"freed": False}, stages=(2,)),
-    Contestant("fsdp-freed", "fully_shard, freed", f"{HERE}.torch_peers:fully_sharded", {"freed": True}, stages=(3,)),
+    Baseline("ddp", "DDP", f"{HERE}.torch_peers:ddp", stages=STAGES),
+    Baseline("ddp-again", "DDP, a second process group (control)", f"{HERE}.torch_peers:ddp", stages=(0,)),
+    Baseline("zero-redundancy", "DDP + ZeroRedundancyOptimizer", f"{HERE}.torch_peers:zero_redundancy", stages=(1,)),
+    Baseline("fsdp-kept", "fully_shard, kept", f"{HERE}.torch_peers:fully_sharded", {"freed": False}, stages=(2,)),
+    Baseline("fsdp-freed", "fully_shard, freed", f"{HERE}.torch_peers:fully_sharded", {"freed": True}, stages=(3,)),
     *(
-        Contestant(
+        Baseline(
             f"deepspeed-{stage}",
             f"DeepSpeed ZeRO {stage}",
             f"{HERE}.deepspeed_peer:build",
@@ -79,7 +79,7 @@ ALL = (
         for stage in STAGES
     ),
     *(
-        Contestant(
+        Baseline(
             f"alone-{stage}",
             "Computation alone, no ranks (a floor)",
             f"{HERE}.torch_peers:alone",
@@ -90,7 +90,7 @@ ALL = (
         for stage in STAGES
     ),
     *(
-        Contestant(
+        Baseline(
             f"plait-{stage}",
             f"Plait ZeRO {stage}",
             f"{HERE}.plait_entry:build",
@@ -105,9 +105,9 @@ ALL = (
     ),
 )
 
-BY_NAME = {contestant.name: contestant for contestant in ALL}
+BY_NAME = {baseline.name: baseline for baseline in ALL}
 
 
-def of_stage(stage: int, *, names: Collection[str]) -> list[Contestant]:
-    """The named contestants that belong to a stage, after the reference, which belongs to all."""
+def of_stage(stage: int, *, names: Collection[str]) -> list[Baseline]:
+    """The named baselines that belong to a stage, after the reference, which belongs to all."""
     return [one for one in ALL if stage in one.stages and (one.name in names or one.name == REFERENCE)]

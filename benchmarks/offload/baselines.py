@@ -1,4 +1,4 @@
-"""AdamW steps over the same parameters and gradients, one contestant each: a function that makes it and returns its step.
+"""AdamW steps over the same parameters and gradients, one baseline each: a function that makes it and returns its step.
 
 All have float32 parameters, gradients and two states, and the same hyperparameters. Files are in `folder`: put it on a memory file system
 to see what the walk itself costs, on a disk to see what the disk adds.
