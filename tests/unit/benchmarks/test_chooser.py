@@ -26,7 +26,7 @@ TIMED = {"all-reduce": 1e-3, "ring": 1.5e-3, "shared-memory": 0.1e-3}
     ],
 )
 def test_a_point(shared: bool, compared: Any, by_links: str, chosen: str, best: str, ratio: float) -> None:
-    """What the links say, what was settled beside it, and what is best; only the ways that the scene has."""
+    """What the links say, what was refined beside it, and what is best; only the ways that the scene has."""
     worker_group, scene = Mock(), Scene("x", 2, shared=shared)
     worker_group.ask.return_value = [compared] * 2
     found = _point(scene, MIB, *_chosen(worker_group, scene, MIB, FITTED, argparse.Namespace(settle_seconds=1.0)), TIMED)
