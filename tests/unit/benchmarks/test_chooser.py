@@ -29,7 +29,7 @@ def test_a_point(shared: bool, compared: Any, by_links: str, chosen: str, best: 
     """What the links say, what was refined beside it, and what is best; only the ways that the scene has."""
     worker_group, scene = Mock(), Scene("x", 2, shared=shared)
     worker_group.ask.return_value = [compared] * 2
-    found = _point(scene, MIB, *_chosen(worker_group, scene, MIB, FITTED, argparse.Namespace(settle_seconds=1.0)), TIMED)
+    found = _point(scene, MIB, *_chosen(worker_group, scene, MIB, FITTED, argparse.Namespace(refine_seconds=1.0)), TIMED)
     assert worker_group.ask.called == (compared is not None)
     assert (found["chosen_by_links"], found["chosen"], found["best"]) == (by_links, chosen, best)
     assert found["chosen_seconds"] / found["best_seconds"] == pytest.approx(ratio)
