@@ -23,10 +23,10 @@ from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
 from plait.engine.batch import default_forward
-from plait.engine.dryrun import activation_facts, token_batch
+from plait.engine.dry_model import token_batch
 from plait.engine.forecast import foretell, foretell_on
+from plait.engine.rank_activations import rank_activations
 from plait.engine.rehearsal import foretell_messages
-from plait.engine.stage_dryrun import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.moments import PEAK_KINDS
 from plait.parallel.recompute import Recompute
@@ -83,18 +83,19 @@ def predicted_and_measured() -> Iterator[list[str]]:
                     resolved = resolve(load({"train_micro_batch_size_per_gpu": SAMPLES, "parallel": parallel}), world_size=tp)
                     model = model_of(kind, device="meta")
                     split = TensorParallel(sequence_parallel=sequence)
-                    facts = activation_facts(
+                    (rank,) = rank_activations(
                         model,
                         blocks=find_blocks(model),
                         mesh=build_mesh(resolved.layout),
                         batch=token_batch(SAMPLES, LENGTH),
                         tensor_parallel=split,
                     )
+                    (facts,) = rank.stages
                     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
                     held = measure_activations(engine, {"input_ids": ids, "labels": ids})
                     modes = engine.parts.block_modes
                     layout = "1 process" if tp == 1 else f"tp {tp}" + (", sequence parallel" if sequence else "")
-                    figures = (facts.kept(modes), held["activations"], facts.modes["none"].logits, held["logits"])
+                    figures = (facts.kept(modes), held["activations"], facts.modes["none"].head, held["logits"])
                     yield [kind, layout, mode, *(f"{figure:,}" for figure in figures)]
 
 
@@ -162,6 +163,7 @@ def budgets() -> Iterator[list[str]]:
                 assert pipeline is not None
                 ranks = rank_activations(
                     model,
+                    blocks=find_blocks(model),
                     pipeline=pipeline,
                     mesh=build_mesh(resolved.layout),
                     batch=token_batch(SAMPLES, LENGTH),
@@ -223,7 +225,8 @@ def time_for_memory() -> Iterator[list[str]]:
         Recompute(mode=mode).apply(Parts(model=model, blocks=find_blocks(model)), build_mesh(Layout()))  # type: ignore[arg-type]
         models[mode] = model
     plain = model_of("llama", device="meta", hidden_size=512, intermediate_size=1376)
-    facts = activation_facts(plain, blocks=find_blocks(plain), mesh=build_mesh(Layout()), batch=token_batch(2, 256)).modes
+    (rank,) = rank_activations(plain, blocks=find_blocks(plain), mesh=build_mesh(Layout()), batch=token_batch(2, 256))
+    facts = rank.stages[0].modes
     ids = torch.arange(512).view(2, 256)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     for turn in range(-1, 9):
@@ -235,7 +238,7 @@ def time_for_memory() -> Iterator[list[str]]:
     for mode in MODES:
         ratio = statistics.median(a / b for a, b in zip(seconds[mode], seconds["none"], strict=True))
         found = facts[mode]  # type: ignore[index]
-        yield [mode, f"{sum(found.blocks) / MIB:.1f} MiB", f"{found.flops / facts['none'].flops:.3f}", f"{ratio:.2f}"]
+        yield [mode, f"{sum(found.kept) / MIB:.1f} MiB", f"{found.flops / facts['none'].flops:.3f}", f"{ratio:.2f}"]
 
 
 def llama_8b() -> nn.Module:
@@ -261,7 +264,7 @@ def large() -> Iterator[list[str]]:
     for tp, sequence in ((1, False), (8, False), (8, True)):
         model = llama_8b()
         with fake_world(tp), torch.device("meta"):
-            facts = activation_facts(
+            (one,) = rank_activations(
                 model,
                 blocks=find_blocks(model),
                 mesh=build_mesh(Layout(tp=tp)),
@@ -269,10 +272,11 @@ def large() -> Iterator[list[str]]:
                 tensor_parallel=TensorParallel(sequence_parallel=sequence),
                 compute_dtype=torch.bfloat16,
             )
+        (facts,) = one.stages
         layout = f"tp {tp}" + (", sequence parallel" if sequence else "")
         for mode in MODES:
             found = facts.modes[mode]  # type: ignore[index]
-            shown = (sum(found.blocks), found.logits, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
+            shown = (sum(found.kept), found.head, facts.returning((mode,) * 32), found.peak)  # type: ignore[arg-type]
             yield [layout, mode, *(f"{figure / GIB:.2f}" for figure in shown)]
 
 

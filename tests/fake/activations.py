@@ -9,9 +9,9 @@ import torch
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
 from plait.engine.batch import default_forward
-from plait.engine.dryrun import token_batch
+from plait.engine.dry_model import token_batch
 from plait.engine.loss import causal_lm_loss
-from plait.engine.stage_dryrun import rank_activations
+from plait.engine.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.in_flight import RankActivations
 from tests.parity import cases
@@ -27,6 +27,7 @@ def foretold(config: dict[str, Any], world: int, dtype: torch.dtype = torch.floa
     assert pipeline is not None
     return rank_activations(
         model,
+        blocks=find_blocks(model),
         pipeline=pipeline,
         mesh=build_mesh(resolved.layout),
         batch=token_batch(2, LENGTH),

@@ -12,11 +12,12 @@ from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
 from plait.engine.batch import default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.engine.dryrun import activation_facts, token_batch
+from plait.engine.dry_model import token_batch
+from plait.engine.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
-from plait.parallel.activations import ActivationFacts
+from plait.parallel.in_flight import RankActivations
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.memory import measure_activations
@@ -40,7 +41,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, ActivationFacts, Ledger]:
+def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any, RankActivations, Ledger]:
     """(model, resolved, facts, ledger) before anything is applied."""
     world = config["parallel"]["tp"] * config["parallel"]["dp_replicate"] * config["parallel"]["dp_shard"]
     resolved = resolve(load(config), world_size=world)
@@ -48,7 +49,7 @@ def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any
     chunk = resolved.loss_chunk_tokens
     blocks = find_blocks(model)
     compute = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}[resolved.precision.compute]
-    measured = activation_facts(
+    (measured,) = rank_activations(
         model,
         blocks=blocks,
         mesh=build_mesh(resolved.layout),

@@ -12,7 +12,8 @@ import torch
 from benchmarks.planner_memory.layouts import CASES, MODELS, Case, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.engine.dryrun import activation_facts, token_batch
+from plait.engine.dry_model import token_batch
+from plait.engine.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.tensor import TensorParallel
 from plait.planner.hardware import cluster
@@ -44,7 +45,7 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world: FakeWorld, kind: str, tp: 
     config.use_cache = False
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    found = activation_facts(
+    (rank,) = rank_activations(
         model,
         blocks=find_blocks(model),
         mesh=build_mesh(Layout(tp=tp)),
@@ -52,14 +53,15 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world: FakeWorld, kind: str, tp: 
         compute_dtype=torch.bfloat16,
         tensor_parallel=TensorParallel(sequence_parallel=sp),
     )
+    (found,) = rank.stages
     request = Request(Model(from_config(fields), {"config": fields}), cluster("h100", 8), SAMPLES, LENGTH)
     job = replace(job_of(request, Layouts(tp=np.array([tp]), sp=np.array([int(sp)]), micro_batch=SAMPLES)))
     tokens = SAMPLES * LENGTH
     none, operators, full, logits = (float(np.ravel(value)[0]) * tokens for value in kept_bytes(job))
     for predicted, mode in ((none, "none"), (operators, "selective"), (full, "full")):
-        assert predicted == pytest.approx(found.modes[mode].blocks[1], rel=0.02), mode
+        assert predicted == pytest.approx(found.modes[mode].kept[1], rel=0.02), mode
     measured = found.modes["none"]
-    at_loss = measured.peak - sum(measured.blocks) - measured.outside
+    at_loss = measured.peak - sum(measured.kept) - measured.outside
     assert logits == pytest.approx(at_loss, rel=0.02)
 
 

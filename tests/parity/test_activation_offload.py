@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import plait
-from plait.engine.dryrun import activation_facts, token_batch
+from plait.config.resolve import load, resolve
+from plait.engine.dry_model import token_batch
+from plait.engine.rank_activations import rank_activations
 from plait.verify.memory import measure_activations
 from plait.verify.parity import engine_trace
 from tests.parity import cases
@@ -85,13 +87,15 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import build_mesh
 
-    facts = activation_facts(model, blocks=names, mesh=build_mesh(Layout()), batch=token_batch(2, 8), offload=True)
+    technique = resolve(load(config), world_size=1).activation_offload
+    (foretold,) = rank_activations(model, blocks=names, mesh=build_mesh(Layout()), batch=token_batch(2, 8), offloads=technique.blocks)
+    (facts,) = foretold.stages
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     ids = torch.arange(16).view(2, 8)
     measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
-    modes, offloaded = engine.parts.block_modes, engine.parts.offloaded_blocks
-    assert facts.stored(modes, offloaded=offloaded) > 0
-    return measured, {"activations": facts.kept(modes, offloaded=offloaded), "logits": facts.modes["none"].logits}
+    modes = engine.parts.block_modes
+    assert facts.stored(modes) > 0
+    return measured, {"activations": facts.kept(modes), "logits": facts.modes["none"].head}
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

@@ -12,7 +12,8 @@ import plait
 from plait._torch import local_tensor
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.engine.dryrun import activation_facts, token_batch
+from plait.engine.dry_model import token_batch
+from plait.engine.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
@@ -142,8 +143,8 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
         model = build("llama", torch.float32, dropout=False)
         mesh = build_mesh(Layout(tp=2))
         batch = token_batch(2, LENGTH)
-        facts = activation_facts(model, blocks=find_blocks(model), mesh=mesh, batch=batch, tensor_parallel=TensorParallel())
-        own = facts.total(("none", "none"))
+        (foretold_rank,) = rank_activations(model, blocks=find_blocks(model), mesh=mesh, batch=batch, tensor_parallel=TensorParallel())
+        own = foretold_rank.most(("none", "none")) - 1
     else:
         config = pipeline_settings(0, 2, "1f1b", pp=2, tp=2)
         own = foretold(config, world)[1].most(("none", "none")) - 1

@@ -38,9 +38,9 @@ from plait.engine.misuse import (
 from plait.engine.optimizer import build_optimizer
 from plait.engine.own_loop import StepWatch
 from plait.engine.ownership import Owner, recall, refuse_taken, remember, take_over
+from plait.engine.rank_activations import solved_recompute
 from plait.engine.resume import check_scheduler, configured_groups
 from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
-from plait.engine.solve import recompute_of
 from plait.engine.state import generator_seed
 from plait.engine.step import Stepper, clip_factor, global_norm
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
@@ -344,7 +344,7 @@ def split(
         model.to(mesh.device)
         materialise.broadcast(model)
     bind_sync_batch_norm(model, mesh)
-    recompute = recompute_of(resolved, checked.parts, mesh, loss_fn=loss_fn, forward=forward)
+    recompute = solved_recompute(resolved, checked.parts, mesh, loss_fn=loss_fn, forward=forward)
     techniques = resolved.model_copy(update={"recompute": recompute}).techniques
     return mesh, apply_all(techniques, checked.parts, mesh), seed
 

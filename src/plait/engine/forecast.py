@@ -7,7 +7,7 @@ What cannot be foretold yet is refused by name, never guessed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,34 +17,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch import FakeStore, FakeTensorMode, storage_bytes, tree_leaves
+from plait._torch import FakeStore, FakeTensorMode, storage_bytes
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolve import Resolved
-from plait.engine.batch import Forward, default_forward
+from plait.engine.batch import default_forward
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.engine.dryrun import explained, fake_copy, rows_are_sequences, token_batch
-from plait.engine.forecast_recorder import BACKWARD, Recorder, watch, when_gradient_comes
+from plait.engine.dry_model import DryModel, token_batch
 from plait.engine.live import LiveStorages
-from plait.engine.loss import Loss, causal_lm_loss
+from plait.engine.loss import causal_lm_loss
 from plait.engine.optimizer import build_optimizer
 from plait.engine.peak import make_states
+from plait.engine.rank_activations import solved_recompute
 from plait.engine.rehearsal import handed_on
-from plait.engine.solve import recompute_of
 from plait.errors import InputError
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import TensorPlan
 from plait.parallel.ledger import Ledger, local_rows
-from plait.parallel.moments import BESIDE, HEAD, LOSS, StageMoments, StepFacts
+from plait.parallel.moments import StageMoments, StepFacts
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.peak import Peak, step_peak
 from plait.parallel.pipeline import PipelineParts
 from plait.parallel.pipeline_account import facts_of_rank, stage_counts
-from plait.parallel.recompute import Recompute
-from plait.parallel.schedule import Kind
-from plait.parallel.split_backward import backward_inputs, backward_weights
-from plait.parallel.stage import Stage
-from plait.parallel.staged_zero import StagedZero
+from plait.parallel.schedule import Action, Kind
+from plait.parallel.stage import StagedModel
 from plait.parallel.technique import Parts, notes_of
 from plait.shards import shard_length
 from plait.units import dtype_of
@@ -107,134 +103,70 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
         optimizer_states=resolved.optimizer.states,
     )
     own, schedule, pp_rank = whole, None, at["pp"]
-    run = _DryStep(given, resolved, mesh, samples=samples, length=length)
+    dry = _dry_model(given, resolved, mesh, samples=samples, length=length)
+    boundary, row = torch.empty(0, device="meta"), tuple[Action, ...]()
     if pipeline is not None:
+        boundary, row = handed_on(dry.parts.model, dry.parts, dry.piece), pipeline.schedule.ranks[pp_rank]
         schedule = pipeline.schedule
-        counts = stage_counts(schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=run.boundary.nbytes, ledger=ledger)
+        counts = stage_counts(schedule, pp_rank, cut=pipeline.cut, facts=whole, boundary_bytes=boundary.nbytes, ledger=ledger)
         own = facts_of_rank(whole, pipeline.cut, schedule.stages_of(pp_rank))
         ledger = ledger.with_(stage=counts)
     ledger = account_all(resolved.techniques, ledger, own)
     states, temporaries = _optimizer(resolved, mesh, own, ledger)
     ledger = ledger.with_(memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)})
-    facts = run.facts(optimizer_temporary_bytes=temporaries)
+    facts = StepFacts(
+        stages=_moments(dry, boundary, row=row, length=length),
+        boundary_bytes=boundary.nbytes,
+        batch_bytes=sum(x.nbytes for x in dry.piece.values()) * resolved.batch.accumulation,
+        buffer_bytes=storage_bytes(dry.parts.model.buffers()),
+        optimizer_temporary_bytes=temporaries,
+        exchanges_reductions=mesh.device.type == "cpu",
+    )
     peak = step_peak(facts, ledger=ledger, model=own, zero=resolved.data_parallel.stage, schedule=schedule, pp_rank=pp_rank)
     return Forecast(ledger, peak)
 
 
-class _DryStep:
+def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int) -> DryModel:
     """A fake copy of the rank's model, with everything applied but what shards it."""
+    dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else None
+    recompute = solved_recompute(resolved, given, mesh, loss_fn=None, forward=default_forward)
+    pipeline = given.noted(PipelineParts)
 
-    def __init__(self, given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int) -> None:
-        self.resolved, self.mesh = resolved, mesh
-        precision = resolved.precision
-        recompute: Recompute = recompute_of(resolved, given, mesh, loss_fn=None, forward=default_forward)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        dtype = dtype_of(precision.compute) if precision.compute else None
-        with self.mode:
-            fake = fake_copy(given.model, mesh.device, dtype)
-            given = given.with_(model=fake, compute_dtype=dtype)
-            self.parts = apply_all((resolved.tensor_parallel, resolved.pipeline, recompute), given, mesh)
-            self.piece = {name: torch.empty_like(x, device=mesh.device) for name, x in token_batch(samples, length).items()}
-            self.boundary = handed_on(fake, self.parts, self.piece) if resolved.layout.pp > 1 else torch.empty(0)
-        self.loss: Loss = causal_lm_loss
-        self.forward: Forward = default_forward
-        if resolved.loss_chunk_tokens:
-            self.loss = ChunkedCausalLMLoss(chunk_tokens=resolved.loss_chunk_tokens)
-            self.forward = deferred(default_forward, fake)
-        region = self.parts.tensor_region
-        if region is not None:
-            region.gather_logits = not (self.parts.loss_parallel and getattr(self.loss, "split_logits", False))
+    def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
+        copied = given.with_(model=fake, compute_dtype=dtype)
+        parts = apply_all((resolved.tensor_parallel, resolved.pipeline, recompute), copied, mesh)
+        applied = parts.noted(PipelineParts)
+        return parts, applied.staged if applied is not None else None
 
-    def facts(self, *, optimizer_temporary_bytes: int) -> StepFacts:
-        """Every stage of the rank."""
-        pipeline = self.parts.noted(PipelineParts)
-        stages: dict[int, Stage | None] = {0: None}
-        if pipeline is not None:
-            assert pipeline.staged is not None
-            stages = dict(pipeline.staged.stages)
-        with self.mode, explained(self.parts.model), rows_are_sequences():
-            return StepFacts(
-                stages={index: self._stage(index, stage) for index, stage in stages.items()},
-                boundary_bytes=self.boundary.nbytes,
-                batch_bytes=sum(x.nbytes for x in self.piece.values()) * self.resolved.batch.accumulation,
-                buffer_bytes=storage_bytes(self.parts.model.buffers()),
-                optimizer_temporary_bytes=optimizer_temporary_bytes,
-                exchanges_reductions=self.mesh.device.type == "cpu",
-            )
+    chunk = resolved.loss_chunk_tokens
+    return DryModel(
+        given.model,
+        apply,
+        device=mesh.device,
+        batch=token_batch(samples, length),
+        compute_dtype=dtype,
+        loss_fn=ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss,
+        forward=lambda fake: deferred(default_forward, fake) if chunk else default_forward,
+        schedule=pipeline.schedule if pipeline is not None else None,
+    )
 
-    def _stage(self, index: int, stage: Stage | None) -> StageMoments:
-        pipeline = self.parts.noted(PipelineParts)
-        if pipeline is None:
-            return self._run(stage, splits=False)
-        row = pipeline.schedule.ranks[self.mesh.coordinates["pp"]]
+
+def _moments(dry: DryModel, boundary: torch.Tensor, *, row: Sequence[Action], length: int) -> dict[int, StageMoments]:
+    """Every stage of the rank; a backward is run in each form that the row has."""
+    if dry.staged is None:
+        return {0: dry.trace()[0].moments}
+    found: dict[int, StageMoments] = {}
+    for index, stage in dry.staged.stages.items():
+        received = None if stage.first else boundary
+        first = dry.parts.blocks.index(stage.blocks[0])
         kinds = {action.kind for action in row if action.stage == index}
-        found = StageMoments(())
-        if Kind.BACKWARD in kinds:
-            found = self._run(stage, splits=False)
-        if Kind.INPUT in kinds:
-            halves = self._run(stage, splits=True)
-            found = replace(halves, backward=found.backward)
-        return found
-
-    def _run(self, stage: Stage | None, *, splits: bool) -> StageMoments:
-        """Forward and backward of one stage, as `parallel.runtime` runs them."""
-        model = self.parts.model
-        known = [*model.parameters(), *model.buffers(), *self.piece.values()]
-        own = self.parts.blocks if stage is None else stage.blocks
-        units = {name: self.parts.blocks.index(name) for name in own}
-        unit_of = {
-            parameter: next((unit for block, unit in units.items() if name.startswith(f"{block}.")), BESIDE)
-            for name, parameter in model.named_parameters()
-        }
-        last = stage is None or stage.last
-        recorder = Recorder(known=known, drops_gradients=not splits)
-        remove = watch(model, units, recorder, last=last, unit_of=unit_of)
-        try:
-            with recorder:
-                recorder.mark("forward", BESIDE)
-                inputs = [] if stage is None or stage.first else [torch.empty_like(self.boundary).requires_grad_()]
-                outputs = self._forward(stage, inputs, recorder)
-                forward = recorder.take()
-                recorder.unit = BACKWARD
-                recorder.mark("backward", LOSS if last else HEAD)
-                gradients = None if last else [torch.empty_like(tensor) for tensor in outputs]
-                if not splits:
-                    torch.autograd.backward(outputs, gradients)
-                    return StageMoments(forward, backward=recorder.take())
-                assert stage is not None
-                second = backward_inputs(outputs, gradients, inputs, self._weights_of(stage))
-                del gradients
-                for tensor in inputs:
-                    tensor.grad = None
-                first = recorder.take()
-                recorder.mark("weights", BESIDE)
-                backward_weights(second)
-                return StageMoments(forward, inputs=first, weights=recorder.take())
-        finally:
-            remove()
-            for parameter in model.parameters():
-                parameter.grad = None
-
-    def _forward(self, stage: Stage | None, inputs: list[torch.Tensor], recorder: Recorder) -> list[torch.Tensor]:
-        """What backward starts from."""
-        pipeline = self.parts.noted(PipelineParts)
-        if stage is None:
-            output = self.forward(self.parts.model, self.piece)
-        else:
-            assert pipeline is not None and pipeline.staged is not None
-            length = self.piece["input_ids"].shape[1]
-            received = inputs[0] if inputs else None
-            output = pipeline.staged.run(stage, lambda model: self.forward(model, self.piece), received, length=length)
-            if not stage.last:
-                return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        recorder.mark("forward", LOSS)
-        when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
-        return [self.loss(output, self.piece)[0]]
-
-    def _weights_of(self, stage: Stage) -> Iterator[nn.Parameter]:
-        pipeline = self.parts.noted(PipelineParts)
-        assert pipeline is not None and pipeline.staged is not None
-        return StagedZero(pipeline.staged, pipeline.schedule, zero=0, reducer=None).weights(stage.index)
+        traces = [
+            dry.trace(index, received, length=length, splits=kind is Kind.INPUT, first_unit=first)[0].moments
+            for kind in (Kind.BACKWARD, Kind.INPUT)
+            if kind in kinds
+        ]
+        found[index] = replace(traces[-1], backward=traces[0].backward)
+    return found
 
 
 def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger) -> tuple[int, int]:

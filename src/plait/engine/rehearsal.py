@@ -27,7 +27,7 @@ from plait.config.resolve import Resolved
 from plait.engine.batch import default_forward, micro_batches
 from plait.engine.build import split
 from plait.engine.check import checked_model
-from plait.engine.dryrun import rows_are_sequences
+from plait.engine.dry_model import rows_are_sequences
 from plait.engine.live import LiveStorages
 from plait.engine.loss import causal_lm_loss
 from plait.engine.optimizer import build_optimizer
@@ -349,4 +349,5 @@ def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) ->
         region.length = length
         if region.sequence_parallel:
             own = -(-length // region.group.size())
-    return torch.empty(samples, own, width, dtype=parts.compute_dtype or next(model.parameters()).dtype)
+    dtype = parts.compute_dtype or next(model.parameters()).dtype
+    return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)

@@ -1,40 +1,55 @@
-"""Activations that a pipeline's rank holds: figures of its stages, put together along its row of the schedule. No tensors.
+"""Activations that a rank holds, block by block and for every way to recompute: figures of its stages, put together along its row of the
+schedule. No tensors. Without a pipeline a rank has one stage, and one micro-batch after the other goes through it (`ONE_STAGE`).
 
-A rank holds several micro-batches, as many as the schedule and its place say, so a budget for activations bounds their sum at the worst
-moment of the row. Where a backward is split, a stage holds something else between its halves: what the first half made (recomputed
-activations among it) waits for the second. `engine.stage_dryrun` measures the figures.
+A rank of a pipeline holds several micro-batches, as many as the schedule and its place say, so a budget for activations bounds their sum at
+the worst point of the row. Where a backward is split, a stage holds something else between its halves: what the first half made
+(recomputed activations among it) waits for the second.
+
+`engine.rank_activations` measures the figures. Bytes are those of distinct storages that are neither parameters nor buffers nor the batch
+itself. A block's input belongs to the block, so blocks in different modes add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Literal
 
-from plait.parallel.activations import BlockMode, alike
 from plait.parallel.schedule import Action, Kind, Schedule
 
+BlockMode = Literal["none", "selective", "full"]
+"""none: everything that backward needs is kept; selective: the results of chosen operators; full: the input alone."""
+ONE_STAGE = Schedule("one stage", 1, 1, (0,), ((Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)),))
+"""A model without a pipeline."""
 Assignment = tuple[BlockMode, ...]
 """The mode of every block of a rank, in the order of its stages."""
 
 
 @dataclass(frozen=True)
 class StageMode:
-    """One micro-batch through a stage with all its blocks in one mode, in bytes. A figure a block, or of all that is beside the blocks."""
+    """One micro-batch through a stage with all its blocks in one mode, in bytes. A figure a block, or of all that is outside of them."""
 
     kept: tuple[int, ...]
-    """By a block, from forward to backward, its input included."""
-    beside: int
-    """By what is beside the blocks: embeddings, masks; head and loss on the last stage, what is handed on on the others."""
+    """By a block on the device, from forward to backward, its input included."""
+    outside: int
+    """By what runs before and beside the blocks: embedding, positions, masks; what is handed on, but on the last stage."""
+    head: int
+    """By what follows the last block: final norm, head and loss, the last block's output included."""
     returning: tuple[int, ...]
     """What comes back to the device for a block's backward, from recomputation and from a store."""
     flops: int
-    """Operations of forward and backward, what is recomputed included."""
+    """Operations of forward and backward, what is recomputed included: matrix products and attention."""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    """What forward and backward send over the tp axis, by collective."""
+    peak: int = 0
+    """The most that forward and backward hold at once: all of the above, what is recomputed, and temporaries; gradients of parameters are
+    counted until they are accumulated."""
     stored: tuple[int, ...] = ()
     """What a block puts into a store; empty where none does."""
-    put_off: tuple[int, ...] = ()
+    deferred: tuple[int, ...] = ()
     """By a block, from the first half of a split backward to the second; empty where no backward of the stage is split."""
-    put_off_beside: int = 0
+    deferred_outside: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,9 +57,9 @@ class StageFacts:
     """A stage in every mode that was measured."""
 
     modes: Mapping[BlockMode, StageMode]
-    entrance: int
+    received: int = 0
     """Bytes that it gets from the stage before, which are counted in both where both are on one rank."""
-    differentiable: bool
+    differentiable: bool = False
     """Whether a gradient goes back to a stage before; without one, a split backward is a second half alone."""
 
     @property
@@ -52,41 +67,67 @@ class StageFacts:
         """How many."""
         return len(self.modes["none"].kept)
 
+    def kept(self, assignment: Assignment) -> int:
+        """Bytes of one micro-batch by the blocks on the device, and by what is before and beside them, where block i is in mode
+        `assignment[i]`."""
+        outside = max(self.modes[mode].outside for mode in {"none", *assignment})  # a recomputed block keeps shared arguments too
+        return outside + sum(self.modes[mode].kept[index] for index, mode in enumerate(assignment))
+
+    def returning(self, assignment: Assignment) -> int:
+        """The most bytes that come back to the device for the backward of one block."""
+        return max((0, *(self.modes[mode].returning[index] for index, mode in enumerate(assignment))))
+
+    def stored(self, assignment: Assignment) -> int:
+        """Bytes of one micro-batch that blocks put into a store."""
+        return sum(self.modes[mode].stored[index] for index, mode in enumerate(assignment) if self.modes[mode].stored)
+
+    def repeated(self, assignment: Assignment) -> float:
+        """Operations that one micro-batch repeats. Blocks are taken to be alike."""
+        more = {mode: one.flops - self.modes["none"].flops for mode, one in self.modes.items()}
+        return sum(more[mode] for mode in assignment) / max(1, len(assignment))
+
+    def repeated_traffic(self, assignment: Assignment) -> dict[str, int]:
+        """Bytes that recomputation sends over the tp axis in addition, by collective. Blocks are taken to be alike."""
+        base, more = self.modes["none"].traffic, dict.fromkeys(self.modes["none"].traffic, 0)
+        for mode in set(assignment) - {"none"}:
+            for collective, sent in self.modes[mode].traffic.items():
+                more[collective] = more.get(collective, 0) + (sent - base.get(collective, 0)) * assignment.count(mode) // len(assignment)
+        return more
+
 
 @dataclass(frozen=True)
 class _Stage:
     """A stage with the modes of its blocks decided."""
 
     kept: int
-    put_off: int
+    deferred: int
     in_backward: int
     """The most beside `kept` during a whole backward."""
     in_first_half: int
     in_second_half: int
-    """The same beside `put_off`."""
-    entrance: int
+    """The same beside `deferred`."""
+    received: int
 
 
 def _decided(facts: StageFacts, modes: Assignment) -> _Stage:
     kept = [facts.modes[mode].kept[index] for index, mode in enumerate(modes)]
     returning = [facts.modes[mode].returning[index] for index, mode in enumerate(modes)]
-    used = {"none", *modes}  # a recomputed block keeps shared arguments too
-    beside = max(facts.modes[mode].beside for mode in used)
-    back = max((0, *returning))
-    whole = beside + sum(kept)
-    put_off, first = 0, 0
-    if facts.modes["none"].put_off:
-        later = [facts.modes[mode].put_off[index] for index, mode in enumerate(modes)]
-        put_off = max(facts.modes[mode].put_off_beside for mode in used) + sum(later)
+    used = {"none", *modes}
+    full = facts.kept(modes) + facts.modes["none"].head
+    back = facts.returning(modes)
+    deferred, first = 0, 0
+    if facts.modes["none"].deferred:
+        later = [facts.modes[mode].deferred[index] for index, mode in enumerate(modes)]
+        deferred = max(facts.modes[mode].deferred_outside for mode in used) + sum(later)
         # Blocks behind have had their first half, those before have not.
         grown = [new - old for new, old in zip(later, kept, strict=True)]
         behind = [0, *accumulate(reversed(grown))]
-        first = max((0, put_off - whole, *(done + come for done, come in zip(behind, reversed(returning), strict=False))))
+        first = max((0, deferred - full, *(done + come for done, come in zip(behind, reversed(returning), strict=False))))
     if not facts.differentiable:
-        return _Stage(whole, put_off, back, 0, back, facts.entrance)
+        return _Stage(full, deferred, back, 0, back, facts.received)
     # The second half computes all of the stage's blocks again before it has done with any.
     again = sum(come for mode, come in zip(modes, returning, strict=True) if mode != "none")
-    return _Stage(whole, put_off, back, first, again, facts.entrance)
+    return _Stage(full, deferred, back, first, again, facts.received)
 
 
 @dataclass(frozen=True)
@@ -95,7 +136,7 @@ class _Moment:
 
     waiting: tuple[int, ...]
     """Micro-batches between forward and backward."""
-    put_off: tuple[int, ...]
+    deferred: tuple[int, ...]
     """Micro-batches between the halves of their backward."""
     shared: tuple[int, ...]
     """Micro-batches of the stage whose input is the output of another one of this rank, which has it too."""
@@ -130,8 +171,8 @@ def _moments(schedule: Schedule, rank: int) -> Iterator[tuple[Action, _Moment, _
 
 def _standing(moment: _Moment, stages: Sequence[_Stage]) -> int:
     held = 0
-    for waiting, put_off, shared, stage in zip(moment.waiting, moment.put_off, moment.shared, stages, strict=True):
-        held += waiting * stage.kept + put_off * stage.put_off - shared * stage.entrance
+    for waiting, deferred, shared, stage in zip(moment.waiting, moment.deferred, moment.shared, stages, strict=True):
+        held += waiting * stage.kept + deferred * stage.deferred - shared * stage.received
     return held
 
 
@@ -172,7 +213,7 @@ class RankActivations:
 
     def most_in_flight(self) -> float:
         """Micro-batches through all stages of the rank that are held at most."""
-        return max(sum(moment.waiting) + sum(moment.put_off) for moment in self._different()) / len(self.stages)
+        return max(sum(moment.waiting) + sum(moment.deferred) for moment in self._different()) / len(self.stages)
 
     def solve(self, budget_bytes: int) -> Assignment | None:
         """The modes that repeat the fewest operations within the budget; None where there are none.
@@ -202,15 +243,11 @@ class RankActivations:
         several = all("selective" in stage.modes for stage in self.stages)
         for full in range(count + 1):
             for selective in range(count - full + 1 if several else 1):
-                yield (*alike("full", full), *alike("selective", selective), *alike("none", count - full - selective))
+                yield (*_alike("full", full), *_alike("selective", selective), *_alike("none", count - full - selective))
 
     def repeated(self, assignment: Assignment) -> float:
         """Operations that one micro-batch repeats."""
-        total = 0.0
-        for stage, modes in self._split(assignment):
-            plain = stage.modes["none"].flops
-            total += sum((stage.modes[mode].flops - plain) * modes.count(mode) for mode in set(modes)) / stage.blocks
-        return total
+        return sum(stage.repeated(modes) for stage, modes in self._split(assignment))
 
     def _different(self) -> set[_Moment]:
         return {during for _, during, _ in _moments(self.schedule, self.rank)}
@@ -225,3 +262,7 @@ class RankActivations:
         for stage in self.stages:
             yield stage, assignment[start : start + stage.blocks]
             start += stage.blocks
+
+
+def _alike(mode: BlockMode, count: int) -> Assignment:
+    return (mode,) * count

@@ -19,7 +19,7 @@ from plait.shards import shard_length
 
 if TYPE_CHECKING:
     from plait.cluster.layout import Layout
-    from plait.parallel.activations import ActivationFacts
+    from plait.parallel.in_flight import RankActivations
 
 Array = NDArray[np.int64]
 
@@ -75,12 +75,10 @@ class Ledger:
     """Which rank of the tp axis is priced; 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
-    activations: ActivationFacts | None = None
+    activations: RankActivations | None = None
     """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
     loss_passes: int = 1
     """How often head and loss are computed for a micro-batch; 2 where that is done in pieces, because backward does it again."""
-    offloaded_blocks: int = 0
-    """How many blocks put what they save into a store."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are whole."""
     optimizer_tensors: int = 2

@@ -2,7 +2,7 @@
 
 A block's own `forward` is replaced, in place: names stay, and what sharding and sequence parallelism do around a block (gather parameters,
 cut the sequence) stays outside and is not repeated. Built on torch's non-reentrant checkpoint. Who keeps what is decided before anything
-runs: by mode, or, for a budget, from measured figures (`activations`).
+runs: by mode, or, for a budget, from measured figures (`in_flight`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel import selective
-from plait.parallel.activations import ActivationFacts, BlockMode, alike, solve
 from plait.parallel.changed_buffers import ChangedBuffers
 from plait.parallel.compile import Compile
-from plait.parallel.in_flight import RankActivations
+from plait.parallel.in_flight import Assignment, BlockMode, RankActivations
 from plait.parallel.ledger import Ledger
 from plait.parallel.saved import SavedTensors, Store
 from plait.parallel.styles import Region
@@ -80,46 +79,20 @@ class Recompute(Technique):
             rule = "with sequence parallelism a block's input is sharded over tp already"
             raise ConfigError(Problem("activation_checkpointing.partition_activations", "true", rule, "use false"))
 
-    def solved(self, facts: ActivationFacts, *, offloaded: int = 0) -> Recompute:
-        """The same with every block's mode decided; a mode other than budget as it is. Raises ConfigError where nothing fits."""
+    def solved(self, ranks: Sequence[RankActivations], *, rank: int = 0) -> Recompute:
+        """The same with the modes of this rank's blocks decided: those that repeat the fewest operations while all micro-batches in flight
+        keep the budget; a mode other than budget as it is. Every rank for itself: one with fewer in flight repeats less, which delays none.
+        Raises ConfigError where any rank cannot keep it, on every rank."""
         if self.mode != "budget":
             return self
-        found = solve(facts, budget_bytes=self.budget_bytes, offloaded=offloaded)
-        if found is None:
-            full = alike("full", len(facts.modes["none"].blocks))
-            least, logits = facts.total(full, offloaded=offloaded), facts.modes["none"].logits
-            shares = f"blocks {format_bytes(facts.kept(full, offloaded=offloaded))}, head and loss {format_bytes(logits)}"
-            raise ConfigError(
-                Problem(
-                    "parallel.recompute.budget_gib",
-                    self.budget_bytes / GIB,
-                    f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares}, one block in backward "
-                    f"{format_bytes(facts.returning(full, offloaded=offloaded))})",
-                    "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise parallel.tp",
-                )
-            )
-        return self.model_copy(update={"assignment": found})
-
-    def solved_in_pipeline(self, ranks: Sequence[RankActivations], *, rank: int) -> Recompute:
-        """The same with the modes of this rank's blocks decided: those that repeat the fewest operations while all micro-batches in flight
-        keep the budget. Every rank for itself: one with fewer in flight repeats less, which delays none. Raises ConfigError where any
-        rank cannot keep it, on every rank."""
-        problems = []
-        for each in ranks:
-            if self.mode == "budget" and each.least()[0] > self.budget_bytes:
-                least, modes = each.least()
-                rule = (
-                    f"rank {each.rank} of the pipeline holds {least / GIB:.4g} GiB at least ({_counts(modes)}): up to "
-                    f"{each.most_in_flight():.3g} micro-batches are in flight there with {each.schedule.name}"
-                )
-                remedy = (
-                    f"use {max(one.least()[0] for one in ranks) / GIB:.4g} or more, a smaller micro-batch or sequence, or more parallel.tp"
-                )
-                problems.append(Problem("parallel.recompute.budget_gib", self.budget_bytes / GIB, rule, remedy))
+        least = [each.least() for each in ranks]
+        problems = [
+            Problem("parallel.recompute.budget_gib", self.budget_bytes / GIB, _least_rule(each, *one), _remedy(max(least)[0], len(ranks)))
+            for each, one in zip(ranks, least, strict=True)
+            if one[0] > self.budget_bytes
+        ]
         if problems:
             raise ConfigError(*problems)
-        if self.mode != "budget":
-            return self
         found = ranks[rank].solve(self.budget_bytes)
         assert found is not None
         return self.model_copy(update={"assignment": found})
@@ -147,17 +120,17 @@ class Recompute(Technique):
         measured = ledger.activations
         if measured is None:
             return ledger
-        offloaded = ledger.offloaded_blocks
-        modes = self.solved(measured, offloaded=offloaded).modes(len(facts.blocks))
+        (stage,) = measured.stages
+        modes = self.solved([measured]).modes(stage.blocks)
         figures = {
-            "activations": measured.kept(modes, offloaded=offloaded),
-            "logits": measured.modes["none"].logits,
-            "returning_activations": measured.returning(modes, offloaded=offloaded),
-            "stored_activations": measured.stored(modes, offloaded=offloaded),
+            "activations": stage.kept(modes),
+            "logits": stage.modes["none"].head,
+            "returning_activations": stage.returning(modes),
+            "stored_activations": stage.stored(modes),
         }
         for kind, count in figures.items():
             ledger = ledger.add_memory(kind, np.full_like(ledger.dp_shard, count))
-        for collective, sent in measured.extra_traffic(modes).items():
+        for collective, sent in stage.repeated_traffic(modes).items():
             ledger = ledger.add_traffic(collective, ledger.accumulation * sent)
         return ledger
 
@@ -171,6 +144,24 @@ def _refuse_unfit(model: nn.Module, blocks: Sequence[str], *, setting: str) -> N
             f"{setting}: {own or 'the model'} already recomputes (gradient_checkpointing is on), and every block would be "
             "computed three times; call model.gradient_checkpointing_disable(), or use none"
         )
+
+
+def _least_rule(rank: RankActivations, least: int, modes: Assignment) -> str:
+    if rank.schedule.pp == 1:
+        (stage,) = rank.stages
+        head, back = stage.modes["none"].head, stage.returning(modes)
+        shares = f"blocks {format_bytes(stage.kept(modes))}, head and loss {format_bytes(head)}, one block in backward {format_bytes(back)}"
+        return f"with every block recomputed a micro-batch holds {least / GIB:.4g} GiB ({shares})"
+    return (
+        f"rank {rank.rank} of the pipeline holds {least / GIB:.4g} GiB at least ({_counts(modes)}): up to {rank.most_in_flight():.3g} "
+        f"micro-batches are in flight there with {rank.schedule.name}"
+    )
+
+
+def _remedy(least: int, ranks: int) -> str:
+    if ranks == 1:
+        return "raise it, lower train_micro_batch_size_per_gpu or the sequence length, or raise parallel.tp"
+    return f"use {least / GIB:.4g} or more, a smaller micro-batch or sequence, or more parallel.tp"
 
 
 def _counts(modes: Sequence[BlockMode]) -> str:

@@ -24,7 +24,7 @@ from plait.policy import Policy
 if TYPE_CHECKING:
     from plait.comm.compress import QuantisedReduceScatter
     from plait.comm.host import Host
-    from plait.parallel.activations import BlockMode
+    from plait.parallel.in_flight import BlockMode
     from plait.parallel.reducer import Reducer
     from plait.parallel.saved import Store
     from plait.parallel.styles import Region

@@ -22,13 +22,14 @@ from plait._torch import (
 )
 from plait.comm.messages import Arriving
 from plait.engine.batch import to_device
-from plait.engine.dryrun import AFTER, BACKWARD, OUTSIDE, watch_blocks
 from plait.engine.engine import Engine
 from plait.engine.live import LiveStorages
 from plait.engine.peak import step_tensors
+from plait.engine.recorder import BACKWARD, Recorder, watch
 from plait.parallel.compression import held as held_by_compression
 from plait.parallel.data import before_backward, free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
+from plait.parallel.moments import BESIDE, HEAD
 from plait.parallel.schedule import Action, Kind, Message, Payload
 
 
@@ -78,14 +79,16 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
     model, blocks = engine.model, engine.parts.blocks
     piece = to_device(piece, engine.device)
     known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor))]
-    live = LiveStorages(known=known)
-    unwatch = watch_blocks(model, blocks, live)
+    factor = torch.ones((), dtype=torch.float64, device=engine.device)
+    live = Recorder(known=[*known, factor])
+    unwatch = watch(model, {name: index for index, name in enumerate(blocks)}, live)
     try:
         with live:
             before_backward(engine.parts, last=True)
             loss_fn = engine._loss()
             with engine._logits_for(loss_fn):
-                total, _ = loss_fn(engine._forward(model, piece), piece)
+                total = loss_fn(engine._forward(model, piece), piece)[0]
+                total = total * factor.to(total.dtype)  # as the engine scales it
             if engine.parts.activation_store is not None:
                 engine.parts.activation_store.drain()
             live.forget(unsharded_parameters(model))
@@ -95,10 +98,10 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
         unwatch()
         free_gathered(model)
     of_blocks = sum(kept.get(index, 0) for index in range(len(blocks)))
-    return {"activations": of_blocks + kept.get(OUTSIDE, 0), "logits": kept.get(AFTER, 0), "blocks": of_blocks}
+    return {"activations": of_blocks + kept.get(BESIDE, 0), "logits": kept.get(HEAD, 0), "blocks": of_blocks}
 
 
-_APART = -4
+_APART = -3
 """Unit of messages."""
 
 
@@ -128,9 +131,8 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
     assert engine._pipeline is not None
     model, runtime = engine.model, engine._pipeline.runtime
     known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))]
-    live = LiveStorages(known=known)
-    remove = [watch_blocks(model, engine.parts.blocks, live)]
-    remove += [p.register_post_accumulate_grad_hook(lambda p: live.forget([p.grad])).remove for p in model.parameters() if p.requires_grad]
+    live = Recorder(known=known)
+    unwatch = watch(model, {name: index for index, name in enumerate(engine.parts.blocks)}, live)
     found: list[tuple[Action, int]] = []
     handed: dict[Message, list[int]] = {}
     """Gradients that wait for another stage of this rank, by their storages."""
@@ -151,7 +153,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
 
     def observe(action: Action, done: bool) -> None:
         nonlocal before
-        live.unit = OUTSIDE if action.kind is Kind.FORWARD else BACKWARD
+        live.unit = BESIDE if action.kind is Kind.FORWARD else BACKWARD
         if not done:
             before = before if found else live.total  # what the engine has made so far is none of it
             if action.kind in (Kind.BACKWARD, Kind.INPUT):
@@ -173,8 +175,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
         runtime.observers.remove(observe)
         runtime.listeners.remove(listen)
         messenger.receive = receive  # type: ignore[method-assign]
-        for stop in remove:
-            stop()
+        unwatch()
     return MeasuredInFlight(found)
 
 

@@ -12,12 +12,20 @@ from torch import nn
 import plait
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
-from plait.engine.dryrun import activation_facts, token_batch
+from plait.engine.dry_model import token_batch
 from plait.engine.loss import causal_lm_loss, per_sample
+from plait.engine.rank_activations import rank_activations
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
+from plait.parallel.in_flight import StageFacts
 from plait.parallel.recompute import Recompute
 from tests.parity import cases
+
+
+def stage(model: nn.Module, **more: Any) -> StageFacts:
+    """The one stage of a model in one process."""
+    return rank_activations(model, mesh=ONE, **more)[0].stages[0]
+
 
 ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
 
@@ -48,12 +56,12 @@ def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool
     model.config.use_cache = cache  # type: ignore[union-attr]
     blocks = find_blocks(model)
     batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
-    found = activation_facts(model, blocks=blocks, mesh=ONE, batch=batch).modes[recompute]  # type: ignore[index]
+    found = stage(model, blocks=blocks, batch=batch).modes[recompute]  # type: ignore[index]
     if recompute == "full":
         from plait.parallel.technique import Parts
 
         Recompute(mode="full").apply(Parts(model=model, blocks=blocks), ONE)
-    alive = sum(found.blocks) + found.outside + found.logits
+    alive = sum(found.kept) + found.outside + found.head
     # Alive, and not saved: what a loss returns, and the count of its targets.
     assert alive - saved_by_hooks(model, batch) in (0, 4, 8, 12)
 
@@ -88,13 +96,13 @@ def test_by_hand() -> None:
     with torch.device("meta"):
         model = Model()
     tokens = 3 * 5
-    found = activation_facts(model, blocks=("blocks.0", "blocks.1", "blocks.2"), mesh=ONE, batch=token_batch(3, 5))
-    assert found.modes["none"].blocks == (4 * tokens * (6 + 10),) * 3
-    assert found.modes["full"].blocks == (4 * tokens * 6,) * 3
-    assert found.modes["selective"].blocks == (4 * tokens * (6 + 10),) * 3, "the first product of two"
+    found = stage(model, blocks=("blocks.0", "blocks.1", "blocks.2"), batch=token_batch(3, 5))
+    assert found.modes["none"].kept == (4 * tokens * (6 + 10),) * 3
+    assert found.modes["full"].kept == (4 * tokens * 6,) * 3
+    assert found.modes["selective"].kept == (4 * tokens * (6 + 10),) * 3, "the first product of two"
     assert found.modes["none"].outside == 0
     labels, scalars = 8 * tokens, 8
-    assert found.modes["none"].logits - 4 * tokens * (6 + 7) in range(labels, labels + 4 * scalars + 8 * tokens)
+    assert found.modes["none"].head - 4 * tokens * (6 + 7) in range(labels, labels + 4 * scalars + 8 * tokens)
     forward = 2 * tokens * (3 * 2 * 6 * 10 + 6 * 7)
     assert found.modes["none"].flops == 3 * forward
     assert found.modes["full"].flops - 3 * forward == 2 * tokens * 3 * 6 * 10, "the second product is not needed again"
@@ -107,14 +115,14 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
             return super().forward(input_ids + int(input_ids.max()))
 
     with pytest.raises(ModelError, match="cannot be run without data"):
-        activation_facts(Looking(), blocks=("blocks.0",), mesh=ONE, batch=token_batch(1, 2))
+        stage(Looking(), blocks=("blocks.0",), batch=token_batch(1, 2))
 
 
 def test_other_losses_and_batches() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     loss = per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
-    found = activation_facts(model, blocks=("0", "1", "2"), mesh=ONE, batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss)
-    assert found.modes["none"].blocks == (0, 32, 32), "the first block's input is the batch"
+    found = stage(model, blocks=("0", "1", "2"), batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss)
+    assert found.modes["none"].kept == (0, 32, 32), "the first block's input is the batch"
 
 
 def test_a_budget_in_the_engine() -> None:
@@ -122,15 +130,16 @@ def test_a_budget_in_the_engine() -> None:
     from plait.verify.memory import measure_activations
 
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
-    facts = activation_facts(model, blocks=find_blocks(model), mesh=ONE, batch=token_batch(2, 12))
-    budget = facts.total(("none", "none")) - 1
+    (rank,) = rank_activations(model, mesh=ONE, blocks=find_blocks(model), batch=token_batch(2, 12))
+    (facts,) = rank.stages
+    budget = rank.most(("none", "none")) - 1
     section = {"budget_gib": budget / 2**30, "sequence_length": 12}
     engine = plait.initialize(
         model, {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}}, loss_fn=plait.causal_lm_loss
     )
     try:
         assert set(engine.parts.block_modes) != {"none"}
-        assert facts.total(engine.parts.block_modes) <= budget
+        assert rank.most(engine.parts.block_modes) <= budget
         batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
         held = measure_activations(engine, batch)
         assert held["activations"] == facts.kept(engine.parts.block_modes)
@@ -152,7 +161,7 @@ def test_the_published_formulas_of_llama() -> None:
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = activation_facts(model, blocks=find_blocks(model), mesh=ONE, batch=token_batch(1, tokens), compute_dtype=torch.bfloat16).modes
+    found = stage(model, blocks=find_blocks(model), batch=token_batch(1, tokens), compute_dtype=torch.bfloat16).modes
     selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
-    assert found["selective"].blocks == (tokens * selective,) * layers
-    assert found["full"].blocks == (tokens * 2 * h,) * layers
+    assert found["selective"].kept == (tokens * selective,) * layers
+    assert found["full"].kept == (tokens * 2 * h,) * layers

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
-from plait.parallel.activations import BlockMode
-from plait.parallel.in_flight import RankActivations, StageFacts, StageMode
+from plait.parallel.in_flight import BlockMode, RankActivations, StageFacts, StageMode
 from plait.parallel.recompute import Recompute
 from plait.parallel.schedule import make_schedule
 
 KEPT: dict[BlockMode, int] = {"none": 100, "selective": 30, "full": 4}
 FLOPS: dict[BlockMode, int] = {"none": 300, "selective": 340, "full": 400}
-ENTRANCE = 4
+RECEIVED = 4
 
 
 def stage(blocks: int, *, halves: bool = False, differentiable: bool = True) -> StageFacts:
@@ -24,15 +23,16 @@ def stage(blocks: int, *, halves: bool = False, differentiable: bool = True) -> 
     modes = {
         mode: StageMode(
             kept=(kept,) * blocks,
-            beside=10,
+            outside=10,
+            head=0,
             returning=(KEPT["none"] - kept,) * blocks,
             flops=FLOPS[mode] * blocks,
-            put_off=(kept + 7,) * blocks if halves else (),
-            put_off_beside=10 if halves else 0,
+            deferred=(kept + 7,) * blocks if halves else (),
+            deferred_outside=10 if halves else 0,
         )
         for mode, kept in KEPT.items()
     }
-    return StageFacts(modes, ENTRANCE, differentiable)
+    return StageFacts(modes, RECEIVED, differentiable)
 
 
 def rank_of(name: str, rank: int, *, microbatches: int = 4, blocks: int = 2, pp: int = 2) -> RankActivations:
@@ -59,7 +59,7 @@ def test_a_stage_after_another_on_one_rank_shares_its_input() -> None:
     assert rank.schedule.stages_of(1) == (1, 2)
     held = dict(rank.held_after(("none", "none")))
     forwards = list(held.values())[:2]
-    assert forwards == [110, 2 * 110 - ENTRANCE]
+    assert forwards == [110, 2 * 110 - RECEIVED]
 
 
 def test_halves_by_hand() -> None:
@@ -69,12 +69,12 @@ def test_halves_by_hand() -> None:
     assert actions == ["1F0", "2F0", "2I0", "2W0", "1I0", "1W0"]
     held = {str(action): count for action, count in whole.held_after(again)}
     assert held["2I0"] - held["2F0"] == 2 * 7
-    both = 2 * (10 + 2 * 4) - ENTRANCE
+    both = 2 * (10 + 2 * 4) - RECEIVED
     assert held["2F0"] == both
     # In 2W0 both blocks of stage 2 come back, and stage 1 still waits for its backward.
     assert whole.most(again) == both + 2 * 7 + 2 * 96
     # Without recompute nothing comes back, and the most is what waits between the halves.
-    assert whole.most(("none",) * 4) == 2 * (10 + 2 * 100) - ENTRANCE + 2 * 7
+    assert whole.most(("none",) * 4) == 2 * (10 + 2 * 100) - RECEIVED + 2 * 7
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,11 +100,11 @@ def test_all_ranks_refuse_together() -> None:
     technique = Recompute(mode="budget", budget_bytes=needed[1], sequence_length=8)
     for rank in (0, 1):
         with pytest.raises(ConfigError, match="rank 0 of the pipeline holds .* up to 2 micro-batches are in flight") as caught:
-            technique.solved_in_pipeline(ranks, rank=rank)
+            technique.solved(ranks, rank=rank)
         assert len(caught.value.problems) == 1
     enough = technique.model_copy(update={"budget_bytes": needed[0]})
-    assert enough.solved_in_pipeline(ranks, rank=0).assignment == ("full", "full")
-    work = [ranks[rank].repeated(enough.solved_in_pipeline(ranks, rank=rank).assignment or ()) for rank in (0, 1)]
+    assert enough.solved(ranks, rank=0).assignment == ("full", "full")
+    work = [ranks[rank].repeated(enough.solved(ranks, rank=rank).assignment or ()) for rank in (0, 1)]
     assert work[0] >= work[1]
     with pytest.raises(ValueError, match="1 modes for 2 blocks"):
         ranks[0].most(("none",))

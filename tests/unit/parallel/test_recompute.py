@@ -13,21 +13,21 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, ModelError
-from plait.parallel.activations import ActivationFacts, BlockMode, ModeFacts, solve
 from plait.parallel.compile import Compile
+from plait.parallel.in_flight import ONE_STAGE, BlockMode, RankActivations, StageFacts, StageMode
 from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Context, Parts
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
 
 
-def facts(count: int, *, kept: dict[BlockMode, int], flops: dict[BlockMode, int], outside: int = 3, logits: int = 11) -> ActivationFacts:
-    return ActivationFacts(
-        {
-            mode: ModeFacts(blocks=(size,) * count, outside=outside, logits=logits, flops=flops[mode], traffic={}, peak=0)
-            for mode, size in kept.items()
-        }
-    )
+def rank_of(count: int, *, kept: dict[BlockMode, int], flops: dict[BlockMode, int], outside: int = 3, head: int = 11) -> RankActivations:
+    """Without a pipeline."""
+    modes = {
+        mode: StageMode((size,) * count, outside, head, returning=(kept["none"] - size,) * count, flops=flops[mode])
+        for mode, size in kept.items()
+    }
+    return RankActivations(ONE_STAGE, 0, (StageFacts(modes),))
 
 
 KEPT: dict[BlockMode, int] = {"none": 100, "selective": 30, "full": 4}
@@ -41,11 +41,12 @@ def test_every() -> None:
 
 
 def test_the_account_by_hand() -> None:
-    found = facts(3, kept=KEPT, flops=FLOPS)
+    rank = rank_of(3, kept=KEPT, flops=FLOPS)
+    (found,) = rank.stages
     assert found.kept(("full", "none", "selective")) == 3 + 4 + 100 + 30
     assert found.returning(("full", "none", "selective")) == 96
     assert found.returning(("none",) * 3) == 0
-    assert found.total(("full",) * 3) == 3 + 12 + 11 + 96
+    assert rank.most(("full",) * 3) == 3 + 12 + 11 + 96
 
 
 @given(budget=st.integers(0, 500), count=st.integers(1, 5))
@@ -53,23 +54,23 @@ def test_a_budget_is_kept_with_the_least_work(budget: int, count: int) -> None:
     """Against every assignment there is."""
     from itertools import product
 
-    found = facts(count, kept=KEPT, flops=FLOPS)
-    solved = solve(found, budget_bytes=budget)
+    found = rank_of(count, kept=KEPT, flops=FLOPS)
+    solved = found.solve(budget)
     work = {"none": 0, "selective": 40, "full": 100}
-    fitting = [modes for modes in product(KEPT, repeat=count) if found.total(modes) <= budget]
+    fitting = [modes for modes in product(KEPT, repeat=count) if found.most(modes) <= budget]
     if solved is None:
         assert not fitting
         return
-    assert found.total(solved) <= budget
+    assert found.most(solved) <= budget
     assert sum(work[mode] for mode in solved) == min(sum(work[mode] for mode in modes) for modes in fitting)
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     technique = Recompute(mode="budget", budget_bytes=GIB, sequence_length=8)
-    large = facts(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, logits=0)
+    large = rank_of(2, kept={"none": 3 * GIB, "full": GIB}, flops=FLOPS, outside=0, head=0)
     with pytest.raises(ConfigError, match=r"budget_gib = 1.0: with every block recomputed a micro-batch holds 4 GiB"):
-        technique.solved(large)
-    assert technique.solved(facts(2, kept=KEPT, flops=FLOPS)).modes(2) == ("none", "none")
+        technique.solved([large])
+    assert technique.solved([rank_of(2, kept=KEPT, flops=FLOPS)]).modes(2) == ("none", "none")
 
 
 class Block(nn.Module):
