@@ -132,7 +132,7 @@ def test_what_pages_are_made_from() -> None:
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("kind", ["messages"])
+@pytest.mark.parametrize("kind", ["messages", "docstrings and comments"])
 def test_texts_of_the_package(kind: str) -> None:
     """Messages are all strings, hence the help of the commands and the names of metrics and keys too."""
     which = ["messages", "docstrings and comments"].index(kind)

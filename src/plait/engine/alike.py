@@ -139,7 +139,7 @@ def _name_difference(kinds: list[list[int]], facts: Sequence[Fact], mesh: Mesh) 
 
 
 def _difference(usual: list[Fact], other: list[Fact], usual_ranks: list[int], ranks: list[int]) -> str:
-    """The first, in words."""
+    """The first, as text."""
     at = next((i for i, pair in enumerate(zip(usual, other, strict=False)) if pair[0] != pair[1]), min(len(usual), len(other)))
     (what, there), (own, here) = (facts[at] if at < len(facts) else ("nothing more", "") for facts in (usual, other))
     one, most = _ranks(ranks), _ranks(usual_ranks)

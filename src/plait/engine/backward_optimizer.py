@@ -1,8 +1,8 @@
 """An optimizer that updates every parameter inside of the backward, as soon as its gradient is complete, and frees the gradient.
 
-What is left of all gradients is then those of the one unit that was reduced last (a whole parameter's where nothing is sharded). The
-optimizer is torch's own, told to look at one parameter at a time, so the numbers are those of a step at the end, bit for bit. What needs
-all gradients before the first update (clipping, a verdict about overflow, accumulation) is refused by the configuration.
+Only the gradients of the unit that was reduced last are allocated (of one parameter where nothing is sharded). The optimizer is torch's
+own, with one parameter per call, so the results are bitwise equal to those of a step after the backward. Features that need all gradients
+before the first update (clipping, an overflow check, accumulation) are refused by the configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine, or only to a sharded model for people with their own loop."""
+"""From a model and a configuration to an engine, or only to a sharded model for your own training loop."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def begin(
 
 @_leaving_no_group()
 def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None) -> nn.Module:
-    """Shard `model` in place and return it, for a loop of one's own: `loss.backward()` leaves gradients averaged over the data-parallel
+    """Shard `model` in place and return it, for your own training loop: `loss.backward()` leaves gradients averaged over the data-parallel
     ranks, as DistributedDataParallel does; build the optimizer afterwards. Accumulate with `plait.accumulate`, clip with
     `plait.clip_grad_norm`. Buffers that the forward changes are rank 0's at the start of every step."""
     refuse_taken(model)

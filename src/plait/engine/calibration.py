@@ -58,7 +58,7 @@ class Found:
 
 
 def trial_request(cluster: Cluster) -> Request:
-    """What the trials train: a Llama of 17 M parameters on CPU cores, of 0.5 B on GPUs."""
+    """The model of the measured steps: a Llama of 17 M parameters on CPU cores, of 0.5 B on GPUs."""
     fields = dict(ON_CPU if cluster.device.name == "cpu" else ON_GPU)
     precision = "fp32" if cluster.device.name == "cpu" else "bf16" if "bf16" in cluster.device.flops else "fp16"
     model = Model(from_config(fields, source="the measured model"), {"config": fields})
@@ -71,7 +71,7 @@ def measurements(request: Request, pace: Pace) -> int:
 
 
 def measure(request: Request, *, machine: str, pace: Pace, done: Callable[[str], None]) -> Found:
-    """The rates, and every trial layout's step. Collective over `request.cluster.devices` processes."""
+    """The rates, and the step time of every layout. Collective over `request.cluster.devices` processes."""
     processes = request.cluster.devices
     with _processes(processes) as mesh:
         device, model = mesh.device, request.model.architecture

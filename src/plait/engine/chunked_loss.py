@@ -1,9 +1,8 @@
-"""Next-token cross entropy without full logits: the head and the loss are computed for a piece of the tokens at a time.
-
-Forward adds up the loss and keeps the head's input alone; backward computes each piece again. One more product with the head's weight
-buys the logits' memory: about 12 bytes a token and vocabulary entry. Gradients of the weight are added in float32 or wider. While the
-model runs, its head gives back its input. What the model does to its logits elementwise afterwards (a soft cap, a scale, a cast) is noted
-and done to each piece; anything else is refused.
+"""Next-token cross entropy without full logits: the head and the loss are computed for a chunk of tokens at a time. Forward sums the loss
+and keeps only the head's input; backward recomputes each chunk. One more product with the head's weight saves the logits' memory: about 12
+bytes per token and vocabulary entry. Gradients of the weight are accumulated in float32 or wider. While the model runs, its head returns
+its input. Elementwise changes that the model makes to its logits afterwards (a soft cap, a scale, a cast) are recorded and applied to each
+chunk; anything else is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class ChunkedCausalLMLoss(CausalLMLoss):
 def chunked_causal_lm_loss(
     hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, *, chunk_tokens: int = 1024
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of the cross entropies, number of targets) for a loop of one's own.
+    """(sum of the cross entropies, number of targets) for your own training loop.
 
     `hidden` [batch, seq, hidden] is the input of `head`, the layer that makes logits; `labels` [batch, seq] int64 are shifted here
     (position t predicts label t + 1), -100 ignored. The same as applying the head and `plait.causal_lm_loss`, in the memory of

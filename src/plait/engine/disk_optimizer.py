@@ -44,7 +44,7 @@ class _Slice:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The whole parameter's."""
+        """Of the full parameter."""
         assert self.parameter.grad is not None
         return self.parameter.grad
 
@@ -158,7 +158,7 @@ class DiskTier:
             arena.trim()  # of what was there before it was mapped
 
     def end_of_computation(self) -> None:
-        """No parameters are gathered for now: give back what was read ahead."""
+        """No parameters are gathered for now: evict what was prefetched."""
         if self._shard_reader is not None:
             self._shard_reader.end_step()
 
@@ -177,7 +177,7 @@ class DiskTier:
     # ---- walking ----------------------------------------------------------------------------------------------------------------------
 
     def walk(self, tensors: Sequence[torch.Tensor], *, write: bool = False) -> Iterator[list[torch.Tensor]]:
-        """The plain tensors in lists of about a buffer's size, in order, each list fetched before it comes and put away after."""
+        """The plain tensors in lists of about a buffer's size, in order, each list fetched before its use and evicted after it."""
         lists: list[list[torch.Tensor]] = []
         size = 0
         for tensor in tensors:
@@ -190,8 +190,8 @@ class DiskTier:
         yield from self._pipelined(lists, lambda entry: [_Use(tensor, changes=write) for tensor in entry])
 
     def _pipelined(self, entries: Sequence[T], uses_of: Callable[[T], list[_Use]]) -> Iterator[T]:
-        """Each entry when its tensors are in memory, in order; afterwards they are put away. As many arrive ahead as there is room for, so
-        that the reader never waits for who computes."""
+        """Each entry when its tensors are in memory, in order; afterwards they are evicted. As many are prefetched as there is room for, so
+        that the reader never waits for the computation."""
 
         def fetch(uses: list[_Use]) -> None:
             for use in uses:

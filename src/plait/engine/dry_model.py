@@ -58,7 +58,7 @@ class StageTrace:
     peak: int
     """The most that is alive at once; gradients of parameters are counted until they are accumulated."""
     received: int
-    """What the stage before handed on."""
+    """The boundary activations of the stage before."""
     differentiable: bool
     """Whether a gradient goes back to a stage before."""
     moments: StageMoments
@@ -96,9 +96,9 @@ class DryModel:
     def trace(
         self, index: int = 0, received: Any = None, *, length: int = 0, splits: bool = False, first_unit: int = 0
     ) -> tuple[StageTrace, Any]:
-        """Run stage `index` on what the one before handed on (tensors on meta; None on the first), for sequences of `length` where it
-        follows from that. Also returns what it hands on, on meta. `splits`: backward in two halves. Blocks are numbered from
-        `first_unit` in the trace's moments. Raises ModelError where the model's code looks at values."""
+        """Run stage `index` on the boundary activations of the one before (tensors on meta; None on the first), for sequences of `length`
+        where shapes depend on it. Also returns the stage's own boundary activations, on meta. `splits`: the backward is split. Blocks are
+        numbered from `first_unit` in the trace's timeline points. Raises ModelError where the model's code looks at values."""
         with self.mode, _explained(self._named), rows_are_sequences():
             arrived = tree_map(lambda x: _like(x, self._device) if isinstance(x, torch.Tensor) else x, received)
             return self._trace(None if self.staged is None else self.staged.stages[index], arrived, length, splits, first_unit)
@@ -159,7 +159,7 @@ class DryModel:
         return trace, handed
 
     def _forward(self, stage: Stage | None, received: Any, length: int, recorder: DryRecorder) -> tuple[list[torch.Tensor], Any]:
-        """What backward starts from, and what is handed on."""
+        """The tensors that the backward starts from, and the boundary activations."""
         if stage is None:
             output = self.forward(self.parts.model, self.piece)
         else:
@@ -240,7 +240,7 @@ def _fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtyp
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """A model whose code looks at values is refused in words."""
+    """A model whose code reads values is refused with a message."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The engine: whole optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`, `backward`, `step`).
+"""The engine: full optimizer steps (`train_batch`), or DeepSpeed's three calls (`engine(...)`, `backward`, `step`).
 
 Both divide before they reduce and reduce by sum. `train_batch` divides by the global weight of the step (its result does not depend on how
 samples are cut over ranks and micro-batches); the three calls take DeepSpeed's mean of means, unless `backward` is told weights.
@@ -53,9 +53,10 @@ class StepResult:
     loss_scale: float
     """The scale of this step; 1 without float16."""
     waited_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What this rank stood waiting in, such as `all_reduce dp_replicate`; empty on GPUs (see `comm.waits`)."""
+    """Exposed communication time of this rank by collective and axis, such as `all_reduce dp_replicate`; empty on GPUs (see
+    `comm.waits`)."""
     decided: str = ""
-    """What the first steps decided about communication, after this one; for people."""
+    """A description of the decision about compression, after the step that takes it."""
 
     def __float__(self) -> float:
         return float(self.loss)
@@ -102,12 +103,12 @@ class Engine(EngineFacts):
         self._buffers = ChangingBuffers(parts.model, parts.blocks, mesh)
         self._outcome: Outcome | None = None
         self.waited_seconds: dict[str, float] = {}
-        """What this rank stood waiting in during the last step (see `StepResult`)."""
+        """Exposed communication time of this rank in the last step (see `StepResult`)."""
         self.communication = parts.communication
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
 
-    # ---- whole steps -------------------------------------------------------------------------------------------------------------
+    # ---- full steps -------------------------------------------------------------------------------------------------------------
 
     def train_batch(self, batch: Any) -> StepResult:
         """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x accumulation samples (see
@@ -201,7 +202,7 @@ class Engine(EngineFacts):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode; parameters that `predict` gathers are given back at the end."""
+        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end."""
         if self._is_evaluating:
             yield
             return
@@ -366,8 +367,8 @@ class Engine(EngineFacts):
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed.
-        `client_state` is plain data, equal on every rank, and comes back as the types that it was (tuples, integer keys, small tensors)."""
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed. `client_state` is
+        plain data, equal on every rank, and is restored with its types (tuples, integer keys, small tensors)."""
         self._settle()
         return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
 

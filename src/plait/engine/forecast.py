@@ -1,8 +1,8 @@
-"""The most memory that a rank needs during a whole training step, and when, before a device is booked.
+"""Predicts the peak memory of a rank in a training step, and the point of the step at which it occurs, without a device.
 
-One micro-batch goes through each of the rank's stages on fake tensors, moment by moment; the optimizer takes one step on fake shards. The
-account of the layout (`parallel.ledger`, `parallel.peak`) puts these together with what moves parameters around and with the schedule.
-What cannot be foretold yet is refused by name, never guessed.
+One micro-batch runs through each of the rank's stages on fake tensors, and the optimizer takes one step on fake shards. The account of the
+layout (`parallel.ledger`, `parallel.peak`) combines these with the movement of parameters and with the schedule. Settings that are not
+modelled yet are refused by name, never guessed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from plait.units import dtype_of
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is foretold of one rank."""
+    """The prediction for one rank."""
 
     ledger: Ledger
     """States and traffic."""
@@ -71,8 +71,8 @@ def why_not_foretold(resolved: Resolved) -> str | None:
 
 
 def foretell(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int) -> Forecast:
-    """The forecast for rank `rank` of `resolved`'s layout: steps of micro-batches [samples, length], `model` a causal language model,
-    whole and unsharded, which stays as it is. Makes and ends a process group; raises InputError where one exists."""
+    """The prediction for rank `rank` of `resolved`'s layout: steps of micro-batches [samples, length], `model` an unsharded causal language
+    model, which is not changed. Makes and ends a process group; raises InputError where one exists."""
     if dist.is_initialized():
         raise InputError("a prediction makes a process group of ranks that do not exist, and this process has one already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
@@ -83,7 +83,7 @@ def foretell(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, l
 
 
 def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: int, length: int) -> Forecast:
-    """The forecast for the rank that `mesh` is on."""
+    """The prediction for the rank that `mesh` is on."""
     reason = why_not_foretold(resolved)
     if reason is not None:
         raise InputError(f"the peak of a step is not predicted with {reason}")
@@ -186,7 +186,7 @@ def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger
             whole = local
             if axis is not None:
                 size, stride = None, None
-                if small:  # the whole shape decides what a block of states is
+                if small:  # the unsharded shape decides what a block of states is
                     size = torch.Size((parameter.shape[0], prod(parameter.shape[1:]))[: local.ndim])
                     stride = (*size[1:], 1)
                 whole = DTensor.from_local(local, mesh.sub(axis), [Shard(0)], run_check=False, shape=size, stride=stride)

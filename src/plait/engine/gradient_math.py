@@ -1,7 +1,7 @@
 """Norms and scaling of gradients, never in fewer digits than float32.
 
 torch takes a norm in the tensor's own dtype, and rounds a factor to it: float16 ends at 65504, bfloat16 has three digits. A CPU makes a
-wider copy of what it adds up wider, so long tensors go there a piece at a time.
+wider copy of what it adds up wider, so long tensors are processed there in chunks.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._open.enter_context(on_resize(self._resized))  # how fully_shard frees what it gathered
-        self._open.enter_context(around_shape_inference(self._pause))  # a DTensor's whole shape is tried out without memory
+        self._open.enter_context(around_shape_inference(self._pause))  # a DTensor's global shape is propagated without memory
         super().__enter__()
         return self
 

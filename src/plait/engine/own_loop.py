@@ -1,5 +1,4 @@
-"""What a training loop of one's own can get wrong without noticing: seen when an optimizer that holds the model's parameters is about to
-step."""
+"""Detects silent mistakes of your own training loop, when an optimizer that holds the model's parameters is about to step."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from plait.parallel.reducer import Reducer
 
 
 class StepWatch:
-    """Looks at every step of every torch optimizer of this process, until the model is gone or given to somebody else."""
+    """Checks every step of every torch optimizer of this process, until the model is deleted or passed to another engine."""
 
     def __init__(self, model: nn.Module, before: list[nn.Parameter], reducer: Reducer | None) -> None:
         """`before`: the parameters that the model had before it was sharded."""

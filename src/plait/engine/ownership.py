@@ -1,7 +1,7 @@
-"""Who trains a model: the engine, or the loop of one's own, to which it was given last.
+"""The owner of a model: the engine, or your own training loop, to which it was passed last.
 
-A replicated model is plain and may be given away again: the one that had it listens no more, and says so when it is used. A model that was
-cut (shards, tp, a pipeline) is no longer the model that it was, and is refused.
+A replicated model is a plain module and may be passed on: its previous owner removes its hooks, and raises an error when it is used. A
+model that was split (shards, tp, a pipeline) has changed, and is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Owner:
     let_go: Callable[[], None]
     """The model goes to somebody else."""
     buffers: ChangingBuffers | None = None
-    """In a loop of one's own."""
+    """In your own training loop."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nobody, ()  # a copy of the model, or one from a file, belongs to nobody

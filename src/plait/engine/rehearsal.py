@@ -150,7 +150,7 @@ class _Run:
             region.gather_logits = not self.parts.loss_parallel
 
     def step(self) -> Rehearsal:
-        """A whole step and what it took."""
+        """A full step and its measurements."""
         count = self.resolved.batch.accumulation
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(self.model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
@@ -330,14 +330,14 @@ class _Profile:
 
 
 def foretell_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
-    """Tell a rank that runs alone what every stage hands on for micro-batches like `piece`."""
+    """Tell a rank that runs alone the boundary activations of every stage for micro-batches like `piece`."""
     hidden = handed_on(model, parts, piece)
     for stage in range(pipeline.runtime.schedule.stages - 1):
         pipeline.runtime.foretell(stage, piece, hidden)
 
 
 def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What a stage hands on: hidden states [samples, length, hidden], of which sequence parallelism leaves a rank its part of the length.
+    """The boundary activation of a stage: hidden states [samples, length, hidden]; with sequence parallelism a rank's part of the length.
     Raises ModelError for a model that does not tell their width."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if width is None:

@@ -24,7 +24,7 @@ from plait.errors import InputError
 from plait.parallel.optimizer_states import CODED, StateForm, block_of
 
 _PIECE, _PIECE_ON_DEVICE = 1 << 18, 1 << 22
-"""Numbers of a piece, whole blocks of them: what a CPU's cache holds, what a GPU is busy with."""
+"""Elements of a chunk, a multiple of the block size: what fits a CPU's cache, what occupies a GPU."""
 _AVERAGES = (("exp_avg", True), ("exp_avg_sq", False))
 """Name, and whether it has a sign."""
 

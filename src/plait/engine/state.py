@@ -1,4 +1,4 @@
-"""What a training state is made of, and its way to and from a checkpoint."""
+"""The contents of a training state, saved to and loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
 def load_engine(
     engine: EngineFacts, folder: Path, *, tag: str | None, on_note: Callable[[str], None] | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` is told, for people, what goes
-    on otherwise than it was saved; without it the first rank warns whoever called the caller. On the same layout generators go on where
-    they were; on another one they are seeded anew (`generator_seed`)."""
+    """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` gets a description of everything
+    that resumes differently from how it was saved; without it the first rank issues a warning. On the same layout generators resume their
+    state; on another one they are seeded again (`generator_seed`)."""
     found = distributed.find(folder, tag)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""Numbers as codes of 8 bits with a scale for every block: what `optimizer.states` int8 and float8 keep of AdamW's averages.
+"""Quantization to 8 bits with a scale for every block: how `optimizer.states` int8 and float8 store AdamW's moments.
 
 int8 is the dynamic map of 8-bit Adam (arXiv 2110.02861, as in bitsandbytes and torchao): 256 levels between -1 and 1, or 0 and 1, more of
-them in every higher power of ten from 1e-6 on. float8 is e4m3. A block is divided by its largest magnitude. Averages of squares never
-become 0: a small one beside a large one would divide its update by next to nothing. Plain operators, nothing is compiled.
+them in every higher power of ten from 1e-6 on. float8 is e4m3. A block is divided by its largest magnitude. A second moment never becomes
+0: a small one in a block with a large one would divide its update by almost nothing. Plain operators, nothing is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 class Codec(Protocol):
-    """Blocks of numbers to codes and back."""
+    """Quantizes blocks of elements and dequantizes them."""
 
     def encode(self, numbers: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(uint8 [n], float32 scales [n / block]) of floating `numbers` [n]. A block with what is not finite decodes to NaN or infinity."""
@@ -37,8 +37,8 @@ def levels(*, signed: bool) -> torch.Tensor:
 
 
 class DynamicInt8:
-    """The nearest level, found by the upper half of a number's bits: at most one border between two levels falls into the numbers that
-    share it, so one look-up and one comparison decide, in place of a search."""
+    """The nearest code, found by the upper half of an element's bits: at most one border between two codes lies among the values that share
+    them, so one table look-up and one comparison replace a search."""
 
     def __init__(self, *, signed: bool, device: torch.device) -> None:
         table = levels(signed=signed)

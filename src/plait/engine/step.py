@@ -1,7 +1,7 @@
 """The order of a step after the last backward: finish the reduction, find the global norm, decide, unscale and clip at once, update.
 
-Gradients are sharded over some axes and replicated over the rest; every one is counted once. The verdict "not finite" is the norm's, so
-every rank reaches the same one. A skipped step changes no state but the loss scale.
+Gradients are sharded over some axes and replicated over the rest; every one is counted once. The decision "not finite" depends on the
+global norm, so every rank takes the same one. A skipped step changes no state but the loss scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stores for saved tensors: pinned host memory, reached by copies on a side stream, and files, reached by threads.
 
-What is put leaves the device while forward goes on; in backward, a block's first tensor that is asked for starts the way back of the block
-before it, so that it is there in time. Files have no name (they are unlinked as soon as they are open), so nothing is left behind by a
-process that dies. A store changes no bit of what it holds.
+Stored tensors leave the device while the forward continues; in the backward, the first access to a tensor of a block starts the prefetch of
+the block before it. Files have no name (they are unlinked as soon as they are open), so nothing is left behind by a process that dies. A
+store changes no bit of what it holds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Chain:
         return before
 
     def prefetcher(self) -> Any:
-        """A function that starts the way back of the group that was opened last."""
+        """A function that starts the prefetch of the group that was opened last."""
         group = self._last[1] if self._last is not None else None
 
         def prefetch() -> None:
@@ -74,7 +74,7 @@ class HostStore:
         self.back = torch.cuda.Stream(device) if cuda else None
 
     def begin(self) -> None:
-        """Another forward begins: what was opened before does not come back ahead of what is opened now."""
+        """Another forward begins: groups that were opened before are not prefetched ahead of those opened now."""
         self.chain.begin()
 
     def open(self, index: int) -> HostGroup:
@@ -84,7 +84,7 @@ class HostStore:
         return group
 
     def prefetcher(self) -> Any:
-        """Starts the way back of the group that was opened last."""
+        """Starts the prefetch of the group that was opened last."""
         return self.chain.prefetcher()
 
     def drain(self) -> None:
@@ -171,7 +171,7 @@ class HostGroup:
             self._arrived = stream.record_event()
 
     def get(self, handle: int) -> torch.Tensor:
-        """The tensor on the device; the block before starts its way back."""
+        """The tensor on the device; starts the prefetch of the block before."""
         self.prefetch()
         before = self.before() if self.before is not None else None
         if before is not None:
@@ -204,7 +204,7 @@ class DiskStore:
         require_writable(folder, field="parallel.activation_offload.path")
 
     def begin(self) -> None:
-        """Another forward begins: what was opened before does not come back ahead of what is opened now."""
+        """Another forward begins: groups that were opened before are not prefetched ahead of those opened now."""
         self.chain.begin()
 
     def open(self, index: int) -> DiskGroup:
@@ -214,7 +214,7 @@ class DiskStore:
         return group
 
     def prefetcher(self) -> Any:
-        """Starts the way back of the group that was opened last."""
+        """Starts the prefetch of the group that was opened last."""
         return self.chain.prefetcher()
 
     def close(self) -> None:

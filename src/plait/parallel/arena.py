@@ -1,9 +1,9 @@
-"""Tensors in files: memory-mapped, reserved on disk before use, fetched and put away in ranges by whoever walks over them.
+"""Tensors in files: memory-mapped, reserved on disk before use, fetched and evicted in ranges by the code that iterates over them.
 
-A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives take it as it is. What keeps memory bounded is the
-order: `fetch` brings a range in before it is used, `put_away` starts its way to the disk and gives its pages back. Space is reserved when a
-tensor is made, so a full disk is an error there and never a fault in the middle of a step. The file has no name: nothing is left by a
-process that dies.
+A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it unchanged. The order of accesses bounds the
+memory: `fetch` reads a range before it is used, `put_away` starts its write to the disk and releases its pages. Space is reserved when a
+tensor is made, so a full disk is an error there and never a fault in the middle of a step. The file has no name: a process that dies leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Arena:
             self._advise(tensor, _WILLNEED)  # an older kernel: reading ahead without waiting
 
     def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-        """Give the memory of a mapped tensor, or a slice of one, back; what was written is on its way to the disk."""
+        """Release the memory of a mapped tensor, or of a slice of one; the system writes changed pages to the disk."""
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():
             return
@@ -106,7 +106,7 @@ class Arena:
         self._advise(tensor, _DONTNEED)  # of a shared mapping: the pages leave this process, their content stays in the file
 
     def close(self) -> None:
-        """Close the files. Tensors stay readable; none is fetched or put away any more."""
+        """Close the files. Tensors stay readable; none is fetched or evicted any more."""
         for segment in self._segments:
             segment.file.close()
         self._segments.clear()

@@ -24,7 +24,8 @@ ALGORITHM_KINDS: dict[str, tuple[str, ...]] = {
     "ring": ("send",),
     "recursive-doubling": ("send",),
 }
-"""What the messages of an algorithm are counted as, in equal parts. Two levels send in all what one call does."""
+"""The collectives that the messages of an algorithm count as, in equal parts. The hierarchical algorithm sends as many bytes as one
+all-reduce."""
 
 
 def account_buckets(

@@ -53,7 +53,7 @@ class ChangingBuffers:
         self.names: tuple[str, ...] = ()
         """Those that are sent after every step."""
         self.accumulating = False
-        """In a loop of one's own: the step goes on after this micro-batch."""
+        """In your own training loop: the step continues after this micro-batch."""
         self._mesh, self._blocks = mesh, tuple(blocks)
         real = mesh.layout.world_size > 1 and dist.get_backend() != "fake"
         self._data, self._stages = (mesh.group(*axes) if real else None for axes in (_DATA, ("pp",)))
@@ -161,8 +161,8 @@ def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
 
 
 def synchronise_in_forward(model: nn.Module, buffers: ChangingBuffers) -> RemovableHandle:
-    """For a loop of one's own, whose steps nobody sees: in training, before the first forward of every step but the first. Ends when the
-    handle is removed."""
+    """For your own training loop, whose steps Plait does not see: in training, before the first forward of every step but the first. Ends
+    when the handle is removed."""
     due, mine = [False], weakref.ref(model)
 
     def before(module: nn.Module, _: Any) -> None:

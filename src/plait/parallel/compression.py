@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 MaybeBits = Literal[0, 4, 8]
 _POWERSGD_CODE = 1
 QUANTISED_BUCKET_BYTES = 4 * MIB
-"""Of gradients that travel as int8 or int4, where nothing else is said: a MiB or less on the wire, so that most of it is sent beside the
-backward, and large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast ones)."""
+"""Default bucket of gradients that are sent as int8 or int4: a MiB or less is sent, so that most of it overlaps with the backward, and
+large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast ones)."""
 
 
 class Compression(Policy):
@@ -58,7 +58,7 @@ class Compression(Policy):
 
     @property
     def name(self) -> str:
-        """Of what gradients are sent as, for people."""
+        """A description of the compression."""
         return f"PowerSGD of rank {self.powersgd_rank}" if self.powersgd_rank else f"int{self.gradient_bits}"
 
     @property

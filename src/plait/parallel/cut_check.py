@@ -118,7 +118,7 @@ class CutCheck:
 
 
 def _kind(piece: Any) -> Any:
-    """Equal for batches that take the same way through a model: the same entries, dtypes and flags."""
+    """Equal for batches that take the same path through a model: the same entries, dtypes and flags."""
     if isinstance(piece, torch.Tensor):
         return piece.dtype, piece.ndim
     inside = entries(piece)

@@ -3,14 +3,14 @@
 A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: micro-batches of a step, n: ranks; times (n-1)/n):
 
     stage  sharded                            traffic per step           between micro-batches a rank holds
-    0      nothing                            2 P   (one all-reduce)     parameters, whole gradients
-    1      optimizer states                   2 P                        gathered parameters, whole gradients
+    0      nothing                            2 P   (one all-reduce)     parameters, full gradients
+    1      optimizer states                   2 P                        gathered parameters, full gradients
     2      and gradients                      (k + 1) P                  gathered parameters, gradient shards
     3      and parameters, freed after use    3 k P, less the root's kP  shards only
 
-Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the
-optimizer's (master) parameters sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay
-inside the `dp_shard` group and the reduced shards are all-reduced across, once per step.
+Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the master
+weights sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group
+and the reduced shards are all-reduced across, once per step.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class DataParallel(Technique):
     transport: TransportName = "prefer-shared-memory"
     """How bytes move between processes: torch's collectives, or memory that the processes of one machine share."""
     compression: Compression = Compression()
-    """What is compressed on the way."""
+    """What is compressed."""
     all_reduce: Name | Literal["by-machines"] = "by-machines"
-    """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: in two levels where a group spans machines that hold
-    several of its ranks each, else in one call, or through shared memory."""
+    """Stage 0: the all-reduce algorithm (see `comm.algorithms`). `by-machines`: hierarchical where a group spans machines that hold several
+    of its ranks each, else the backend's own, or shared memory."""
     links: str | None = None
     """A file of measured links (`comm.links`), by which `by-machines` chooses."""
     measure_seconds: float = 0.0
@@ -75,7 +75,7 @@ class DataParallel(Technique):
     bucket_by_links: bool = False
     """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes` does."""
     may_compress: tuple[Compression, ...] = ()
-    """Ways of which the first steps may take one, what changes the numbers least first (see `parallel.trial`)."""
+    """Candidates from which the first steps may select one, the least lossy first (see `parallel.trial`)."""
     second_copy: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""
@@ -178,7 +178,7 @@ def _refuse_unshardable(parts: Parts) -> None:
             )
 
 
-# ---- the gradient's way, step by step ------------------------------------------------------------------------------------------------
+# ---- the reduction, step by step ------------------------------------------------------------------------------------------------
 
 
 def reduce_by_sum(parts: Parts) -> None:
@@ -221,7 +221,7 @@ def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Give back gathered parameters, e.g. after an evaluation, so that the shards are what the model holds."""
+    """Reshard gathered parameters, e.g. after an evaluation, so that the model holds its shards."""
     for module in sharded_modules(model):
         module.reshard()
 

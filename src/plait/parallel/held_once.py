@@ -1,5 +1,5 @@
-"""Parameters that the ranks of one machine hold once, in memory that all of them see (`comm.host_parameters`): a rank's shards are its part
-of them, and gathering them copies nothing."""
+"""Zero-copy all-gather: parameters in memory that the ranks of one machine share (`comm.host_parameters`). A rank's shards are its part of
+that memory, and an all-gather copies nothing."""
 
 from __future__ import annotations
 

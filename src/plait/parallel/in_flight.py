@@ -33,11 +33,11 @@ class StageMode:
     kept: tuple[int, ...]
     """By a block on the device, from forward to backward, its input included."""
     outside: int
-    """By what runs before and beside the blocks: embedding, positions, masks; what is handed on, but on the last stage."""
+    """Saved before and outside of the blocks: embedding, positions, masks; boundary activations, except on the last stage."""
     head: int
     """By what follows the last block: final norm, head and loss, the last block's output included."""
     returning: tuple[int, ...]
-    """What comes back to the device for a block's backward, from recomputation and from a store."""
+    """Tensors that a block's backward recomputes, or prefetches from a store."""
     flops: int
     """Operations of forward and backward, what is recomputed included: matrix products and attention."""
     traffic: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class StageFacts:
         return outside + sum(self.modes[mode].kept[index] for index, mode in enumerate(assignment))
 
     def returning(self, assignment: Assignment) -> int:
-        """The most bytes that come back to the device for the backward of one block."""
+        """The peak bytes that the backward of one block recomputes or prefetches."""
         return max((0, *(self.modes[mode].returning[index] for index, mode in enumerate(assignment))))
 
     def stored(self, assignment: Assignment) -> int:
@@ -208,7 +208,8 @@ class RankActivations:
         return [(action, _standing(after, stages)) for action, _, after in _moments(self.schedule, self.rank)]
 
     def most(self, assignment: Assignment) -> int:
-        """What a budget bounds: the most of what is kept together with what comes back for the backward of one block."""
+        """What a budget limits: the peak of the saved tensors, together with the recomputed or prefetched tensors of one block's
+        backward."""
         return _most(self._different(), self._decided(assignment))
 
     def most_in_flight(self) -> float:

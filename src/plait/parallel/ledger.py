@@ -49,8 +49,8 @@ MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gra
 
 ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
 """What a micro-batch keeps on the device from forward to backward, in blocks and before them, and after them (head, loss); the most that
-comes back for one block's backward; and what is in host memory or on disk. For every micro-batch that is between its forward and its
-backward."""
+one block's backward recomputes or prefetches; and what is in host memory or on disk. For every micro-batch that is between its forward and
+its backward."""
 
 PLACE_KINDS = ("host", "files", "step_buffers")
 """How much of `parameters`, `gradients` and `optimizer` is in host memory or in files, and the most of the latter which is in memory during
@@ -80,7 +80,7 @@ class Ledger:
     loss_passes: int = 1
     """How often head and loss are computed for a micro-batch; 2 where that is done in pieces, because backward does it again."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
-    """Parameter name to the dimension that tensor parallelism splits; parameters not named are whole."""
+    """Parameter name to the dimension that tensor parallelism splits; parameters not named are replicated."""
     optimizer_tensors: int = 2
     """Parameter-shaped states of the optimizer, in the parameter's dtype (AdamW: 2)."""
     optimizer_scalar_bytes: int = 4

@@ -1,8 +1,8 @@
 """Loss scaling for float16: what can be set, and the rule that turns a sequence of overflows into a sequence of scales.
 
-float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward pass and the gradients are divided
-by the same scale before the optimizer. This file only decides the scale. It reads no tensor: the verdict "some gradient is not
-finite", shared by all ranks, comes from outside, so every rank computes the same scale.
+float16 gradients below 6e-8 become zero, so the loss is multiplied by a scale before the backward pass and the gradients are divided by the
+same scale before the optimizer. This file only decides the scale. It reads no tensor: the decision "some gradient is not finite", shared by
+all ranks, comes from outside, so every rank computes the same scale.
 
 The sequence of scales is that of DeepSpeed 0.19.8 (`DynamicLossScaler` as its ZeRO optimizers use it), at every ZeRO stage.
 """

@@ -1,7 +1,7 @@
-"""The moments of a forward and a backward, and what is alive in each: figures, no tensors.
+"""Timeline points of a forward and a backward, and the allocated bytes at each: figures, no tensors.
 
-`engine.forecast` measures them for one micro-batch of a stage on fake tensors; `peak` puts them together to a whole step. A moment ends
-where something about the parameters changes: a block begins or ends, the loss is reached, a gradient arrives.
+`engine.forecast` measures them for one micro-batch of a stage on fake tensors; `peak` combines them to a full step. A point ends where
+something about the parameters changes: a block begins or ends, the loss is reached, a gradient arrives.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from plait.parallel.ledger import Array, Ledger, local_rows
 
 
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
-    """Blocks from the first on, then what is outside of them (-1), until their share of the parameters is at least `ratio`. By whole
-    shapes, so that every rank of a stage chooses the same."""
+    """Blocks from the first on, then the parameters outside of them (-1), until their share of the parameters is at least `ratio`. By
+    unsharded shapes, so that every rank of a stage chooses the same."""
     sizes: dict[int, int] = {}
     for parameter in facts.parameters:
         sizes[parameter.unit] = sizes.get(parameter.unit, 0) + prod(parameter.shape) * parameter.itemsize

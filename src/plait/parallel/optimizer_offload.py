@@ -1,5 +1,5 @@
-"""Where optimizer states and gradients live: on the device, in host memory, or in files (DeepSpeed's `offload_optimizer`). Master
-parameters go to host memory with them, and to files where `parameter_offload` says so.
+"""Where optimizer states and gradients are stored: on the device, in host memory, or in files (DeepSpeed's `offload_optimizer`). Master
+weights go to host memory with them, and to files where `parameter_offload` says so.
 
 Only the settings, what they refuse and what they cost are here. Host memory is an argument of the call that shards (`data`); the optimizer
 then runs torch's kernels for CPUs. The files are `arena`, the step over them is `engine.disk_optimizer`.
@@ -35,7 +35,7 @@ class OptimizerOffload(Technique):
     buffer_count: int = 4
     """nvme: pieces in memory at once: those that arrive, one computed, those that leave."""
     ratio: float = 1.0
-    """The share of the parameters whose masters, gradients and states are offloaded, in whole units; above 0."""
+    """The share of the parameters whose master weights, gradients and states are offloaded, in complete units; above 0."""
 
     def check(self, context: Context) -> None:
         """Raise ConfigError for what this version does not do. ZeRO stage 0 is refused where the configuration is resolved."""
@@ -66,7 +66,7 @@ class OptimizerOffload(Technique):
         moved = zero
         for parameter, padded, held in held_of(facts, ledger, self.ratio, sharded=sharded):
             if on_host:
-                moved = moved + padded  # the masters; in files they are priced with the parameters
+                moved = moved + padded  # the master weights; in files they count with the parameters
             if parameter.trainable:
                 moved = moved + held * ledger.optimizer_tensors
                 # On the host gradients are as they were reduced, padded, and step counts are there too.

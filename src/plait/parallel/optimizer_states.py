@@ -1,4 +1,4 @@
-"""In what form AdamW's two averages are kept, and what that costs: `optimizer.states`.
+"""The dtypes of AdamW's two moments, and their bytes: `optimizer.states`.
 
     form    first average      second average     bytes of both, a parameter
     own     parameter's dtype  parameter's dtype  8 (float32)
@@ -6,9 +6,9 @@
     int8    codes of 8 bits    codes of 8 bits    2 + 8 / block
     float8  codes of 8 bits    codes of 8 bits    2 + 8 / block
 
-Codes belong to blocks of consecutive numbers of a row with one float32 scale each. What is a block follows from a parameter's whole shape
-alone, and no layout cuts one: shards are whole rows, and tensor parallelism that would cut a block is refused. States are therefore the
-same numbers on every layout. Pure; the codes are made in `engine.state_codes`, the step is `engine.small_state_adam`.
+Codes belong to blocks of consecutive elements of a row with one float32 scale each. The blocks follow from a parameter's unsharded shape
+alone, and no layout cuts one: shards are complete rows, and tensor parallelism that would cut a block is refused. States therefore have the
+same values on every layout. Pure; the codes are made in `engine.state_codes`, the step is `engine.small_state_adam`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SCALE_BYTES = 4
 
 
 def block_of(shape: Sequence[int]) -> int:
-    """Numbers that share a scale: the largest power of two from 16 to 256 that divides an eighth of a row; 0 where a parameter of this
-    whole shape keeps float32 averages, because it is small, a vector, or has no such power."""
+    """Elements that share a scale: the largest power of two from 16 to 256 that divides an eighth of a row; 0 where a parameter of this
+    unsharded shape keeps float32 moments, because it is small, a vector, or has no such power."""
     row = prod(shape[1:])
     if len(shape) < 2 or shape[0] * row < FEWEST_NUMBERS:
         return 0
@@ -48,8 +48,8 @@ def block_of(shape: Sequence[int]) -> int:
 
 
 def state_bytes(form: str, shape: Sequence[int], *, itemsize: int, tensors: int, numel: Any) -> Any:
-    """Bytes of the states of `numel` numbers (an int or an array; whole blocks of it) of a parameter of the whole `shape`. `tensors` is how
-    many states an optimizer keeps in the parameter's own dtype."""
+    """Bytes of the states of `numel` elements (an int or an array; a multiple of the block size) of a parameter of the unsharded `shape`.
+    `tensors` is how many states an optimizer keeps in the parameter's own dtype."""
     wide = max(itemsize, 4)
     block = block_of(shape) if form in CODED else 0
     if form == "own":

@@ -1,12 +1,13 @@
-"""Tensor parallelism's sums beside the matrix products around them.
+"""All-reduces of tensor parallelism, overlapped with the matrix products around them.
 
-Forward: a row-split product is computed in pieces of its rows; while one is summed over the ranks, the next is computed. Backward: the
-gradient of a column-split layer's input is summed while the gradients of the weights that read it are computed, which nobody waits for
-(Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication). Bytes, and the numbers up to the order in which a product adds, are those
-without.
+Forward: a row-parallel product is computed in chunks of its rows; the all-reduce of a chunk overlaps with the product of the next.
+Backward: the gradient of a column-parallel layer's input is all-reduced while the gradients of the weights that read it are computed
+(Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication). The bytes are the same, and so are the results up to the order of additions
+in a product.
 
-Autograd runs, of what is ready, what was made last. So the door of siblings makes, in this order: what waits for the sum, what computes the
-gradients of their weights, what starts the sum.
+Of the nodes that are ready, autograd runs the one that was created last. So the copy to the tensor-parallel region that siblings share
+creates, in this order: the node that waits for the all-reduce, the node that computes the gradients of their weights, the node that starts
+the all-reduce.
 """
 
 from __future__ import annotations

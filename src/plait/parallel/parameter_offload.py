@@ -1,7 +1,6 @@
-"""Where the shards live from which parameters are gathered: on the device, in host memory, or in files (DeepSpeed's `offload_param`).
-
-Shards are the master parameters that the optimizer updates; there is no other copy between two steps. In files they are read ahead of the
-unit that will be gathered (`shard_reader`) and the step walks over them (`engine.disk_optimizer`).
+"""Where the shards are stored from which parameters are gathered: on the device, in host memory, or in files (DeepSpeed's `offload_param`).
+Shards are the master weights that the optimizer updates; there is no other copy between two steps. In files they are prefetched for the
+unit that will be gathered (`shard_reader`), and the step iterates over them (`engine.disk_optimizer`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class ParameterOffload(Technique):
     """They are there because the optimizer's states are, and not because the file asks for it. With nvme (stages 1 and 2) parameters of one
     process in their own dtype, which are not sharded, then stay in memory."""
     ratio: float = 1.0
-    """The share of the parameters that is there, in whole units: that of the states where they are with those."""
+    """The share of the parameters that is offloaded, in complete units: that of the states where they are stored together."""
     path: str | None = None
     """nvme: the folder."""
     buffer_bytes: int = 0

@@ -19,13 +19,13 @@ from plait.parallel.unit_bytes import ROOT, UnitBytes, unit_bytes
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a rank holds at once."""
+    """The peak memory of a rank."""
 
     peak_bytes: int
     moment: str
     """When, e.g. `backward of model.layers.3`."""
     kinds: Mapping[str, int]
-    """Bytes by kind at that moment (see PEAK_KINDS)."""
+    """Bytes by kind at that point (see PEAK_KINDS)."""
     phases: Mapping[str, int]
     """The most of each part of the step: forward, backward, optimizer step."""
 
@@ -97,7 +97,7 @@ class _Walk:
     # ---- looking ------------------------------------------------------------------------------------------------------------------------
 
     def look(self, moment: str, *, alive: Alive | None = None, buffers: int = 0, whole: int = 0, shards: int = 0) -> None:
-        """Compare what is held now with the most so far; `buffers`, `whole` and `shards` are there for a moment only."""
+        """Compare the bytes held now with the peak so far; `buffers`, `whole` and `shards` are held at this point only."""
         now = self.now if alive is None else alive
         others = self.flying.values()
         kinds = {

@@ -1,7 +1,7 @@
 """Mixed precision: what forward and backward compute in, what gradients are reduced in, and how float16 is kept from underflowing.
 
-Parameters, gradients and optimizer states stay in the parameters' own dtype (float32 masters, sharded by ZeRO). The casts are arguments
-of the one call that shards, so `apply` only leaves them in Parts.
+Parameters, gradients and optimizer states stay in the parameters' own dtype (float32 master weights, sharded by ZeRO). The casts are
+arguments of the one call that shards, so `apply` only leaves them in Parts.
 """
 
 from __future__ import annotations

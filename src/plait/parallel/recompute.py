@@ -218,7 +218,7 @@ def _wrap(
 
 
 def _announce(block: nn.Module, store: Store) -> None:
-    """The first block that keeps its own: when its backward begins, the block before it starts its way back."""
+    """The first block that keeps its own: when its backward begins, the prefetch of the block before it starts."""
 
     def when_backward_comes(_module: nn.Module, _args: object, output: Any) -> None:
         hidden = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)

@@ -114,7 +114,7 @@ class Reducer:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
     def finish_with_backward(self) -> None:
-        """For a loop of one's own: gradients are means, complete when `loss.backward()` returns, as DistributedDataParallel's are."""
+        """For your own training loop: gradients are means, complete when `loss.backward()` returns, as DistributedDataParallel's are."""
         self.mean = self._listens = True
         if getattr(self.model, "_compiled_call_impl", None) is None:  # inside a compiled call hooks would be compiled too
             self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
@@ -154,8 +154,8 @@ class Reducer:
         self.start_step()
 
     def _partition(self) -> list[list[nn.Parameter]]:
-        """Trainable parameters by bucket, one dtype a bucket; those that tensor parallelism split apart from those that it left whole,
-        which must stay the same bits on every rank of its axis."""
+        """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism splits separately from replicated ones,
+        which must stay bitwise equal on every rank of its axis."""
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         sizes = [
             (

@@ -1,9 +1,9 @@
-"""Runs a schedule's table on this rank: forwards, backwards and the messages between stages, for whole steps and for evaluations.
+"""Runs a schedule's table on this rank: forwards, backwards and the messages between stages, for training steps and for evaluations.
 
-torch's own runtime is not used, because it fixes the shapes of a whole run, cuts batches into equal parts, and keeps a stage's parameters
-and gradients whole between micro-batches whatever ZeRO says. This one walks the same tables. Every rank of the pipeline must be given the
-same micro-batches; shapes may differ between them and between steps. What passes between two stages is described to the next one once for
-every new shape of a batch, and with every micro-batch where it may follow from the batch's values.
+torch's own runtime is not used, because it fixes the shapes of a run, cuts batches into equal parts, and keeps a stage's parameters and
+gradients unsharded between micro-batches at every ZeRO stage. This one executes the same tables. Every rank of the pipeline must be given
+the same micro-batches; shapes may differ between them and between steps. What passes between two stages is described to the next one once
+for every new shape of a batch, and with every micro-batch where it may follow from the batch's values.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Boundary:
     structure: Any
     """A block's output, with a Slot in the place of every tensor."""
     tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
-    """Shape, dtype, and whether a gradient comes back."""
+    """Shape, dtype, and whether a gradient is returned."""
     length: int
     """Length of the sequences where tensor parallelism splits them."""
 
     @property
     def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and dtypes of the gradients that come back."""
+        """Shapes and dtypes of the returned gradients."""
         return [(shape, dtype) for shape, dtype, needs in self.tensors if needs]
 
     def allows(self, other: Boundary) -> bool:
@@ -71,14 +71,14 @@ class _Held:
     inputs: list[torch.Tensor]
     """Those that a gradient is sent back for."""
     outputs: list[torch.Tensor]
-    """Those that a gradient comes back for; the loss on the last stage."""
+    """Those with a gradient; the loss on the last stage."""
     deferred: Deferred | None = None
 
 
 @dataclass
 class Runtime:
-    """The pipeline of one rank. `observers` are called before (False) and after (True) every computation, `listeners` with what is handed
-    on to another stage."""
+    """The pipeline of one rank. `observers` are called before (False) and after (True) every computation, `listeners` with what is sent to
+    another stage."""
 
     schedule: Schedule
     staged: StagedModel
@@ -93,7 +93,8 @@ class Runtime:
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
 
     def foretell(self, stage: int, piece: Any, output: Any) -> None:
-        """Say what `stage` hands on for a micro-batch like `piece`, so that it is not asked for: for a rank that runs alone."""
+        """Set the boundary activations of `stage` for a micro-batch like `piece`, so that they are not requested: for a rank that runs
+        alone."""
         tensors: list[torch.Tensor] = []
         structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
         length = self.staged.region.length if self.staged.region is not None else 0
@@ -146,10 +147,10 @@ class _Pass:
         self.rank = runtime.messenger.rank
         self.signatures = [_signature(piece) for piece in pieces]
         self.described: dict[tuple[int, int], Boundary] = {}
-        """Of micro-batches whose shapes follow from values: what a stage handed on."""
+        """Of micro-batches whose shapes follow from values: the boundary activations of a stage."""
         self.held: dict[tuple[int, int], _Held] = {}
         self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
-        """Handed on by another stage of this rank."""
+        """Passed by another stage of this rank."""
         self.arriving: dict[Message, Arriving] = {}
         self.expected = {source: list(row) for (source, to), row in messages(schedule).items() if to == self.rank}
 
@@ -235,7 +236,7 @@ class _Pass:
     # ---- messages -------------------------------------------------------------------------------------------------------------------
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
-        """What `stage` hands on of a micro-batch, where both sides know it."""
+        """The boundary activations of `stage` for a micro-batch, where both sides know them."""
         if self.verdicts[microbatch].values:
             return self.described.get((stage, microbatch))
         return self.runtime._boundaries.get((stage, self.signatures[microbatch]))

@@ -47,7 +47,7 @@ class Store(Protocol):
         """A group for block `index`; groups of one forward are opened in the order of its blocks."""
 
     def prefetcher(self) -> Callable[[], None]:
-        """What starts the way back of the group that was opened last."""
+        """Starts the prefetch of the group that was opened last."""
 
     def drain(self) -> None:
         """Wait until all that was put has left the device's memory."""
@@ -77,7 +77,7 @@ class _Entry:
     """What was put there: the address of a storage that is gone is given to others."""
     version: int
     last: weakref.ref[torch.Tensor] | None = None
-    """The bytes as they came back, while anything uses it: several views of it share one copy."""
+    """The prefetched bytes, while anything uses them: several views share one copy."""
 
 
 @dataclass(frozen=True)

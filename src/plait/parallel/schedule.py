@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
 
 def produced_by(action: Action) -> Message | None:
-    """What a computation hands on; None for W, on which nothing waits."""
+    """What a computation sends; None for W, for which nothing waits."""
     if action.kind is Kind.FORWARD:
         return Message(Payload.ACTIVATION, action.stage, action.microbatch)
     if action.kind is Kind.WEIGHT:

@@ -1,4 +1,4 @@
-"""Selective recompute: during a block's forward the results of chosen operators are kept, during its recomputation they are given back.
+"""Selective recompute: during a block's forward the results of chosen operators are kept, during its recomputation they are returned.
 
 Not torch's `create_selective_checkpoint_contexts`: that one returns a wrong value where something writes into a kept result through
 another view (the in-place all-reduce after a row-split matrix product does), and it lets dropout drift where a kept operator draws random

@@ -1,7 +1,7 @@
-"""Shards of parameters in files: read ahead of the unit that will be gathered, given back as soon as the gather has read them.
+"""Shards of parameters in files: prefetched for the unit that will be gathered, evicted as soon as the all-gather has read them.
 
-A training step gathers its units in the same order every time, so what followed a gather last time is read ahead now: in forward, at the
-turn, and in backward. An order that changes costs reading that nobody waits for, and never a wrong number: the files are mapped.
+A training step gathers its units in the same order every time, so the unit that followed an all-gather in the previous step is prefetched:
+in forward, in backward and between the two. A changed order costs needless reads and never a wrong result: the files are mapped.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class ShardReader:
         """What came after a gather when it was last seen; None: the end of a step."""
         self._last: _Gather | None = None
         self._ahead: dict[int, Future[None]] = {}
-        """Units that are in memory or on their way, beside the one that is gathered."""
+        """Units that are in memory or being read, besides the one that is gathered."""
         self._kept = False
         """Whether the unit that is gathered is gathered again next."""
         for index, unit in enumerate(units):
             on_shard_reads(unit, partial(self._before, index), partial(self._after, index))
 
     def end_step(self) -> None:
-        """No gather follows for now: give back what was read ahead."""
+        """No all-gather follows for now: evict what was prefetched."""
         if self._last is not None:
             self._follows[self._last] = None
         self._last = None

@@ -102,8 +102,8 @@ def _parts(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], seque
 
 
 def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
-    """Modules beside a column-split layer that no style names and that hold no parameters, such as an activation function. Dropouts are not
-    among them: they may stand behind the row-split layer, where everything is whole."""
+    """Modules next to a column-parallel layer that no style names and that hold no parameters, such as an activation function. Dropouts are
+    not among them: they may follow the row-parallel layer, where tensors are unsharded."""
     parent = layer.rpartition(".")[0]
     for leaf, child in model.get_submodule(parent).named_children():
         if isinstance(child, nn.modules.dropout._DropoutNd) or next(child.parameters(), None) is not None:

@@ -42,7 +42,7 @@ class Stage:
     """What stands in the list of blocks while it runs."""
     entrance: Elsewhere | None = field(repr=False)
     before: tuple[Elsewhere, ...] = field(repr=False)
-    """What stands for the blocks before the entrance."""
+    """The placeholders of the blocks before the stage."""
     unknown: tuple[nn.Embedding, ...] = field(repr=False)
     """Embeddings of the front whose values the stage does not need: they return NaN and cost nothing."""
 

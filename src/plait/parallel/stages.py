@@ -110,7 +110,7 @@ def _with_ends(costs: Sequence[float], first: float, last: float) -> list[Fracti
 
 
 def _whole(costs: Sequence[Fraction]) -> list[int]:
-    """The same in a unit in which all are whole, so that sums and comparisons are exact."""
+    """The same in a unit in which all are integers, so that sums and comparisons are exact."""
     unit = lcm(*(cost.denominator for cost in costs))
     return [int(cost * unit) for cost in costs]
 

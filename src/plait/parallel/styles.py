@@ -3,7 +3,8 @@
 Weights are DTensors over the tp axis (so that sharding, checkpoints and clipping know the global tensor), but computation is on plain local
 tensors with the collectives of `comm.collectives`: fewer dispatches than DTensor arithmetic, and every collective is visible here.
 
-Siblings that read the same input (q, k, v; gate, up) share one Entrance, so the input is gathered, and its gradient reduced, once.
+Siblings that read the same input (q, k, v; gate, up) share one copy to the tensor-parallel region (`Entrance`), so the input is gathered,
+and its gradient reduced, once.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Region:
     gather_logits: bool = True
     """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves them sharded for the loss."""
     own_random: Literal["parts", "blocks", "nothing"] = "parts"
-    """Where a rank draws random numbers of its own: from a column-split layer to the row-split one behind it, or in whole blocks, which
-    work on sequence shards."""
+    """Where a rank draws random numbers of its own: from a column-parallel layer to the row-parallel one after it, or in all of a block
+    that works on sequence shards."""
     stream: SplitStream = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,13 +65,14 @@ class Region:
 
 @dataclass
 class Entrance:
-    """The door that siblings share. `uses` of them read the same tensor, one after the other."""
+    """The copy to the tensor-parallel region that siblings share (Megatron's f). `uses` of them read the same tensor, one after the
+    other."""
 
     region: Region
     sequence: bool = False
     """The input is sharded along the sequence."""
     opened: bool = False
-    """A container's door (see `open_door`) has prepared the input already."""
+    """The copy of a container (see `open_door`) has prepared the input already."""
     uses: int = 1
     siblings: list[nn.Module] = field(default_factory=list, repr=False)
     """Layers that compute with their own columns of their weight."""
@@ -199,7 +201,7 @@ def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, entrance(x), _weight(module), _bias(module))
-        if region.gather_logits or module._forward_hooks or module._backward_hooks:  # a hook is given all of them, and gives all back
+        if region.gather_logits or module._forward_hooks or module._backward_hooks:  # a hook gets all of them, and returns all
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
         stride = tuple(torch.empty(shape, device="meta").stride())
@@ -255,7 +257,7 @@ def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes
 
 
 def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int, begins: bool) -> Forward:
-    """A key or value projection with fewer heads than ranks: the weight stays whole, each rank computes the one head that its queries
+    """A key or value projection with fewer heads than ranks: the weight is replicated, each rank computes the one head that its queries
     use. `begins` as in `colwise`."""
     ranks, rank = region.group.size(), region.group.rank()
     head = rank * heads // ranks

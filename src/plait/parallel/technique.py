@@ -63,7 +63,7 @@ def notes_of(found: Iterable[object | None]) -> dict[type, object]:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model on its way from one process to a layout."""
+    """A model that is transformed from one process to a layout."""
 
     model: nn.Module
     """Changed in place; the object a user holds stays the one that trains."""
@@ -88,13 +88,13 @@ class Parts:
     masters_on_host: bool = False
     """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
     offloaded_units: frozenset[str] = frozenset()
-    """Blocks, and "" for what is outside of them, whose masters, gradients and states are not in the device's memory."""
+    """Blocks, and "" for what is outside of them, whose master weights, gradients and states are not in the device's memory."""
     pin_masters: bool = False
-    """Whether that memory is pinned, so that copies run beside the computation."""
+    """Whether that memory is pinned, so that copies overlap with computation."""
     always_shard: bool = False
     """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
     disk_tier: Any = None
-    """The engine's files for masters, gradients and optimizer states, where they are not in memory."""
+    """The engine's files for master weights, gradients and optimizer states, where they are not in memory."""
     reducer: Reducer | None = None
     """The stage 0 gradient reducer, where one is needed."""
     stage: int = 0
@@ -104,11 +104,11 @@ class Parts:
     parameter_host: Host | None = None
     """Ranks over `dp_shard` that see the same memory and can hold parameters once there."""
     waits: Waits = field(default_factory=Waits)
-    """What this rank stood waiting in collectives."""
+    """Exposed communication time of this rank."""
     trial: Trial | None = None
     """The steps that decide whether gradients are compressed, where that is open."""
     communication: str = ""
-    """How data-parallel ranks exchange gradients and parameters, and why so; for people."""
+    """A description of how data-parallel ranks exchange gradients and parameters, with the reason."""
 
     def with_(self, **changes: Any) -> Parts:
         """A copy with some fields replaced."""

@@ -164,10 +164,8 @@ def _forward(
 
 
 def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]) -> None:
-    """Hidden states are sharded along the sequence from the first block's door to the end of the final norm (of the last block, without
-    one).
-
-    Outside the model sees whole sequences, so positions, masks and shapes that it derives from them are right.
+    """Hidden states are sharded along the sequence from the input of the first block to the end of the final norm (of the last block,
+    without one). Outside, the model sees full sequences, so positions, masks and shapes that it derives from them are right.
     """
     for name in plan.norms:
         module = model.get_submodule(name)

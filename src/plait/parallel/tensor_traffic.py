@@ -3,11 +3,11 @@
 With T tokens a micro-batch, w features, e bytes an element, n ranks, a collective moves T w e (n-1)/n, twice that for an all-reduce
 (ring). Per micro-batch:
 
-    door of column-split siblings    backward all-reduce             sequence parallel: forward all-gather, backward reduce-scatter
+    input of column-split siblings   backward all-reduce             sequence parallel: forward all-gather, backward reduce-scatter
     row-split layer                  forward all-reduce              sequence parallel: forward reduce-scatter, backward all-gather
     gathered output, sliced input    forward, backward all-gather
     vocabulary-parallel embedding    forward all-reduce
-    loss over a split vocabulary     forward all-reduces of 3 T numbers
+    loss over a split vocabulary     forward all-reduces of 3 T elements
 
 It grows with the activations and not with the parameters (MISSION T3), but for the replicated weights that ranks use on different tokens
 or heads, whose gradients are all-reduced. Sequence lengths are taken to divide by n.
@@ -35,7 +35,7 @@ def tensor_traffic(
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
     n = ledger.tp
-    if sequence_parallel:  # backward of the first block's door, forward of the last
+    if sequence_parallel:  # backward of the first block's input, forward of the last
         hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
         ends = 2 * np.ones_like(n) if ledger.stage is None else ledger.stage.ends
     else:

@@ -1,8 +1,8 @@
 """When every computation of a schedule runs, given how long each takes: the idle part of the step and the activations held.
 
-Walks the same table as the runtime, with one assumption a line: a rank computes one action at a time, in its order; a message starts when
-its producer ends and the link is free, and takes no time of either rank (communication beside computation); what a rank receives waits
-without limit. Stages may differ in cost. Units are the caller's.
+Iterates over the same table as the runtime, with one assumption a line: a rank computes one action at a time, in its order; a message
+starts when its producer ends and the link is free, and takes no time of either rank (communication overlaps with computation); what a rank
+receives waits without limit. Stages may differ in cost. Units are the caller's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A message on its way from one rank to another."""
+    """A message in flight from one rank to another."""
 
     message: Message
     source: int

@@ -1,11 +1,11 @@
-"""Whether gradients travel compressed where the user allows it: the first steps of a run are whole, and show what that would save; the next
-ones try the ways that could.
+"""Autotuning of gradient compression, where the user allows it: the first steps of a run are uncompressed and show what compression could
+save; the next ones measure the candidates.
 
-Links alone cannot say it: what a step gains is no more than what it waits. So the run's own steps are timed. Where whole steps wait for
-their gradients so much that it could pay, every way has a few steps. A way that changes the numbers more is taken where its steps are
-shorter than the best before by a twentieth; before anything but whole gradients is taken, those have a few steps more, lest the first ones
-were slow by chance. Decided once, alike on every rank of the group, and kept in the checkpoint. What a way has not sent when another takes
-its place is dropped.
+The costs of the links alone cannot decide it, because a step gains no more than its exposed communication time. So the run's own steps are
+timed. Where the exposed communication of gradients is large enough, every candidate runs a few steps. A lossier candidate is activated if
+its steps are 5 % shorter than the best before it; before that, uncompressed gradients run a few more steps, in case the first ones were
+slow by chance. The decision is taken once, the same on every rank of the group, and saved in the checkpoint. The residual of a candidate is
+dropped when another one is activated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNCOUNTED, _COUNTED = 2, 3
 
 
 def best_of(taken: Mapping[str, float]) -> str:
-    """Of ways (seconds a step, what changes the numbers least first), the last that is shorter by SHARE than the best before it."""
+    """Of candidates (seconds per step, the least lossy first), the last that is shorter by SHARE than the best before it."""
     best, *others = taken
     for way in others:
         if taken[way] < (1 - SHARE) * taken[best]:
@@ -36,7 +36,7 @@ def best_of(taken: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to compress that may be taken."""
+    """A candidate for compression."""
 
     name: str
     code: int
@@ -50,11 +50,11 @@ class Trial:
     """Call `after_step` once a step, between two of them."""
 
     groups: tuple[dist.ProcessGroup, ...]
-    """One along each axis whose ranks must decide alike (see `wiring.deciding_groups`)."""
+    """One along each axis whose ranks must take the same decision (see `deciding_groups`)."""
     waits_for: str
     """The name (`comm.waits`) of what gradients wait for."""
     whole: Callable[[], object]
-    """Go back to whole gradients."""
+    """Return to uncompressed gradients."""
     options: tuple[Option, ...]
     """What changes the numbers least first."""
     verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
@@ -64,16 +64,16 @@ class Trial:
     _taken: dict[str, float] = field(default_factory=dict)
     """Way to seconds of its steps."""
     _again: float | None = None
-    """Those of whole gradients after the others."""
+    """Those of uncompressed gradients after the others."""
     _said: str = ""
     _now: Option | None = None
-    """The way of the steps; None is whole."""
+    """The candidate of the steps; None is uncompressed."""
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _before: float | None = None
 
     def after_step(self, waited_seconds: Mapping[str, float]) -> str:
-        """Count a step that waited so long, by what it waited for. What was decided, for people, after the step that decides; else nothing.
-        Collective over the group, at the end of every way's steps."""
+        """Count a step with its exposed communication time by collective. Returns a description of the decision after the step that takes
+        it, else nothing. Collective over the group, at the end of every candidate's steps."""
         if int(self.verdict) >= 0:
             return ""
         now = time.perf_counter()
@@ -100,8 +100,8 @@ class Trial:
         return self._decide()
 
     def _slowest(self) -> tuple[float, float]:
-        """(a step's seconds, those it waited), of this way. The longest step, and the shortest wait: the rank that comes last waits for the
-        links only."""
+        """(seconds of a step, its exposed communication time) of this candidate. The longest step, and the shortest wait: the rank that
+        comes last waits for the links only."""
         taken, waited = (median(step[index] for step in self._steps[_UNCOUNTED:]) for index in (0, 1))
         most = torch.tensor([taken, -waited], dtype=torch.float64)
         for group in self.groups:  # one axis after the other: the most of all

@@ -27,7 +27,7 @@ class UnitBytes:
     last_parameter: int = 0
     """Of the last parameter, in the dtype of computation."""
     gradients: int = 0
-    """Whole gradients in the reduction's dtype."""
+    """Unsharded gradients in the reduction's dtype."""
     reduce_input: int = 0
     """The same, padded."""
     reduce_output: int = 0

@@ -52,11 +52,11 @@ class BucketWay:
 
 @dataclass(frozen=True)
 class Summing:
-    """The way, and those that may take its place after the first steps."""
+    """The selected collective, and the candidates that may replace it after the first steps."""
 
     way: BucketWay
     said: str
-    """For people."""
+    """A description."""
     others: tuple[tuple[Compression, BucketWay], ...] = ()
 
     def trial_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> Trial | None:
@@ -76,7 +76,7 @@ def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
 
 def _agreed(mesh: Mesh, mine: T) -> T:
     """What the first rank of the tp axis found. Its ranks measure links in groups of their own, and replicated parameters keep the same
-    bits on all of them only if all sum in one way. Collective over tp."""
+    bits on all of them only if all use one algorithm. Collective over tp."""
     group = mesh.group("tp")
     if group is None or dist.get_backend(group) == "fake":
         return mine
@@ -161,7 +161,7 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
 
 
 def _open_to_compression(technique: DataParallel, mesh: Mesh, *, in_memory: bool) -> tuple[tuple[Compression, ...], str]:
-    """(ways that the first steps may take, a sentence about it)."""
+    """(candidates of the first steps, a sentence about them)."""
     allowed = technique.may_compress
     if not allowed:
         return (), ""
@@ -208,9 +208,9 @@ class Sharing:
     """How the shards of a model travel."""
 
     said: str = ""
-    """For people."""
+    """A description."""
     compressors: dict[str, QuantisedReduceScatter] = field(default_factory=dict)
-    """Units' compressed collectives that may keep errors; others after a trial took another way."""
+    """Units' compressed collectives that may keep a residual; others after autotuning has activated another candidate."""
     trial: Trial | None = None
     """The steps that decide whether gradients are compressed."""
     parameter_host: Host | None = None
@@ -226,7 +226,7 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
             raise ConfigError(Problem("parallel.transport", "shared-memory", rule, 'use "auto", or zero_optimization.stage 1, 2 or 3'))
         return Sharing()
     way = _connected(technique, group, mesh, label="dp_shard")
-    # Shared memory is laid out for one group, and the second copy is gathered over another.
+    # Shared memory is laid out for one group, and the secondary partition is gathered over another.
     all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
     for module in sharded_modules(parts.model):
         if mesh.device.type == "cpu":
@@ -234,7 +234,7 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
     whole = partial(_reduce_whole, parts, way)
     whole()
     compression = technique.compression
-    # Held once is what they are computed with; on a disk, or in another dtype, they are not.
+    # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
     as_they_are = parts.compute_dtype is None and not parts.offloaded_units and not parts.always_shard
     host = way.host if all_gather is not None and as_they_are and not compression.weight_bits else None
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}

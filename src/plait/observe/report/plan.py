@@ -1,4 +1,5 @@
-"""The page of a plan: what was asked, what was chosen and why, where its memory and its time go, who sits where, what was left out.
+"""The page of a plan: the query, the chosen layout and the reasons, its memory and time by part, its ranks on the machines, the layouts
+that were left out.
 
 Every figure is the planner's. A section is one function from the story to markup, and is left out where it has nothing to say.
 """
@@ -237,7 +238,7 @@ def step_section(story: Story) -> Markup:
 
 
 def timeline_section(story: Story) -> Markup:
-    """Who computes what when. Nothing without a pipeline."""
+    """The timeline of a step. Empty without a pipeline."""
     best = story.plan.best[0]
     if int(best.layout["pp"]) == 1:
         return Markup("")
