@@ -18,7 +18,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import plait
-from plait._torch import delivered_at_once
+from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait._torch import delivered_at_once
+from plait._torch.groups import delivered_at_once
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.units import GIB

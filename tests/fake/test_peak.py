@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait._torch import delivered_at_once
+from plait._torch.groups import delivered_at_once
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
 from plait.engine.forecast import foretell, foretell_on, why_not_foretold

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait._torch import unsharded_gradient_bytes, unsharded_parameter_bytes
+from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
 from plait.parallel.pipeline_account import Held, held_after
 from plait.parallel.schedule import Action
 from plait.verify.memory import measure_step

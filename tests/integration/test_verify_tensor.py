@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait import _torch
+from plait._torch.dtensor import local_window
 from plait.comm.collectives import enter
 from plait.config.resolve import load
 from plait.parallel import materialise, styles, tensor
@@ -49,7 +49,7 @@ def _next_ranks(parameter: Any) -> tuple[slice, ...]:
     return slice(start, start + size), *window[1:]
 
 
-_split, _window = tensor._split_parameters, _torch.local_window
+_split, _window = tensor._split_parameters, local_window
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (styles, "leave", lambda x, group: x),
     "missing all-reduce of gradients": (styles, "enter", lambda x, group: x),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.comm.buckets import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets

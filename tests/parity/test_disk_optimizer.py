@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity import pipelines as pipeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait._torch import timeout_of
+from plait._torch.groups import timeout_of
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh, split_by_node
 from tests.pool import SECONDS, Pool

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import plait
-from plait._torch import unsharded_parameter_bytes
+from plait._torch.units import unsharded_parameter_bytes
 from plait.comm import host as host_module
 from plait.comm.host import Host
 from plait.comm.host_parameters import HostParameters

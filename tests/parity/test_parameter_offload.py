@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import plait
-from plait._torch import shard_buffers, sharded_modules
+from plait._torch.dtensor import local_tensor
+from plait._torch.units import shard_buffers, sharded_modules
 from plait.errors import ConfigError, ModelError
 from plait.verify.parity import engine_trace
 from tests.parity import cases
@@ -36,7 +37,7 @@ def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
     states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
     assert states and (shards or "offload_param" not in sections)  # one process in its own dtype shards nothing by itself
     for name, tensors in (("offload_param", shards), ("offload_optimizer", states)):
-        held = [tier is not None and tier.holds(plait._torch.local_tensor(tensor.detach())) for tensor in tensors]
+        held = [tier is not None and tier.holds(local_tensor(tensor.detach())) for tensor in tensors]
         assert all(held) if name in sections else not any(held), name
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.engine.dry_model import token_batch

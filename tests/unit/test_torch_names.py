@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait import _torch, _torch_backward, _torch_shards
+from plait._torch import dtensor, gathering, groups, learning_rates, modules, operators, passes, pipelining, storage, units, watched_shards
 from plait.errors import InputError
 
 
@@ -34,7 +33,7 @@ def test_after_backward() -> None:
     """Called once, after the last gradient."""
     x = torch.ones(2, requires_grad=True)
     order = []
-    x.register_hook(lambda grad: _torch_backward.after_backward(lambda: order.append("after")))
+    x.register_hook(lambda grad: passes.after_backward(lambda: order.append("after")))
     x.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
     (x * 2).sum().backward()
     assert order == ["gradient", "after"]
@@ -45,17 +44,17 @@ def test_graph_task() -> None:
     x, found = torch.ones(2, requires_grad=True), []
 
     def inner(grad: torch.Tensor) -> None:
-        found.append(_torch_backward.graph_task())
+        found.append(passes.graph_task())
         with torch.enable_grad():
             y = torch.ones(2, requires_grad=True)
-            y.register_hook(lambda grad: found.append(_torch_backward.graph_task()))
+            y.register_hook(lambda grad: found.append(passes.graph_task()))
             y.sum().backward()
-        found.append(_torch_backward.graph_task())
+        found.append(passes.graph_task())
 
     x.register_hook(inner)
     x.sum().backward()
     assert found[0] is not None and found[0] == found[2] != found[1]
-    assert _torch_backward.graph_task() is None
+    assert passes.graph_task() is None
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -63,17 +62,17 @@ def test_reset_failed_step(keep: bool) -> None:
     """After an exception in a forward all units are sharded again; gradients of micro-batches before stay where they shall."""
     model = sharded()
     assert isinstance(model, FSDPModule)
-    _torch_backward.reset_failed_step(model, keep_gradients=keep)  # nothing has run
+    passes.reset_failed_step(model, keep_gradients=keep)  # nothing has run
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 5))
-    assert _torch_backward.has_gathered(model)
-    _torch_backward.reset_failed_step(model, keep_gradients=keep)
-    assert not _torch_backward.has_gathered(model)
-    assert _torch.unsharded_gradient_bytes(model)
-    _torch_backward.drop_gradients(model)
-    assert not _torch.unsharded_gradient_bytes(model)
+    assert units.has_gathered(model)
+    passes.reset_failed_step(model, keep_gradients=keep)
+    assert not units.has_gathered(model)
+    assert units.unsharded_gradient_bytes(model)
+    units.drop_gradients(model)
+    assert not units.unsharded_gradient_bytes(model)
     model(torch.ones(2, 4)).sum().backward()
 
 
@@ -82,7 +81,7 @@ def test_has_gradient_hooks() -> None:
     one, other, plain = (nn.Parameter(torch.ones(2)) for _ in range(3))
     one.register_hook(lambda gradient: gradient)
     other.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert [_torch_backward.has_gradient_hooks(p) for p in (one, other, plain)] == [True, True, False]
+    assert [modules.has_gradient_hooks(p) for p in (one, other, plain)] == [True, True, False]
 
 
 def sharded() -> nn.Module:
@@ -96,17 +95,17 @@ def sharded() -> nn.Module:
 def test_sharded_state() -> None:
     """Units, gathered copies and unsharded gradients are found and measured."""
     model = sharded()
-    assert len(_torch.sharded_modules(model)) == 2
-    assert _torch.gathered_parameters(model[0]) == []  # type: ignore[index, arg-type]
-    assert _torch.unsharded_parameter_bytes(model) == 0
+    assert len(units.sharded_modules(model)) == 2
+    assert units.gathered_parameters(model[0]) == []  # type: ignore[index, arg-type]
+    assert units.unsharded_parameter_bytes(model) == 0
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
     model.set_reshard_after_backward(False)  # type: ignore[operator]
     model(torch.ones(1, 4)).sum().backward()
-    pairs = _torch.gathered_parameters(model[0])  # type: ignore[index, arg-type]
+    pairs = units.gathered_parameters(model[0])  # type: ignore[index, arg-type]
     assert [tuple(unsharded.shape) for _, unsharded in pairs] == [(3, 4), (3,)]
-    assert _torch.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), "padded to whole rows a rank"
-    assert _torch.unsharded_gradient_bytes(model) == 4 * (3 * 4 + 3 + 4 * 3 + 4)
-    _torch.reduce_unused_parameters(model)
+    assert units.unsharded_parameter_bytes(model) == 4 * (4 * 4 + 4 + 4 * 3 + 4), "padded to whole rows a rank"
+    assert units.unsharded_gradient_bytes(model) == 4 * (3 * 4 + 3 + 4 * 3 + 4)
+    units.reduce_unused_parameters(model)
 
 
 class HalfUsed(nn.Module):
@@ -119,51 +118,46 @@ class HalfUsed(nn.Module):
 
 
 def test_zeros_are_reduced_for_unused_parameters() -> None:
-    """B2: on a torch that cannot be told to, and on one that can, a unit reduces zeros for what a backward did not reach."""
-    for emulated in (False, True):
-        unit = HalfUsed()
-        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
-        if emulated:
-            for group in _torch.parameter_groups(unit):  # type: ignore[arg-type]
-                group.post_backward = partial(_torch.reduce_with_zeros, group, group.post_backward)
-        else:
-            _torch.reduce_unused_parameters(unit)
-        unit(torch.ones(1, 3)).sum().backward()
-        grad = unit.unused.weight.grad
-        assert grad is not None and not grad.to_local().any()
-        assert unit.used.weight.grad is not None
+    """B2: a unit reduces zeros for what a backward did not reach."""
+    unit = HalfUsed()
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    units.reduce_unused_parameters(unit)
+    unit(torch.ones(1, 3)).sum().backward()
+    grad = unit.unused.weight.grad
+    assert grad is not None and not grad.to_local().any()
+    assert unit.used.weight.grad is not None
 
 
 def test_windows_and_locals() -> None:
     """The last rank of an uneven split."""
     tensor = distribute_tensor(torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-    assert _torch.local_window(tensor) == (slice(3, 5), slice(0, 3))
-    assert torch.equal(_torch.local_tensor(tensor), torch.arange(9.0, 15.0).view(2, 3))
+    assert dtensor.local_window(tensor) == (slice(3, 5), slice(0, 3))
+    assert torch.equal(dtensor.local_tensor(tensor), torch.arange(9.0, 15.0).view(2, 3))
     plain = torch.ones(2)
-    assert _torch.local_tensor(plain) is plain
+    assert dtensor.local_tensor(plain) is plain
 
 
 def test_kernels_for_many_tensors() -> None:
     """Norms, products in place, and a product with more digits than its tensors have (also on GPUs, where a 0-dimensional factor would be
     rounded to them)."""
     tensors = [torch.ones(2), torch.ones(3)]
-    _torch.foreach_mul_(tensors, 3.0)
-    assert [float(norm) for norm in _torch.foreach_norm(tensors, 2.0)] == pytest.approx([18**0.5, 27**0.5])
+    operators.foreach_mul_(tensors, 3.0)
+    assert [float(norm) for norm in operators.foreach_norm(tensors, 2.0)] == pytest.approx([18**0.5, 27**0.5])
     halves = [torch.full((2,), 48.0, dtype=torch.float16)]
-    _torch.foreach_unscale_(halves, torch.zeros(()), torch.tensor(2.0**-26))
+    operators.foreach_unscale_(halves, torch.zeros(()), torch.tensor(2.0**-26))
     assert halves[0].tolist() == [48 * 2.0**-26] * 2, "2^-26 is 0 in float16"
 
 
 def test_function_modes_that_are_on() -> None:
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(_torch.function_modes())
+            seen.append(operators.function_modes())
             return func(*args, **(kwargs or {}))
 
     seen: list[list[Any]] = []
-    assert not _torch.function_modes()
+    assert not operators.function_modes()
     with Mode() as mode:
-        assert _torch.function_modes() == [mode]
+        assert operators.function_modes() == [mode]
         torch.zeros(1).sin()
     assert seen[-1] == []  # off where it runs itself
 
@@ -172,7 +166,7 @@ def test_custom_reduce_scatter() -> None:
     """`fully_shard` calls it in place of the collective."""
     from plait.comm.reduce_scatter import AllToAllReduceScatter
 
-    assert issubclass(AllToAllReduceScatter, _torch.ReduceScatter)
+    assert issubclass(AllToAllReduceScatter, units.ReduceScatter)
     calls = []
 
     class Counted(AllToAllReduceScatter):
@@ -181,7 +175,7 @@ def test_custom_reduce_scatter() -> None:
             super().__call__(output_tensor, input_tensor, group, op, async_op)
 
     model = sharded()
-    for module in _torch.sharded_modules(model):
+    for module in units.sharded_modules(model):
         module.set_custom_reduce_scatter(Counted())
     model(torch.ones(1, 4)).sum().backward()
     assert sorted(calls) == [16, 20], "both units, rows padded to both ranks"
@@ -189,14 +183,14 @@ def test_custom_reduce_scatter() -> None:
 
 def test_schedule_actions() -> None:
     """Torch's generators run on a stand-in; overlapped pairs are taken apart, idle slots left out."""
-    zbv = _torch.schedule_actions("ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1)
+    zbv = pipelining.schedule_actions("ScheduleZBVZeroBubble", pp=2, stages_per_rank=2, microbatches=1)
     assert zbv[0] == [(0, "F", 0), (3, "F", 0), (3, "I", 0), (3, "W", 0), (0, "I", 0), (0, "W", 0)]
-    looped = _torch.schedule_actions("ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1)
+    looped = pipelining.schedule_actions("ScheduleLoopedBFS", pp=2, stages_per_rank=2, microbatches=1)
     assert looped[1] == [(1, "F", 0), (3, "F", 0), (3, "B", 0), (1, "B", 0)]
-    dual = _torch.schedule_actions("ScheduleDualPipeV", pp=2, stages_per_rank=2, microbatches=4)
+    dual = pipelining.schedule_actions("ScheduleDualPipeV", pp=2, stages_per_rank=2, microbatches=4)
     assert {len(row) - sum(kind == "W" for _, kind, _ in row) for row in dual} == {4 * 2 * 2}, "pairs are two actions"
     with pytest.raises(ValueError, match="multiple of the number of rounds"):
-        _torch.schedule_actions("ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11)
+        pipelining.schedule_actions("ScheduleInterleaved1F1B", pp=4, stages_per_rank=2, microbatches=11)
 
 
 def test_a_forward_that_is_left_and_a_late_reduction() -> None:
@@ -215,83 +209,83 @@ def test_a_forward_that_is_left_and_a_late_reduction() -> None:
     with pytest.raises(Left):
         model(torch.ones(1, 4))
     handle.remove()
-    output = _torch.leave_forward(model, model[0](torch.ones(1, 4)))
+    output = passes.leave_forward(model, model[0](torch.ones(1, 4)))
     output.sum().backward()
-    assert _torch.unsharded_gradient_bytes(model) > 0
+    assert units.unsharded_gradient_bytes(model) > 0
     model.set_requires_gradient_sync(True)
-    _torch.reduce_now(model, _torch.sharded_modules(model))
-    assert _torch.unsharded_gradient_bytes(model) == 0
+    passes.reduce_now(model, units.sharded_modules(model))
+    assert units.unsharded_gradient_bytes(model) == 0
 
 
 def test_a_backward_that_starts_behind_an_object_that_torch_does_not_know() -> None:
     """The root's parameters, freed after another backward, are gathered again."""
     model = sharded()
     model.register_forward_hook(lambda module, args, output: SimpleNamespace(inner=output))
-    first, second = (_torch.expect_backward(model, model(torch.ones(1, 4)).inner.sum()) for _ in range(2))
+    first, second = (passes.expect_backward(model, model(torch.ones(1, 4)).inner.sum()) for _ in range(2))
     first.backward()
-    assert _torch.unsharded_parameter_bytes(model) == 0
+    assert units.unsharded_parameter_bytes(model) == 0
     second.backward()
     assert all(p.grad is not None for p in model.parameters())
     plain = torch.ones(1)
-    assert _torch.expect_backward(nn.Linear(1, 1), plain) is plain
+    assert passes.expect_backward(nn.Linear(1, 1), plain) is plain
 
 
 def test_gradients_of_inputs_only() -> None:
     """Weights are left for later; an output that is a view is allowed."""
     layer, x = torch.nn.Linear(3, 4), torch.ones(2, 3, requires_grad=True)
-    groups = _torch.input_gradients([layer(x).view(4, 2)], [torch.ones(4, 2)], [x], layer.parameters())
+    found = passes.input_gradients([layer(x).view(4, 2)], [torch.ones(4, 2)], [x], layer.parameters())
     assert x.grad is not None and layer.weight.grad is None
-    assert all({"params", "intermediates", "grads"} <= set(group) for group in groups)
+    assert all({"params", "intermediates", "grads"} <= set(group) for group in found)
 
 
 def test_fake_tensors_and_their_storages() -> None:
     """Sizes without memory; views share a key."""
-    with _torch.FakeTensorMode():
+    with operators.FakeTensorMode():
         tensor = torch.empty(1 << 40)
     assert tensor.untyped_storage().nbytes() == 1 << 42
-    assert _torch.storage_bytes([tensor, tensor.view(2, -1), torch.ones(1)]) == (1 << 42) + 4
-    assert _torch.FakeStore() is not None
-    assert _torch.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}
+    assert storage.storage_bytes([tensor, tensor.view(2, -1), torch.ones(1)]) == (1 << 42) + 4
+    assert groups.FakeStore() is not None
+    assert operators.tree_map(lambda leaf: leaf + 1, {"a": (1, [2])}) == {"a": (2, [3])}
 
 
 def test_operators_by_name() -> None:
     """All overloads at once."""
-    assert _torch.operator_named("aten.mm") is torch.ops.aten.mm
-    assert _torch.operator_named("aten.no_such") is None
-    assert _torch.operator_named("no_such.mm") is None
-    assert _torch.operator_named("mm") is None
+    assert operators.operator_named("aten.mm") is torch.ops.aten.mm
+    assert operators.operator_named("aten.no_such") is None
+    assert operators.operator_named("no_such.mm") is None
+    assert operators.operator_named("mm") is None
 
 
 def test_gathered_buffers() -> None:
     """Those of every unit, once it is gathered."""
     model = sharded()
-    assert all(not t.untyped_storage().nbytes() for t in _torch.unsharded_parameters(model))
+    assert all(not t.untyped_storage().nbytes() for t in units.unsharded_parameters(model))
     model(torch.ones(1, 4))
-    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _torch.unsharded_parameters(model)}
-    assert sum(held.values()) == _torch.unsharded_parameter_bytes(model) > 0
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in units.unsharded_parameters(model)}
+    assert sum(held.values()) == units.unsharded_parameter_bytes(model) > 0
 
 
 def test_fake_tensors_and_a_collective_that_is_not_carried_out() -> None:
     """A dispatch mode outside the fake one answers for the collective, and nobody waits."""
 
-    class NoCollectives(_torch.TorchDispatchMode):
+    class NoCollectives(operators.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func.namespace == "c10d":
-                return args[0], _torch.finished_work()
+                return args[0], groups.finished_work()
             return func(*args, **(kwargs or {}))
 
-    with _torch.FakeTensorMode():
+    with operators.FakeTensorMode():
         x = torch.ones(2**40)
         with NoCollectives():
             dist.all_reduce(x)
-        assert isinstance(x, _torch.FakeTensor)
+        assert isinstance(x, operators.FakeTensor)
 
 
 def test_custom_all_gather() -> None:
     """`fully_shard` asks it for the output and calls it in place of the collective."""
     calls = []
 
-    class Counted(_torch.AllGather):
+    class Counted(units.AllGather):
         def allocate(self, size, *, dtype, device):  # type: ignore[no-untyped-def]
             calls.append(("allocate", tuple(size)))
             return torch.zeros(*size, dtype=dtype, device=device)
@@ -300,7 +294,7 @@ def test_custom_all_gather() -> None:
             calls.append(("gather", input_tensor.numel()))
 
     model = sharded()
-    for module in _torch.sharded_modules(model):
+    for module in units.sharded_modules(model):
         module.set_custom_all_gather(Counted())
     model(torch.ones(1, 4))
     assert calls == [("allocate", (16,)), ("gather", 8), ("allocate", (20,)), ("gather", 10)], "the root first, rows padded to both ranks"
@@ -310,37 +304,29 @@ def test_timeout_of_a_group() -> None:
     """gloo's, in seconds."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timedelta(seconds=77))
-    assert _torch.timeout_of(dist.group.WORLD) == 77.0
+    assert groups.timeout_of(dist.group.WORLD) == 77.0
     other = dist.new_group([0])
-    assert _torch.timeout_of(other) != 77.0, "torch gives new groups the first one's time: give_timeout is not needed any more"
-    _torch.give_timeout(other, dist.group.WORLD)
-    assert _torch.timeout_of(other) == 77.0
+    assert groups.timeout_of(other) != 77.0, "torch gives new groups the first one's time: give_timeout is not needed any more"
+    groups.give_timeout(other, dist.group.WORLD)
+    assert groups.timeout_of(other) == 77.0
 
 
 def test_shard_buffers() -> None:
     """Replaced in place: parameters stay, padding too, and the next forward gathers from the new ones."""
     model = sharded()
-    unit = _torch.sharded_modules(model)[1]
+    unit = units.sharded_modules(model)[1]
     before = [p.detach().to_local().clone() for p in unit.parameters()]  # type: ignore[attr-defined, union-attr]
     names = [id(p) for p in model.parameters()]
-    assert [buffer.numel() for buffer in _torch.shard_buffers(unit)] == [2 * 4, 2], "the second of two ranks has one row of three"
+    assert [buffer.numel() for buffer in units.shard_buffers(unit)] == [2 * 4, 2], "the second of two ranks has one row of three"
     made = []
-    _torch.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])  # type: ignore[func-returns-value]
+    units.replace_shard_buffers(unit, lambda buffer: made.append(buffer.clone()) or made[-1])  # type: ignore[func-returns-value]
     assert names == [id(p) for p in model.parameters()]
     model(torch.ones(1, 4))
     unit.reshard()
-    for buffer, now, parameter, was in zip(made, _torch.shard_buffers(unit), unit.parameters(), before, strict=True):  # type: ignore[attr-defined]
+    for buffer, now, parameter, was in zip(made, units.shard_buffers(unit), unit.parameters(), before, strict=True):  # type: ignore[attr-defined]
         assert now is buffer
         assert parameter.to_local().data_ptr() == buffer.data_ptr()
         assert torch.equal(parameter.to_local(), was)
-
-
-def test_collectives_of_one_tensor() -> None:
-    """Whatever this torch calls them, they take (output, input, group)."""
-    whole, part = torch.zeros(4), torch.ones(2)
-    _torch.all_gather_single(whole, part, group=dist.group.WORLD)
-    _torch.reduce_scatter_single(part, whole, group=dist.group.WORLD)
-    assert part.shape == (2,) and whole.shape == (4,)
 
 
 def test_bytes_of_storages() -> None:
@@ -348,13 +334,13 @@ def test_bytes_of_storages() -> None:
     plain = torch.ones(6)
     mesh = init_device_mesh("cpu", (2,))
     split = distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
-    assert _torch.storage_bytes([plain, plain[:2], split]) == 6 * 4 + split.to_local().untyped_storage().nbytes()
+    assert storage.storage_bytes([plain, plain[:2], split]) == 6 * 4 + split.to_local().untyped_storage().nbytes()
 
 
 def test_on_resize() -> None:
     """What `fully_shard` does to free and to take memory is told, and only inside."""
     tensor, seen = torch.ones(4), []
-    with _torch.on_resize(lambda storage: seen.append(storage.nbytes())):
+    with storage.on_resize(lambda storage: seen.append(storage.nbytes())):
         tensor.untyped_storage().resize_(0)
         tensor.untyped_storage().resize_(16)
     tensor.untyped_storage().resize_(0)
@@ -374,7 +360,7 @@ def test_around_shape_inference() -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     sharded_tensor = distribute_tensor(torch.ones(6, 7), mesh, [Shard(0)])
-    with _torch.around_shape_inference(enter):
+    with dtensor.around_shape_inference(enter):
         sharded_tensor.cosh()
     before = len(entered)
     assert before
@@ -386,14 +372,14 @@ def test_process_group_of() -> None:
     """The group of a collective's arguments, boxed or by name."""
     group = dist.group.WORLD
     assert group is not None
-    assert _torch.process_group_of((torch.ones(1), group.boxed())).size() == 2
-    assert _torch.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
+    assert groups.process_group_of((torch.ones(1), group.boxed())).size() == 2
+    assert groups.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
 
 
 def test_storage_tracker_counts_resizes() -> None:
     """What existed, what appears, and what is resized in place."""
     existing = torch.zeros(100)
-    tracker = _torch.StorageTracker()
+    tracker = storage.StorageTracker()
     tracker.track_external(existing)
     with tracker:
         made = torch.zeros(50)
@@ -413,7 +399,7 @@ def test_delivered_at_once() -> None:
     """Only inside."""
     work = dist.isend(torch.zeros(2), 0)
     assert work is not None and not work.is_completed()
-    with _torch.delivered_at_once():
+    with groups.delivered_at_once():
         assert work.is_completed()
     assert not work.is_completed()
 
@@ -421,26 +407,26 @@ def test_delivered_at_once() -> None:
 def test_begin_sharded() -> None:
     """All units share the root's state before any forward."""
     model = sharded()
-    _torch.begin_sharded(model)
-    root, *units = [module._get_fsdp_state() for module in _torch.sharded_modules(model)]
-    assert root._is_root and units and not any(unit._is_root for unit in units)
-    assert all(unit._comm_ctx is root._comm_ctx for unit in units)
-    _torch.begin_sharded(nn.Linear(2, 2))
+    passes.begin_sharded(model)
+    root, *blocks = [module._get_fsdp_state() for module in units.sharded_modules(model)]
+    assert root._is_root and blocks and not any(block._is_root for block in blocks)
+    assert all(block._comm_ctx is root._comm_ctx for block in blocks)
+    passes.begin_sharded(nn.Linear(2, 2))
 
 
 def test_reads_of_shards_are_told() -> None:
     """Once a gather, with its moment; not for a unit that is whole already. The shards of the block are what the gather reads."""
     told: list[object] = []
     model = sharded()
-    for index, unit in enumerate(_torch.sharded_modules(model)):
-        _torch.on_shard_reads(unit, lambda when, index=index: told.append((index, *when)), lambda index=index: told.append(index))
+    for index, unit in enumerate(units.sharded_modules(model)):
+        gathering.on_shard_reads(unit, lambda when, index=index: told.append((index, *when)), lambda index=index: told.append(index))
     output = model(torch.ones(1, 4))
     assert told == [(0, "forward", True), 0, (1, "forward", True), 1]
     told.clear()
     model.set_requires_all_reduce(False)  # type: ignore[operator]
     output.sum().backward()
     assert told == [], "kept from the forward"
-    for unit in _torch.sharded_modules(model):
+    for unit in units.sharded_modules(model):
         unit.set_reshard_after_forward(True)
     with torch.no_grad():
         output = model(torch.ones(1, 4))
@@ -456,12 +442,12 @@ def test_gather_in_place() -> None:
     model = sharded()
     told: list[tuple[int, str]] = []
     wholes = []
-    for index, unit in enumerate(_torch.sharded_modules(model)):
-        whole = [torch.from_numpy(np.arange(2 * buffer.numel(), dtype=np.float32)) for buffer in _torch.shard_buffers(unit)]  # not torch's
+    for index, unit in enumerate(units.sharded_modules(model)):
+        whole = [torch.from_numpy(np.arange(2 * buffer.numel(), dtype=np.float32)) for buffer in units.shard_buffers(unit)]  # not torch's
         rows = iter([tensor.view(2, -1)[1] for tensor in whole])
-        _torch.replace_shard_buffers(unit, lambda buffer, rows=rows: next(rows))  # type: ignore[misc]
+        units.replace_shard_buffers(unit, lambda buffer, rows=rows: next(rows))  # type: ignore[misc]
         told_by = [lambda word=word, index=index: told.append((index, word)) for word in ("begin", "finish", "give back")]
-        _torch.gather_in_place(unit, whole, *told_by)  # type: ignore[arg-type]
+        gathering.gather_in_place(unit, whole, *told_by)  # type: ignore[arg-type]
         wholes.append(whole)
     gathered = [(0, "begin"), (0, "finish"), (1, "begin"), (1, "finish")]
     x = torch.ones(1, 4)
@@ -470,7 +456,7 @@ def test_gather_in_place() -> None:
     block = x @ weight.view(4, 4)[:3].T + bias[:3]
     assert torch.equal(output, block @ root_weight.view(4, 3).T + root_bias)
     assert told == gathered
-    assert _torch.unsharded_parameter_bytes(model) == 0
+    assert units.unsharded_parameter_bytes(model) == 0
     output.sum().backward()
     assert told == gathered, "an update comes after the reduction, which waits for everyone"
     grads = [p.grad for p in model.parameters()]
@@ -480,12 +466,12 @@ def test_gather_in_place() -> None:
     with torch.no_grad():
         changed = model(x)
     assert torch.equal(changed, (x @ weight.view(4, 4)[:3].T + bias[:3]) @ root_weight.view(4, 3).T + root_bias)
-    for unit in _torch.sharded_modules(model):
+    for unit in units.sharded_modules(model):
         unit.reshard()
         unit.reshard()
     assert told == [*gathered, (0, "give back"), (1, "give back")]
     told.clear()
-    for unit in _torch.sharded_modules(model):
+    for unit in units.sharded_modules(model):
         unit.set_reshard_after_forward(True)
     model(x)
     assert (1, "give back") not in told, "a backward follows"
@@ -497,12 +483,12 @@ def test_gather_in_place() -> None:
 def test_watch_shards() -> None:
     """What shards cannot see is refused in the forward of its unit, and gathering in inference mode serves training."""
     model = sharded()
-    for unit in _torch.sharded_modules(model):
-        _torch_shards.watch_shards(unit)
+    for unit in units.sharded_modules(model):
+        watched_shards.watch_shards(unit)
     with torch.inference_mode():
         model(torch.ones(1, 4))
     model(torch.ones(1, 4)).sum().backward()
-    for module in _torch.sharded_modules(model):
+    for module in units.sharded_modules(model):
         module.reshard()
     shard = model[0].weight  # type: ignore[index]
     with pytest.raises(InputError, match=r"0.weight is read by the loss itself"):
@@ -518,7 +504,7 @@ def test_watch_shards() -> None:
 
 def test_sum_before_reading() -> None:
     """A number that is read of a partial sum is the sum: a fake group's is this rank's part, and the collective is what is seen."""
-    _torch_shards.sum_before_reading()
+    dtensor.sum_before_reading()
     mesh = init_device_mesh("cpu", (2,))
     total = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).sum()
     assert total.placements[0].is_partial()
@@ -535,5 +521,73 @@ def test_forget_meshes() -> None:
     whole = torch.arange(8.0)
     one, two, three = (distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for mesh in meshes)
     assert one.detach().device_mesh is two.detach().device_mesh
-    _torch_shards.forget_meshes()
+    dtensor.forget_meshes()
     assert three.detach().device_mesh is meshes[2]
+
+
+def test_what_a_module_owns() -> None:
+    """Dictionaries in place; a copy of the rest has its own; a Linear's hooks, by kind, as they come and go."""
+    norm = nn.BatchNorm1d(2)
+    norm.register_buffer("seen", torch.ones(1), persistent=False)
+    assert modules.own_parameters(norm).keys() == {"weight", "bias"} and not modules.own_children(norm)
+    assert modules.own_buffers(norm).keys() == {"running_mean", "running_var", "num_batches_tracked", "seen"}
+    assert [modules.is_persistent(norm, name) for name in ("running_mean", "seen")] == [True, False]
+    modules.own_buffers(norm)["seen"] = torch.zeros(1)
+    assert not norm.seen.any()
+    state, children, tensors = modules.state_without_tensors(norm)
+    assert tensors.keys() == {"weight", "bias"} | modules.own_buffers(norm).keys()
+    children["added"] = nn.Identity()
+    assert state["eps"] == norm.eps and not modules.own_children(norm)
+    registries = [modules.hooks_of(norm, kind) for kind in ("forward_pre", "forward", "backward_pre", "backward")]
+    norm.register_forward_pre_hook(print)
+    norm.register_forward_hook(print)
+    norm.register_full_backward_pre_hook(print)
+    handle = norm.register_full_backward_hook(print)
+    assert [len(registry) for registry in registries] == [1, 1, 1, 1]
+    handle.remove()
+    assert not registries[-1]
+
+
+def test_modules_of_torch() -> None:
+    """Those that drop out, hide their initialisation, or were compiled."""
+    assert all(issubclass(kind, modules.DROPOUTS) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+    assert (
+        modules.reset_method(nn.MultiheadAttention(2, 1)) and modules.reset_method(nn.Linear(1, 1)) and not modules.reset_method(nn.ReLU())
+    )
+    layer = nn.Linear(1, 1)
+    assert not modules.is_compiled(layer)
+    layer.compile(backend="eager")
+    assert modules.is_compiled(layer)
+
+
+def test_writes_and_views() -> None:
+    """Counted, and known."""
+    tensor = torch.ones(4)
+    before = storage.version_of(tensor)
+    tensor.add_(1)
+    assert storage.version_of(tensor) == before + 1
+    assert [storage.is_view(x) for x in (tensor, tensor[:2])] == [False, True]
+    assert storage.storage_id(tensor.untyped_storage()) == storage.storage_key(tensor[2:]) != storage.storage_key(torch.ones(4))
+
+
+def test_names_and_schemas_of_operators() -> None:
+    """Of an overload: its name alone, and what it writes to."""
+    assert operators.operator_name(torch.ops.c10d.allreduce_.default) == "allreduce_"
+    written = [
+        argument.alias_info.is_write for argument in operators.schema_of(torch.ops.aten.add_.Tensor).arguments if argument.alias_info
+    ]
+    assert written == [True] and operators.schema_of(torch.ops.aten.add_.Tensor).is_mutable
+
+
+def test_flattened() -> None:
+    """One axis for all ranks of a mesh."""
+    assert groups.flattened(init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))).shape == (2,)
+
+
+def test_scale_rates() -> None:
+    """Those of the schedules inside of another one too."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    inner = [torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0) for _ in range(2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
+    learning_rates.scale_rates(schedule, [3.0])
+    assert [one.base_lrs for one in inner] == [[3.0], [3.0]] and schedule.get_last_lr() == [3.0]

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import local_window
+from plait._torch.dtensor import local_window
 from plait.errors import CheckpointError
 from plait.model.tied import tied_names
 

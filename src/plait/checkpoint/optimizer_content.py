@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.checkpoint import exact
 from plait.errors import CheckpointError
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from plait._torch_shards import forget_meshes
+from plait._torch.dtensor import forget_meshes
 
 LONGEST_SECONDS = 2.0
 """Of waiting for threads that are busy, on a machine that has more to do."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait._torch import give_timeout
+from plait._torch.groups import flattened, give_timeout
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
@@ -110,7 +110,7 @@ class Mesh:
     def with_combined(self) -> Mesh:
         """With the groups over several axes. Collective over all ranks."""
         wanted = dict.fromkeys(used for used in map(self._used, COMBINED) if len(used) > 1)
-        return replace(self, combined={used: self._own(self.sub(*used)._flatten().get_group()) for used in wanted})
+        return replace(self, combined={used: self._own(flattened(self.sub(*used)).get_group()) for used in wanted})
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
         """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from plait._torch import all_gather_single
+from plait._torch.storage import is_view
 from plait.comm.reduce_scatter import reduce_scatter
 from plait.shards import shard_length, shard_size
 
@@ -76,7 +76,7 @@ def all_gather_dim(x: torch.Tensor, group: ProcessGroup, *, dim: int, length: in
         padding[dim] = size - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
     stacked = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    all_gather_single(stacked, x.contiguous(), group=group)
+    dist.all_gather_single(stacked, x.contiguous(), group=group)
     whole = stacked if dim == 0 else torch.cat(stacked.chunk(ranks), dim)
     # Only full shards come before a short one and only empty ones after it, so padding sits at the end.
     return whole if ranks * size == length else whole.narrow(dim, 0, length).contiguous()
@@ -131,7 +131,7 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        total = x if x.is_contiguous() and not x._is_view() else x.contiguous().clone()
+        total = x if x.is_contiguous() and not is_view(x) else x.contiguous().clone()
         if total is x:
             ctx.mark_dirty(x)
         dist.all_reduce(total, group=group)

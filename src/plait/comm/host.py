@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from plait._torch import timeout_of
+from plait._torch.groups import timeout_of
 from plait.comm.system_calls import memfd_create, pidfd_open
 from plait.errors import CommunicationError
 from plait.units import format_bytes

@@ -17,7 +17,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from plait._torch import AllGather, all_gather_single
+from plait._torch.units import AllGather
 from plait.comm.host import Host
 from plait.comm.host_slots import HostSlots
 from plait.comm.record import record
@@ -58,7 +58,7 @@ class SharedAllGather(HostSlots, AllGather):
         self._output = None
         self._make_room(count)
         if self._memory is None or not self._fits(count):
-            all_gather_single(output_tensor, input_tensor, group=group)
+            dist.all_gather_single(output_tensor, input_tensor, group=group)
             return
         slot = self._next
         staged = None
@@ -66,7 +66,7 @@ class SharedAllGather(HostSlots, AllGather):
             staged = self._lease(slot, output_tensor.numel(), output_tensor.dtype)
             staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
         if slot is None:
-            all_gather_single(output_tensor, input_tensor, group=group)
+            dist.all_gather_single(output_tensor, input_tensor, group=group)
         self._meet(count)
         if staged is not None:
             output_tensor.view(-1).copy_(staged)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait._torch import ReduceScatter
+from plait._torch.units import ReduceScatter
 from plait.comm.host import Host
 from plait.comm.host_slots import HostSlots
 from plait.comm.record import record

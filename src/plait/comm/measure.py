@@ -15,7 +15,6 @@ from typing import TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 
-from plait._torch import all_gather_single
 from plait.cluster.mesh import Levels
 from plait.comm.algorithms import Name, exchange, reduce_scatter_steps, run, sum_over
 from plait.comm.buckets import Buckets, Flat
@@ -129,7 +128,7 @@ def _basic(group: dist.ProcessGroup, device: torch.device, nbytes: int, *, far: 
     tensor, part = torch.zeros(numel, device=device), torch.zeros(numel // ranks, device=device)
     found: dict[str, Operation] = {
         "all_reduce": partial(dist.all_reduce, tensor, group=group),
-        "all_gather": partial(all_gather_single, tensor, part, group=group),
+        "all_gather": partial(dist.all_gather_single, tensor, part, group=group),
         "reduce_scatter": partial(_reduce_scatter, part, tensor, group),
         "exchange": partial(_exchange, tensor, torch.empty_like(tensor), group, 1),
     }

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from plait._torch import process_group_of, tree_leaves
+from plait._torch.groups import process_group_of
+from plait._torch.operators import operator_name, tree_leaves
 
 _LIBRARY = torch.library.Library("plait", "FRAGMENT")
 _LIBRARY.define("collective(str kind, int full_bytes, ScalarType dtype, int ranks) -> ()")
@@ -74,7 +75,7 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         return Call(*args)
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
-    name = f"{func.namespace}.{func._opname}"
+    name = f"{func.namespace}.{operator_name(func)}"
     if name in _SILENT:
         return None
     if name not in _OPERATORS:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from plait._torch import AllGather, ReduceScatter
+from plait._torch.units import AllGather, ReduceScatter
 from plait.comm.buckets import Buckets, Flat, GroupBuckets, SharedBuckets
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_gather import SharedAllGather

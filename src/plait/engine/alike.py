@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch import all_gather_single
+from plait._torch.modules import is_persistent
 from plait.cluster.mesh import Mesh
 from plait.config.resolve import Resolved
 from plait.errors import InputError
@@ -82,7 +82,7 @@ def _model(model: nn.Module) -> Iterator[Fact]:
             text = _form(parameter) + ("" if parameter.requires_grad else " frozen")
             yield f"`{name}`", text if tied == name else f"tied to `{tied}`"
         for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield f"buffer `{prefix}{leaf}`", _form(buffer) + (" not persistent" if leaf in module._non_persistent_buffers_set else "")
+            yield f"buffer `{prefix}{leaf}`", _form(buffer) + ("" if is_persistent(module, leaf) else " not persistent")
 
 
 def _form(tensor: torch.Tensor) -> str:
@@ -109,7 +109,7 @@ def _compare(facts: Sequence[Fact], mesh: Mesh, *, alike_over_stages: bool) -> i
     digest = blake2b(repr(list(facts)).encode(), digest_size=_DIGEST_BYTES).digest() + seed.to_bytes(8, "little")
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(mesh.device)
     everyone = mine.new_empty(world * mine.numel())
-    all_gather_single(everyone, mine)
+    dist.all_gather_single(everyone, mine)
     rows = [bytes(row) for row in everyone.view(world, -1).tolist()]
     stages = [0 if alike_over_stages else mesh.layout.coordinates(rank)["pp"] for rank in range(world)]
     for stage in sorted(set(stages)):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.engine.disk_optimizer import is_elementwise
 from plait.engine.gradient_math import norms_of
 from plait.errors import ModelError

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import local_tensor, reduce_unused_parameters
+from plait._torch.dtensor import local_tensor
+from plait._torch.units import reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.cluster.topology import keep_host_memory, place

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch import tree_leaves
+from plait._torch.modules import hooks_of
+from plait._torch.operators import tree_leaves
+from plait._torch.storage import is_view
 from plait.engine.batch import Forward
 from plait.engine.loss import IGNORED, CausalLMLoss, cross_entropy_sum
 from plait.errors import ModelError
@@ -126,7 +128,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
 
     def run(whole: nn.Module, batch: Any) -> Any:
         module = whole.get_submodule(name)
-        if any(is_foreign(hook) for hook in module._forward_hooks.values()):
+        if any(is_foreign(hook) for hook in hooks_of(module, "forward").values()):
             raise ModelError(
                 f"parallel.loss_chunk_tokens: {name} has a forward hook, which would see the head's input, because the loss computes the "
                 "logits in chunks; remove the hook, or use 0"
@@ -137,7 +139,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
 
         def give_back(hidden: torch.Tensor) -> torch.Tensor:
             # A view would be the output of the whole model, and torch warns of hooks on views; the copy is small beside the logits.
-            given.append(hidden.clone() if hidden._is_view() and torch.is_grad_enabled() else hidden)
+            given.append(hidden.clone() if is_view(hidden) and torch.is_grad_enabled() else hidden)
             changes.noted.clear()
             if len(given) == 1:  # the rest of the model runs without being watched
                 watched.enter_context(changes)

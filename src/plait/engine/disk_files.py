@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait._torch import shard_buffers, sharded_modules
+from plait._torch.units import shard_buffers, sharded_modules
 from plait.config.resolve import Resolved
 from plait.engine.disk_optimizer import DiskTier
 from plait.engine.optimizer import build_optimizer

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from plait._torch import local_tensor, replace_shard_buffers, shard_buffers, sharded_modules
+from plait._torch.dtensor import local_tensor
+from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_modules
 from plait.engine.gradient_math import multiply_all
 from plait.errors import ModelError
 from plait.parallel.arena import Arena, in_pages

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch import FakeTensorMode, tree_leaves, tree_map
+from plait._torch.modules import own_buffers
+from plait._torch.operators import FakeTensorMode, tree_leaves, tree_map
 from plait.engine.batch import Forward
 from plait.engine.loss import Loss
 from plait.engine.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
@@ -232,7 +233,7 @@ def _fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtyp
         dtype = compute_dtype if parameter.is_floating_point() else None
         memo[id(parameter)] = nn.Parameter(fake(parameter, dtype), requires_grad=parameter.requires_grad)
     for module in model.modules():
-        for value in (*module._buffers.values(), *module.__dict__.values()):
+        for value in (*own_buffers(module).values(), *module.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = fake(value)
     return copy.deepcopy(model, memo)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch import FakeStore, FakeTensorMode, storage_bytes
+from plait._torch.groups import FakeStore
+from plait._torch.operators import FakeTensorMode
+from plait._torch.storage import storage_bytes
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolve import Resolved
 from plait.engine.batch import default_forward

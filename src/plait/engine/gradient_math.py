@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from plait._torch import foreach_mul_, foreach_norm, foreach_unscale_
+from plait._torch.operators import foreach_mul_, foreach_norm, foreach_unscale_
 
 _PIECE = 1 << 20
 """Elements that a CPU widens at a time: 4 MiB in float32."""

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from plait._torch_backward import drop_gradients, has_unreduced, reset_failed_step
+from plait._torch.passes import reset_failed_step
+from plait._torch.units import drop_gradients, has_unreduced
 from plait.engine.step import Stepper
 from plait.errors import InputError, PlaitError
 from plait.parallel import compression

@@ -16,7 +16,9 @@ from typing import Any, Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from plait._torch import TorchDispatchMode, around_shape_inference, local_tensor, on_resize, tree_leaves
+from plait._torch.dtensor import around_shape_inference, local_tensor
+from plait._torch.operators import TorchDispatchMode, tree_leaves
+from plait._torch.storage import on_resize, storage_id
 
 
 class LiveStorages(TorchDispatchMode):
@@ -59,8 +61,8 @@ class LiveStorages(TorchDispatchMode):
         """Do not count these, from now on."""
         for tensor in tensors:
             storage = local_tensor(tensor.detach()).untyped_storage()
-            self._gone(storage._cdata)
-            self._known[storage._cdata] = storage
+            self._gone(storage_id(storage))
+            self._known[storage_id(storage)] = storage
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these too, which existed before."""
@@ -69,7 +71,7 @@ class LiveStorages(TorchDispatchMode):
 
     def claim(self, tensor: torch.Tensor, unit: int) -> None:
         """A storage that is counted belongs to `unit` instead."""
-        self.claim_storage(tensor.untyped_storage()._cdata, unit)
+        self.claim_storage(storage_id(tensor.untyped_storage()), unit)
 
     def claim_storage(self, key: int, unit: int) -> None:
         """The same by the storage's address (`_cdata`); nothing if it is gone."""
@@ -95,7 +97,7 @@ class LiveStorages(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _appeared(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key in self._known or key in self._units:
             return
         size = storage.nbytes()
@@ -109,10 +111,10 @@ class LiveStorages(TorchDispatchMode):
         self.peak = max(self.peak, self.total)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        found = self._units.get(storage._cdata)
+        found = self._units.get(storage_id(storage))
         if found is not None:
             before, unit = found
-            self._units[storage._cdata] = (storage.nbytes(), unit)
+            self._units[storage_id(storage)] = (storage.nbytes(), unit)
             self._add(unit, storage.nbytes() - before)
 
     def _gone(self, key: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.config import optimizers
 from plait.config.names import instead
 from plait.config.optimization import OptimizerSpec

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from plait._torch_backward import has_unreduced
+from plait._torch.units import has_unreduced
 from plait.errors import InputError
 from plait.parallel.data import free_gathered
 from plait.parallel.reducer import Reducer

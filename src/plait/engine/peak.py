@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from plait._torch import tree_leaves
+from plait._torch.operators import tree_leaves
 from plait.parallel.reducer import Reducer
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from plait._torch import finished_work, process_group_of, tree_leaves
+from plait._torch.groups import finished_work, process_group_of
+from plait._torch.operators import operator_name, tree_leaves
 from plait.engine.live import LiveStorages
 from plait.parallel.moments import BESIDE, HEAD, Alive, Direction, Moment
 
@@ -123,7 +124,7 @@ class DryRecorder(Recorder):
         return out
 
     def _collective(self, func: Any, args: Any) -> Any:
-        kind, whole, returns_tensors = _COLLECTIVES[func._opname]
+        kind, whole, returns_tensors = _COLLECTIVES[operator_name(func)]
         size = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[whole]) if isinstance(leaf, torch.Tensor))
         ranks = process_group_of(args).size()
         self.traffic[kind] += (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks

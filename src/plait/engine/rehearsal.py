@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from plait._torch import FakeStore, FakeTensorMode, delivered_at_once, process_group_of, storage_bytes
+from plait._torch.groups import FakeStore, delivered_at_once, process_group_of
+from plait._torch.operators import FakeTensorMode
+from plait._torch.storage import storage_bytes
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of

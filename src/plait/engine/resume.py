@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from plait._torch.learning_rates import scale_rates
 from plait.checkpoint import exact
 from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.errors import CheckpointError, InputError
@@ -188,7 +189,7 @@ class Resume:
             return
         self.scheduler.load_state_dict(exact.decode(saved["state"], self.scheduler.state_dict(), "the schedule's state"))
         if self._ratios is not None:
-            _scale(self.scheduler, self._ratios)
+            scale_rates(self.scheduler, self._ratios)
 
     def _say(self, groups: Sequence[Group], saved_rates: Sequence[Any], *, anew: bool) -> None:
         scheduled = self.scheduler is not None
@@ -217,16 +218,6 @@ class _Bare(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing to update."""
-
-
-def _scale(scheduler: Any, ratios: Sequence[float]) -> None:
-    """Rates that a schedule keeps, and those of the schedules that it is made of."""
-    for name in ("base_lrs", "_last_lr"):
-        rates = getattr(scheduler, name, None)
-        if isinstance(rates, list) and len(rates) == len(ratios):
-            setattr(scheduler, name, [rate * ratio for rate, ratio in zip(rates, ratios, strict=True)])
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _scale(inner, ratios)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.engine.state_codes import Codec, DynamicInt8, Float8
 from plait.errors import InputError
 from plait.parallel.optimizer_states import CODED, StateForm, block_of

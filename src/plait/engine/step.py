@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.disk_optimizer import DiskTier

@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from plait._torch import TorchDispatchMode, tree_leaves, tree_map
+from plait._torch.operators import TorchDispatchMode, schema_of, tree_leaves, tree_map
 from plait.errors import ModelError, PlaitError
 from plait.model.tied import tied_names
 from plait.model.without_values import Shapes, run_without_values
@@ -306,7 +306,7 @@ class Trace(TorchDispatchMode):
             self.read(tensors[0], shapes=read)
             if self._negate and isinstance(result, bool) and self._inside is None:
                 result = not result
-        for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
+        for tensor in _written(func, args, kwargs) if schema_of(func).is_mutable else ():
             key = _storage(tensor)
             if self._inside is None and self._origins.get(key, KNOWN) != KNOWN:
                 self.flow.writes = True
@@ -325,7 +325,7 @@ class Trace(TorchDispatchMode):
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from plait._torch.modules import own_parameters
 from plait.errors import ModelError
 from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
 
@@ -32,7 +33,7 @@ def is_linear(module: nn.Module) -> bool:
     if is_conv1d(module):
         return True
     plain = type(module).forward is nn.Linear.forward or type(module).__name__ in _SAME_AS_LINEAR
-    return isinstance(module, nn.Linear) and plain and set(module._parameters) == {"weight", "bias"} and module.weight.ndim == 2
+    return isinstance(module, nn.Linear) and plain and set(own_parameters(module)) == {"weight", "bias"} and module.weight.ndim == 2
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -120,4 +121,4 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
 def _computes_its_weight(module: nn.Module) -> bool:
     if parametrize.is_parametrized(module):
         return True
-    return "weight" not in module._parameters and isinstance(getattr(module, "weight", None), torch.Tensor)
+    return "weight" not in own_parameters(module) and isinstance(getattr(module, "weight", None), torch.Tensor)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import nn
 
+from plait._torch.modules import DROPOUTS
 from plait.model.layers import is_norm
 from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
 
@@ -115,7 +116,7 @@ def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) 
 def _dropout(module: nn.Module, block: str) -> str | None:
     """The first dropout of a block that is not zero, as `name = p`."""
     for name, part in module.named_modules(prefix=block):
-        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+        if isinstance(part, DROPOUTS) and part.p > 0:
             return f"{name} drops with p = {part.p}"
         for attribute, value in vars(part).items():
             if "drop" in attribute and isinstance(value, float) and value > 0:

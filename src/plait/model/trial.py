@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from plait._torch.modules import own_buffers, own_parameters
 from plait.model.heads import HEADS, KV_HEADS, count_attributes
 from plait.model.layers import in_features, out_features, split_dims
 from plait.model.rules import Style
@@ -95,7 +96,7 @@ def _random_copy(module: nn.Module, dtype: torch.dtype, generator: torch.Generat
     made = copied.to_empty(device="cpu").to(dtype)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
-        made.get_submodule(owner)._buffers[leaf] = buffer.to(dtype) if buffer.is_floating_point() else buffer
+        own_buffers(made.get_submodule(owner))[leaf] = buffer.to(dtype) if buffer.is_floating_point() else buffer
     for parameter in made.parameters():
         parameter.requires_grad_(False)
         parameter.normal_(generator=generator)
@@ -110,14 +111,14 @@ def _part(whole: nn.Module, split: Mapping[str, Style], part: int, parts: int, c
     for leaf, style in split.items():
         layer = own.get_submodule(leaf)
         for name, dim in split_dims(layer, style).items():
-            parameter = layer._parameters.get(name)
+            parameter = own_parameters(layer).get(name)
             if parameter is None:
                 continue
             if dim is not None:
                 piece = parameter.split(shard_lengths(parameter.shape[dim], parts), dim=dim)[part]
-                layer._parameters[name] = nn.Parameter(piece, requires_grad=False)
+                own_parameters(layer)[name] = nn.Parameter(piece, requires_grad=False)
             elif part:
-                layer._parameters[name] = None
+                own_parameters(layer)[name] = None
         for attribute in ("out_features", "nf") if style == "colwise" else ("in_features", "nx"):
             if hasattr(layer, attribute):  # for code that reads a layer's size
                 setattr(layer, attribute, shard_length(int(getattr(layer, attribute)), parts, part))

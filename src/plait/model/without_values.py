@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait._torch import tree_flatten, tree_leaves, tree_map
+from plait._torch.operators import schema_of, tree_flatten, tree_leaves, tree_map
 
 _aten = torch.ops.aten
 _CHOOSES = frozenset(
@@ -42,7 +42,7 @@ def run_without_values(
         args, masks = _without_masks(args, has_value)
         read = True if masks else None
     if known:
-        found = shapes.of(func, args, kwargs) if not func._schema.is_mutable else ()
+        found = shapes.of(func, args, kwargs) if not schema_of(func).is_mutable else ()
         if all(leaf.numel() <= limit for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)):
             return func(*args, **_on("cpu", kwargs)), read
         return found, read
@@ -57,7 +57,7 @@ class Shapes:
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result on `meta`. A tensor elsewhere that is written to is returned as the same object."""
-        schema = func._schema
+        schema = schema_of(func)
         if schema.is_mutable or any(returned.alias_info is not None for returned in schema.returns):
             return _on_meta(func, args, kwargs)
         leaves, structure = tree_flatten((args, kwargs))

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from plait._torch.modules import is_persistent, own_buffers
+from plait._torch.storage import version_of
 from plait.cluster.mesh import Mesh
 
 _DATA = ("dp_replicate", "dp_shard")
@@ -37,11 +39,11 @@ class _Seen:
 
     def changed(self) -> bool:
         """Since it was looked at last."""
-        now = self.module._buffers.get(self.leaf)
+        now = own_buffers(self.module).get(self.leaf)
         if now is None:
             return False
-        found = now._version != self.version if now is self.tensor else self.persistent
-        self.tensor, self.version = now, now._version
+        found = version_of(now) != self.version if now is self.tensor else self.persistent
+        self.tensor, self.version = now, version_of(now)
         # torch's batch_norm writes these without counting it.
         return found or (self.leaf in ("running_mean", "running_var") and self.module.training)
 
@@ -60,11 +62,11 @@ class ChangingBuffers:
         self._all = mesh.group("pp", *_DATA) if real else None
         self._seen: dict[str, _Seen] = {}
         for owner_name, owner in model.named_modules() if self._all is not None else ():
-            for leaf, tensor in owner._buffers.items():
+            for leaf, tensor in own_buffers(owner).items():
                 if tensor is not None:
-                    persistent = leaf not in owner._non_persistent_buffers_set
+                    persistent = is_persistent(owner, leaf)
                     name = f"{owner_name}.{leaf}" if owner_name else leaf
-                    self._seen[name] = _Seen(owner, leaf, persistent, tensor, tensor._version)
+                    self._seen[name] = _Seen(owner, leaf, persistent, tensor, version_of(tensor))
         self._from_stage: dict[int, list[str]] = {}
         """Rank over pp to the buffers outside of blocks whose values are right there."""
         self._new: set[str] = set()

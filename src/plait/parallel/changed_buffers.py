@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from plait._torch.modules import own_buffers
+from plait._torch.storage import version_of
 from plait.errors import InputError
 
 Values = dict[tuple[nn.Module, str], torch.Tensor]
@@ -23,7 +25,7 @@ class ChangedBuffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._places = [(module, leaf) for module in block.modules() for leaf in module._buffers]
+        self._places = [(module, leaf) for module in block.modules() for leaf in own_buffers(module)]
         self._changing: dict[bool, set[tuple[nn.Module, str]]] = {}
         """Seen to change so far, in training and in evaluation mode; the first forward of each keeps all to see it."""
         self._seen: dict[tuple[nn.Module, str], tuple[torch.Tensor | None, int]] = {}
@@ -37,8 +39,8 @@ class ChangedBuffers:
         changing = self._changing.get(self._block.training)
         for place in self._places:
             module, leaf = place
-            tensor = module._buffers.get(leaf)
-            self._seen[place] = (tensor, 0 if tensor is None else tensor._version)
+            tensor = own_buffers(module).get(leaf)
+            self._seen[place] = (tensor, 0 if tensor is None else version_of(tensor))
             if tensor is not None and (changing is None or place in changing or self._uncounted(place)):
                 values[place] = tensor.detach().clone()
         return values
@@ -60,19 +62,19 @@ class ChangedBuffers:
     @contextmanager
     def as_before(self, values: Values) -> Iterator[None]:
         """The block with copies of `values` in its buffers' places."""
-        now = {place: place[0]._buffers.get(place[1]) for place in values}
+        now = {place: own_buffers(place[0]).get(place[1]) for place in values}
         for (module, leaf), value in values.items():
-            module._buffers[leaf] = value.clone()
+            own_buffers(module)[leaf] = value.clone()
         try:
             yield
         finally:
             for (module, leaf), tensor in now.items():
-                module._buffers[leaf] = tensor
+                own_buffers(module)[leaf] = tensor
 
     def _changed(self, place: tuple[nn.Module, str]) -> bool:
         tensor, version = self._seen[place]
-        now = place[0]._buffers.get(place[1])
-        return now is not tensor or (now is not None and now._version != version)
+        now = own_buffers(place[0]).get(place[1])
+        return now is not tensor or (now is not None and version_of(now) != version)
 
     @staticmethod
     def _uncounted(place: tuple[nn.Module, str]) -> bool:

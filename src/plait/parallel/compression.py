@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch import shard_shapes, sharded_modules
+from plait._torch.units import shard_shapes, sharded_modules
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.carried import Carried

@@ -26,8 +26,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from plait._torch import local_tensor, sharded_modules
-from plait._torch_shards import sum_before_reading, watch_shards
+from plait._torch.dtensor import local_tensor, sum_before_reading
+from plait._torch.units import sharded_modules
+from plait._torch.watched_shards import watch_shards
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.transport import TransportName

@@ -7,7 +7,8 @@ from functools import partial
 
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import gather_in_place, replace_shard_buffers, shard_buffers, sharded_modules
+from plait._torch.gathering import gather_in_place
+from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_modules
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_parameters import HostParameters
 from plait.comm.waits import Waits

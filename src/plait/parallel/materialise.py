@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import local_window
+from plait._torch.dtensor import local_window
+from plait._torch.modules import own_buffers, own_parameters, reset_method
 from plait.errors import ModelError
 from plait.model.tied import tied_names
 
@@ -50,13 +51,13 @@ def allocate(model: nn.Module, device: torch.device, *, host_units: Collection[s
         model.get_submodule(unit).to_empty(device=torch.device("cpu"))
     if host_units:
         for module in model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = buffer.to(device) if buffer is not None else None
+            for name, buffer in own_buffers(module).items():
+                own_buffers(module)[name] = buffer.to(device) if buffer is not None else None
     for first, *others in ties:
         parameter = model.get_parameter(first)
         for name in others:
             owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = parameter
+            own_parameters(model.get_submodule(owner))[leaf] = parameter
 
 
 def initialise(
@@ -173,7 +174,7 @@ def _rules(template: nn.Module) -> dict[str, Initialise]:
     def walk(name: str, module: nn.Module, inherited: Initialise | None) -> None:
         if hasattr(module, "_init_weights") and hasattr(module, "config"):
             inherited = module._init_weights  # type: ignore[assignment]
-        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        own = reset_method(module)
         if inherited is not None:
             rules[name] = inherited
         elif own is not None:

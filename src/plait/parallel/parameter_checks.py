@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import storage_key
-from plait._torch_backward import has_gradient_hooks
+from plait._torch.modules import has_gradient_hooks
+from plait._torch.storage import storage_key
 from plait.errors import ModelError
 from plait.parallel.memory_layout import overlaps_itself
 

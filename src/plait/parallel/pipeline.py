@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.comm.messages import Messenger
 from plait.errors import ConfigError, Problem

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
+from plait._torch.modules import own_children, state_without_tensors
 from plait.model.unavailable import Unavailable
-
-_REGISTRIES = tuple(nn.Module().__dict__)
 
 
 class StageEnd(Exception):
@@ -119,18 +118,13 @@ def _in_place_of(kind: type[P], block: nn.Module, attributes: dict[str, Any]) ->
 
 def _without_tensors(module: nn.Module, why: Callable[[str], str], prefix: str, made: dict[nn.Module, nn.Module]) -> dict[str, Any]:
     """The attributes of a module, and of those inside of it, without parameters and buffers."""
-    found = {
-        name: value.copy() if name in _REGISTRIES and isinstance(value, dict) else value
-        for name, value in vars(module).items()
-        if name != "forward"
-    }
-    tensors = {**module._parameters, **module._buffers}
-    found["_parameters"], found["_buffers"] = {}, {}
+    found, children, tensors = state_without_tensors(module)
+    found.pop("forward", None)
     for name, tensor in tensors.items():
         found[name] = Unavailable(why(f"{prefix}{name}"), local_tensor(tensor.detach())) if isinstance(tensor, torch.Tensor) else None
-    for name, child in module._modules.items():
+    for name, child in own_children(module).items():
         if child is not None and child not in made:
             made[child] = object.__new__(type(child))
             object.__setattr__(made[child], "__dict__", _without_tensors(child, why, f"{prefix}{name}.", made))
-        found["_modules"][name] = None if child is None else made[child]
+        children[name] = None if child is None else made[child]
     return found

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait._torch import tree_flatten, tree_leaves, tree_unflatten
+from plait._torch.operators import tree_flatten, tree_leaves, tree_unflatten
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch import local_tensor, tree_leaves
-from plait._torch_backward import after_backward, graph_task
+from plait._torch.dtensor import local_tensor
+from plait._torch.modules import is_compiled
+from plait._torch.operators import tree_leaves
+from plait._torch.passes import after_backward, graph_task
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.failures import naming
 from plait.comm.pending import Pending
@@ -116,7 +118,7 @@ class Reducer:
     def finish_with_backward(self) -> None:
         """For your own training loop: gradients are means, complete when `loss.backward()` returns, as DistributedDataParallel's are."""
         self.mean = self._listens = True
-        if getattr(self.model, "_compiled_call_impl", None) is None:  # inside a compiled call hooks would be compiled too
+        if not is_compiled(self.model):  # inside a compiled call hooks would be compiled too
             self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
 
     def detach(self) -> None:

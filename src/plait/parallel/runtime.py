@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from plait._torch import expect_backward, tree_leaves, tree_map
+from plait._torch.operators import tree_leaves, tree_map
+from plait._torch.passes import expect_backward
 from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
 from plait.model.unavailable import without

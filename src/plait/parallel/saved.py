@@ -18,7 +18,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from plait._torch import FakeTensor, local_tensor, tree_leaves
+from plait._torch.dtensor import local_tensor
+from plait._torch.operators import FakeTensor, tree_leaves
+from plait._torch.storage import storage_id, version_of
 from plait.comm.collectives import all_gather_dim, shard_range
 
 _PLAIN = (torch.Tensor, FakeTensor)
@@ -117,9 +119,9 @@ class SavedTensors:
                 return tensor
             key, storage = _storage(tensor), tensor.untyped_storage()
             entry = entries.get(key)
-            if entry is None or entry.source() is not storage or entry.version != tensor._version:
+            if entry is None or entry.source() is not storage or entry.version != version_of(tensor):
                 flat = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
-                entry = entries[key] = _Entry(group, group.put(flat), weakref.ref(storage), tensor._version)
+                entry = entries[key] = _Entry(group, group.put(flat), weakref.ref(storage), version_of(tensor))
             return _Whole(entry, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -154,4 +156,4 @@ def _from_store(packed: _Whole) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())

@@ -14,6 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError, Problem
 
 
@@ -288,8 +289,6 @@ def make_schedule(name: str, *, pp: int, microbatches: int, stages_per_rank: int
     if spec.generator is None:
         rows = tuple(tuple(_WRITTEN_HERE[name](rank, pp, microbatches)) for rank in range(pp))
     else:
-        from plait._torch import schedule_actions  # only here: the others need no torch
-
         table = schedule_actions(spec.generator, pp=pp, stages_per_rank=each, microbatches=microbatches)
         rows = tuple(tuple(Action(stage, Kind(kind), microbatch) for stage, kind, microbatch in row) for row in table)
     schedule = Schedule(name, pp, microbatches, stage_ranks, rows)

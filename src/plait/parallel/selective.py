@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from plait._torch import TorchDispatchMode, operator_named, tree_leaves, tree_map
+from plait._torch.operators import TorchDispatchMode, operator_named, schema_of, tree_leaves, tree_map
+from plait._torch.storage import storage_id
 from plait.errors import ConfigError, Problem
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -114,7 +115,7 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in _written(func, args, kwargs or {}):
-            for result in self._by_storage.pop(tensor.untyped_storage()._cdata, ()):
+            for result in self._by_storage.pop(storage_id(tensor.untyped_storage()), ()):
                 result.value = None
         if self._is_kept(func):
             draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -123,7 +124,7 @@ class _Keep(TorchDispatchMode):
             self._calls.results.append(result)
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
-                    self._by_storage.setdefault(leaf.untyped_storage()._cdata, []).append(result)
+                    self._by_storage.setdefault(storage_id(leaf.untyped_storage()), []).append(result)
         return out
 
 
@@ -170,9 +171,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     if func.namespace in ("c10d", "_c10d_functional"):
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         return
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))

@@ -12,7 +12,8 @@ from functools import partial
 
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import Moment, on_shard_reads, shard_buffers
+from plait._torch.gathering import Moment, on_shard_reads
+from plait._torch.units import shard_buffers
 from plait.parallel.arena import Arena
 
 _Gather = tuple[Moment, int | None, int]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import GraphExecGroup
 
-from plait._torch import input_gradients
+from plait._torch.passes import input_gradients
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,19 @@ from typing import Any
 
 from torch import nn
 
+from plait._torch.modules import DROPOUTS, HookKind, has_gradient_hooks, hooks_of, own_children, own_parameters
 from plait.errors import ModelError
 from plait.model.plans import TensorPlan
 from plait.model.rules import Style
 
-Part = tuple[str, nn.Module, tuple[str, ...], str]
+Part = tuple[str, nn.Module, tuple[HookKind, ...], str]
 """A module, those of its hooks that are given a part, and of what."""
 _OWN = ("plait", "torch", "transformers")
 """Packages whose hooks know of shards, or are answered elsewhere (`outputs`)."""
-_BEFORE, _AFTER = ("_forward_pre_hooks",), ("_forward_hooks",)
-_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-_SEES: dict[Style, tuple[tuple[str, ...], str]] = {
+_BEFORE: tuple[HookKind, ...] = ("forward_pre",)
+_AFTER: tuple[HookKind, ...] = ("forward",)
+_BACKWARD: tuple[HookKind, ...] = ("backward", "backward_pre")
+_SEES: dict[Style, tuple[tuple[HookKind, ...], str]] = {
     "colwise": ((*_AFTER, *_BACKWARD), "outputs"),
     "kv_replicated": ((*_AFTER, *_BACKWARD), "outputs"),
     "rowwise": ((*_BEFORE, *_BACKWARD), "inputs"),
@@ -37,7 +39,7 @@ def refuse_hooks(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...],
     for part in _parts(model, plan, blocks=blocks, sequence_parallel=sequence_parallel):
         _refuse(*part)
     for name, parameter in model.named_parameters():
-        if plan.dims[name] is not None and (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)):
+        if plan.dims[name] is not None and has_gradient_hooks(parameter):
             raise ModelError(
                 f"{name} has a hook, and tensor parallelism replaces this parameter by its shard; register the hook on the sharded model's "
                 "parameter, after plait.initialize, or use parallel.tp = 1"
@@ -69,14 +71,14 @@ def _first_layer(name: str, linear: set[str]) -> str | None:
 
 
 def _watched(name: str, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]) -> Callable[..., Any]:
-    watched = tuple(getattr(part, registry) for _, part, registries, _ in parts for registry in registries)
+    watched = tuple(hooks_of(part, kind) for _, part, kinds, _ in parts for kind in kinds)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if any(watched):
             for part in parts:
                 _refuse(*part)
-        if "weight" not in module._parameters or "parametrizations" in module._modules:
+        if "weight" not in own_parameters(module) or "parametrizations" in own_children(module):
             raise ModelError(
                 f"{name}: its weight is no longer a parameter of the layer (a parametrization, weight_norm, spectral_norm or pruning was "
                 "put on after tensor parallelism had split it); use parallel.tp = 1, or a parallel.plan that leaves the layer out, and put "
@@ -106,20 +108,19 @@ def _between(model: nn.Module, layer: str, plan: TensorPlan) -> Iterator[str]:
     not among them: they may follow the row-parallel layer, where tensors are unsharded."""
     parent = layer.rpartition(".")[0]
     for leaf, child in model.get_submodule(parent).named_children():
-        if isinstance(child, nn.modules.dropout._DropoutNd) or next(child.parameters(), None) is not None:
+        if isinstance(child, DROPOUTS) or next(child.parameters(), None) is not None:
             continue
         yield f"{parent}.{leaf}" if parent else leaf
 
 
-def _refuse(name: str, module: nn.Module, registries: tuple[str, ...], what: str) -> None:
-    for registry in registries:
-        for hook in getattr(module, registry).values():
+def _refuse(name: str, module: nn.Module, kinds: tuple[HookKind, ...], what: str) -> None:
+    for kind in kinds:
+        for hook in hooks_of(module, kind).values():
             if is_foreign(hook):
                 shown = getattr(hook, "__qualname__", type(hook).__qualname__)
-                kind = registry.strip("_").removesuffix("s").replace("_", " ")
                 raise ModelError(
-                    f"{name}: the {kind} {shown} would be given this rank's part of {what} only, because tensor parallelism splits the "
-                    f"computation there; hook {_remedy(name, what)}, or use {_other(what)}"
+                    f"{name}: the {kind.replace('_', ' ')} hook {shown} would be given this rank's part of {what} only, because tensor "
+                    f"parallelism splits the computation there; hook {_remedy(name, what)}, or use {_other(what)}"
                 )
 
 

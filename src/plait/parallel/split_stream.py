@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from plait._torch import FakeTensor
+from plait._torch.operators import FakeTensor
 from plait.errors import ModelError
 
 _WORD = (1 << 64) - 1

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait._torch import leave_forward, local_tensor, tree_leaves, tree_map
+from plait._torch.dtensor import local_tensor
+from plait._torch.modules import own_children, own_parameters
+from plait._torch.operators import tree_leaves, tree_map
+from plait._torch.passes import leave_forward
 from plait.errors import ModelError
 from plait.model.stages import StageCut, stage_at
 from plait.model.unavailable import Unavailable
@@ -96,7 +99,7 @@ class StagedModel:
 
     @contextmanager
     def _as(self, stage: Stage, received: Any) -> Iterator[None]:
-        modules = self.model.get_submodule(self.cut.container)._modules
+        modules = own_children(self.model.get_submodule(self.cut.container))
         resident = dict(modules)
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
         modules.update(stage.view)
@@ -128,7 +131,7 @@ class StagedModel:
 
 def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, region: Region | None, device: torch.device) -> StagedModel:
     """Take from `model`, in place, what does not belong to the stages `indices`."""
-    names = {f"{cut.container}.{child}" if cut.container else child: child for child in model.get_submodule(cut.container)._modules}
+    names = {f"{cut.container}.{child}" if cut.container else child: child for child in own_children(model.get_submodule(cut.container))}
     blocks = {name: model.get_submodule(name) for name in cut.blocks}
     front = {
         f"{name}.weight": module
@@ -136,7 +139,7 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
         if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.front
     }
     passed_over = _drop_parameters(model, cut, set(indices), device)
-    modules = model.get_submodule(cut.container)._modules
+    modules = own_children(model.get_submodule(cut.container))
     others: dict[str, Elsewhere] = {}
     for at, name in enumerate(cut.blocks):
         stage = stage_at(cut.bounds, at)
@@ -176,9 +179,9 @@ def _drop_parameters(model: nn.Module, cut: StageCut, own: set[int], device: tor
             continue
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        parameter = module._parameters[leaf]
+        parameter = own_parameters(module)[leaf]
         assert parameter is not None
-        module._parameters[leaf] = None
+        own_parameters(module)[leaf] = None
         local = local_tensor(parameter.detach())
         if cut.first_use(name) < begin:
             passed_over.append(PassedOver(module, leaf, local.shape, device))

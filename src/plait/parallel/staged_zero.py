@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import begin_sharded, reduce_now, sharded_modules
+from plait._torch.passes import begin_sharded, reduce_now
+from plait._torch.units import sharded_modules
 from plait.parallel.reducer import Reducer
 from plait.parallel.schedule import Action, Kind, Schedule
 from plait.parallel.stage import StagedModel

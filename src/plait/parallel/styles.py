@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from plait._torch import local_tensor
+from plait._torch.dtensor import local_tensor
+from plait._torch.modules import hooks_of, own_parameters
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.model.layers import is_conv1d
 from plait.parallel.overlap import Weight, enter_beside, product, summed_product
@@ -201,7 +202,7 @@ def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = _matmul(module, entrance(x), _weight(module), _bias(module))
-        if region.gather_logits or module._forward_hooks or module._backward_hooks:  # a hook gets all of them, and returns all
+        if region.gather_logits or hooks_of(module, "forward") or hooks_of(module, "backward"):  # a hook gets and returns all
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
         stride = tuple(torch.empty(shape, device="meta").stride())
@@ -244,7 +245,7 @@ def summed_gradient(module: nn.Module, region: Region) -> Forward:
 @contextmanager
 def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes: Any) -> Iterator[None]:
     """For the length of a call, `module.name` is the given tensor instead of the parameter, and attributes are as given."""
-    parameters = {name: module._parameters.pop(name) for name in tensors}
+    parameters = {name: own_parameters(module).pop(name) for name in tensors}
     before = {name: getattr(module, name) for name in attributes}
     module.__dict__.update(tensors | attributes)
     try:
@@ -252,7 +253,7 @@ def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes
     finally:
         for name, parameter in parameters.items():
             del module.__dict__[name]
-            module._parameters[name] = parameter
+            own_parameters(module)[name] = parameter
         module.__dict__.update(before)
 
 

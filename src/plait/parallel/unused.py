@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from plait._torch import gathered_parameters, reduce_unused_parameters, sharded_modules
+from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules
 from plait.errors import InputError
 
 FOREIGN_BACKWARD = (

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from plait._torch import TorchDispatchMode, function_modes, tree_leaves
+from plait._torch.operators import TorchDispatchMode, function_modes, tree_leaves
 
 _NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

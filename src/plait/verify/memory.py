@@ -11,15 +11,10 @@ from typing import Any
 
 import torch
 
-from plait._torch import (
-    StorageTracker,
-    local_tensor,
-    storage_bytes,
-    tree_leaves,
-    unsharded_gradient_bytes,
-    unsharded_parameter_bytes,
-    unsharded_parameters,
-)
+from plait._torch.dtensor import local_tensor
+from plait._torch.operators import tree_leaves
+from plait._torch.storage import StorageTracker, storage_bytes, storage_id
+from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
 from plait.comm.messages import Arriving
 from plait.engine.batch import to_device
 from plait.engine.engine import Engine
@@ -147,7 +142,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
 
     def listen(message: Message, tensors: Sequence[torch.Tensor]) -> None:
         if message.payload is Payload.GRADIENT:
-            handed[message] = [tensor.untyped_storage()._cdata for tensor in tensors]
+            handed[message] = [storage_id(tensor.untyped_storage()) for tensor in tensors]
             for key in handed[message]:
                 live.claim_storage(key, _APART)
 

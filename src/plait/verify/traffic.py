@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from plait._torch import TorchDispatchMode
+from plait._torch.operators import TorchDispatchMode
 from plait.comm.record import Call, call_of
 
 

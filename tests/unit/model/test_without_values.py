@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait._torch import tree_leaves
+from plait._torch.operators import tree_leaves
 from plait.model import without_values
 from plait.model.without_values import Shapes
 

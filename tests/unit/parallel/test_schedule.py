@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from plait._torch import schedule_actions
+from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError
 from plait.parallel.schedule import (
     SCHEDULES,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from plait._torch import TorchDispatchMode
+from plait._torch.operators import TorchDispatchMode
 from plait.errors import ConfigError
 from plait.parallel.selective import contexts, kept
 

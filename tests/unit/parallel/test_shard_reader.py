@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait._torch import replace_shard_buffers, sharded_modules
+from plait._torch.units import replace_shard_buffers, sharded_modules
 from plait.parallel.arena import Arena
 from plait.parallel.shard_reader import ShardReader
 

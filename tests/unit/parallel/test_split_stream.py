@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from plait._torch import FakeTensorMode
+from plait._torch.operators import FakeTensorMode
 from plait.errors import ModelError
 from plait.parallel import split_stream
 from plait.parallel.split_stream import SplitStream

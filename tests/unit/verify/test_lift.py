@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from plait._torch import function_modes
+from plait._torch.operators import function_modes
 from plait.verify.lift import lifted, roundings
 
 

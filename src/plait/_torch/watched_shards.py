@@ -1,4 +1,7 @@
-"""Private torch names of shards and of reading them; `_torch` has all others. Each has a test in tests/unit/test_torch_names.py."""
+"""Patched behaviour of `fully_shard`: what would be lost in silence is refused, and gathering in inference mode serves training too.
+
+`pre_forward`, `reshard`, `unshard` and `wait_for_unshard` of a unit's groups are replaced.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +10,17 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, debug
+from torch.distributed.tensor import DTensor
 
+from plait._torch.units import parameter_groups
 from plait.errors import InputError
-
-_READ = torch.ops.aten._local_scalar_dense.default
-
-
-def sum_before_reading() -> None:
-    """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of a sum give the sum, as every other
-    operator does. torch 2.13 gives the part (pytorch issue 166638), so an optimizer that reads a norm of a shard would go another way on
-    every rank. For all DTensors of the process; collective over the ranks of the tensor that is read."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[_READ] = _read
-
-
-def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    tensor: DTensor = args[0]
-    if any(placement.is_partial() for placement in tensor.placements):
-        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-    return operator(tensor.to_local())
-
-
-def forget_meshes() -> None:
-    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once the groups
-    of that mesh have ended, full tensors of another mesh of this shape would be gathered over them."""
-    debug._clear_sharding_prop_cache()
 
 
 def watch_shards(module: FSDPModule) -> None:
     """Refuse, in the forward of a fully sharded unit and behind it, what would be lost in silence there: another parameter in a shard's
     place, other data in it, a hook on its gradient, a loss that reads it, and a write into the gathered copy. Once, when the unit has the
     parameters that it keeps. Gathering in inference mode is mended: what it makes serves the next training step too."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in parameter_groups(module):
         _watch(group)
 
 

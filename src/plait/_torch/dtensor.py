@@ -1,0 +1,80 @@
+"""DTensor: a rank's part, and patched behaviour, which `sum_before_reading`, `forget_meshes` and `around_shape_inference` say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_window(tensor: DTensor) -> tuple[slice, ...]:
+    """Which slice of the global tensor this rank holds.
+
+    `fully_shard` over an already split dimension splits the shard again; torch writes that as `_StridedShard` on an outer mesh dimension,
+    which is applied last. Shards are torch.chunk's, so the result is one rectangle.
+    """
+    starts, sizes = [0] * tensor.ndim, list(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    splits = [
+        (isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)
+    ]
+    for _, axis, dim in sorted(splits):
+        chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
+        offset = min(coordinate[axis] * chunk, sizes[dim])
+        starts[dim] += offset
+        sizes[dim] = min(chunk, sizes[dim] - offset)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def sum_before_reading() -> None:
+    """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of a sum give the sum, as every other
+    operator does. torch 2.13 gives the part (pytorch issue 166638), so an optimizer that reads a norm of a shard would go another way on
+    every rank. For all DTensors of the process; collective over the ranks of the tensor that is read."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_READ] = _read
+
+
+def _read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    tensor: DTensor = args[0]
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    return operator(tensor.to_local())
+
+
+def forget_meshes() -> None:
+    """Forget what every operator's result looked like. torch keeps it by a mesh's shape, with the mesh of the first call: once the groups
+    of that mesh have ended, full tensors of another mesh of this shape would be gathered over them."""
+    debug._clear_sharding_prop_cache()
+
+
+@contextmanager
+def around_shape_inference(make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter `make()` wherever a DTensor's operator runs on its global shape, on fake tensors, to learn the result's shape."""
+
+    class Lock:
+        def __enter__(self) -> None:
+            self.inside = make()
+            self.inside.__enter__()
+
+        def __exit__(self, *problem: Any) -> None:
+            self.inside.__exit__(*problem)
+
+    before = ShardingPropagator._fake_mode_lock
+    ShardingPropagator._fake_mode_lock = Lock()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._fake_mode_lock = before

@@ -1,0 +1,57 @@
+"""Process groups: what they are made of, and those that do not exist. `delivered_at_once` patches torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one axis with all ranks of `mesh`. Collective: it makes a process group."""
+    return mesh._flatten()
+
+
+def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The group that a collective operator is called with: a process group object, or the name of one as last argument."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError):  # another kind of object, e.g. the reduction
+                return dist.ProcessGroup.unbox(argument)
+    return _resolve_process_group(args[-1])
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of a gloo group gives up."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
+
+
+def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
+    """Let collectives of `group` give up after the time of `of`. torch gives every new group its own default, not the first group's."""
+    for device in group._device_types:
+        if hasattr(source := of._get_backend(device), "options"):
+            group._get_backend(device)._set_default_timeout(source.options._timeout)
+
+
+def finished_work() -> Any:
+    """What a collective operator returns beside its tensors, for one that was not carried out."""
+    return FakeWork().boxed()
+
+
+@contextmanager
+def delivered_at_once() -> Iterator[None]:
+    """Messages to ranks that do not exist count as delivered: a fake group's works never say that they are complete."""
+    before = FakeWork.is_completed
+    FakeWork.is_completed = lambda self: True  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeWork.is_completed = before  # type: ignore[method-assign]

@@ -1,0 +1,39 @@
+"""Operators and the modes that see them: fake tensors, dispatch and function modes, trees of arguments, fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
+foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
+foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+
+
+def operator_named(name: str) -> Any | None:
+    """`aten.mm` to the operator with all of its overloads; None where this torch has none of that name."""
+    namespace, _, operator = name.partition(".")
+    with suppress(AttributeError, RuntimeError):
+        return getattr(getattr(torch.ops, namespace), operator) if operator else None
+    return None
+
+
+def operator_name(operator: Any) -> str:
+    """`all_reduce` of `c10d::all_reduce.default`."""
+    return str(operator._opname)
+
+
+def schema_of(operator: Any) -> Any:
+    """Arguments and results of an operator, and which it writes to."""
+    return operator._schema

@@ -1,0 +1,74 @@
+"""Forward and backward passes: of a sharded root whose pass Plait runs in parts, and of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input
+
+from plait._torch.storage import is_view
+from plait._torch.units import parameter_groups, sharded_modules
+
+
+def begin_sharded(model: nn.Module) -> None:
+    """Let a sharded root know its units now. By itself it looks for them in its first forward, and those that are not in the model then
+    (blocks of another pipeline stage) would each be a root of their own: nothing gathered ahead, buffers kept."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
+def leave_forward(model: nn.Module, output: Any) -> Any:
+    """End the forward of a sharded root whose `forward` was left by an exception, with `output` in its result's place."""
+    return model._get_fsdp_state()._post_forward(model, (), output) if isinstance(model, FSDPModule) else output
+
+
+def expect_backward(model: nn.Module, output: Any) -> Any:
+    """`output`, whose backward makes a sharded root `model` ready first. torch expects that of the tensors that it finds in what `forward`
+    returns, and does not look into objects of classes that it does not know."""
+    return model._get_fsdp_state()._register_pre_backward_hook(output) if isinstance(model, FSDPModule) else output
+
+
+def reduce_now(model: FSDPModule, units: Iterable[FSDPModule]) -> None:
+    """Run the end of backward for `units` of the sharded root `model`: reduce and free as their flags say. Outside of a backward pass."""
+    for unit in units:
+        for group in parameter_groups(unit):
+            group.post_backward()
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def reset_failed_step(model: nn.Module, *, keep_gradients: bool) -> None:
+    """Bring a sharded root back to where it is between two micro-batches, after its forward or backward was left by an exception on all
+    ranks: everything sharded, nothing awaited. `keep_gradients`: those of micro-batches before."""
+    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+        return
+    groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
+    partial = [group._partial_reduce_output for group in groups]
+    model.reset_iter_state()
+    for group, output in zip(groups, partial, strict=True):
+        group._partial_reduce_output = output if keep_gradients else None
+
+
+def input_gradients(
+    outputs: list[torch.Tensor], gradients: list[torch.Tensor] | None, inputs: list[torch.Tensor], weights: Iterator[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Gradients of `inputs` only, into their `grad`; returns what the gradients of `weights` can be computed from later."""
+    # torch cuts the outputs off the graph in place at the end, which a view does not allow.
+    outputs = [tensor.clone() if is_view(tensor) else tensor for tensor in outputs]
+    return stage_backward_input(outputs, gradients, inputs, weights)[1]
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass that is running now has finished. Only callable from inside a backward pass."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def graph_task() -> int | None:
+    """A number of the backward pass that is running now: a backward inside another one (a reentrant checkpoint) has its own. None outside
+    of any."""
+    task = torch._C._current_graph_task_id()
+    return None if task < 0 else task

@@ -1,0 +1,114 @@
+"""Units of `fully_shard`, as torch keeps them: their shards, and what they hold gathered or unreduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+
+from plait._torch.dtensor import local_tensor
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules on which `fully_shard` was called, in `model.modules()` order."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """What torch gathers and reduces of one fully sharded unit."""
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+def sharded_parameters(module: FSDPModule) -> list[Any]:
+    """torch's record of each parameter of one fully sharded unit."""
+    return [p for group in parameter_groups(module) for p in group.fsdp_params]
+
+
+def shard_buffers(module: FSDPModule) -> list[torch.Tensor]:
+    """The flat buffers that hold this rank's shards of one fully sharded unit, padding included."""
+    return [p._sharded_param_data for p in sharded_parameters(module)]
+
+
+def replace_shard_buffers(module: FSDPModule, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put `make(buffer)`, of the same size and content, in place of every buffer of `shard_buffers`; the parameters stay the objects that
+    they are."""
+    for p in sharded_parameters(module):
+        buffer = make(p._sharded_param_data)
+        dim = p.fsdp_placement.dim
+        p._sharded_param_data = buffer
+        p.sharded_param._local_tensor = buffer.view(p.padded_sharded_param_size).narrow(dim, 0, p.sharded_param._local_tensor.shape[dim])
+
+
+def shard_shapes(module: FSDPModule) -> list[tuple[int, int, bool]]:
+    """(dimensions, elements of this rank's padded shard, trainable) of one unit's parameters, in the order in which their shards are
+    laid out for collectives."""
+    return [
+        (len(p.padded_sharded_param_size), p.padded_sharded_param_size.numel(), bool(p.sharded_param.requires_grad))
+        for p in sharded_parameters(module)
+    ]
+
+
+def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """(sharded, unsharded) pairs of one fully sharded unit, for parameters that were gathered at least once.
+
+    Autograd accumulates into the unsharded one; torch then reduces into the sharded one.
+    """
+    return [(p.sharded_param, p._unsharded_param) for p in sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+def has_gathered(model: nn.Module) -> bool:
+    """Whether a unit of a sharded model holds gathered parameters now."""
+    return any(not group.is_sharded for module in sharded_modules(model) for group in parameter_groups(module))
+
+
+def has_unreduced(model: nn.Module) -> bool:
+    """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over all ranks."""
+    groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]
+    held = [p for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    kept = any(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in held)
+    return kept or any(group._partial_reduce_output is not None for group in groups)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Drop the gradients of all parameters, and what units of `fully_shard` keep of micro-batches that were not reduced yet."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for module in sharded_modules(model):
+        for group in parameter_groups(module):
+            group._partial_reduce_output = None
+            for held in group.fsdp_params:
+                held.sharded_param.grad = held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
+
+
+def _gathered(model: nn.Module) -> list[Any]:
+    return [p for module in sharded_modules(model) for p in sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+def unsharded_parameter_bytes(model: nn.Module) -> int:
+    """Bytes of gathered (unsharded) parameters that are allocated now, padding included; none for those that are read in place."""
+    storages = (tensor.untyped_storage() for p in _gathered(model) for tensor in p.all_gather_outputs)
+    return sum(storage.nbytes() for storage in storages if storage.resizable())
+
+
+def unsharded_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that hold gathered (unsharded) parameters now."""
+    return [tensor for p in _gathered(model) for tensor in (*p.all_gather_outputs, p._unsharded_param)]
+
+
+def unsharded_gradient_bytes(model: nn.Module) -> int:
+    """Bytes of gradients that are kept unsharded now, between micro-batches."""
+    grads = (grad for p in _gathered(model) for grad in (p.unsharded_accumulated_grad, p._unsharded_param.grad) if grad is not None)
+    return sum(local_tensor(grad).untyped_storage().nbytes() for grad in grads)
+
+
+def reduce_unused_parameters(model: nn.Module) -> None:
+    """Make units reduce zeros for parameters that a backward did not reach, so that ranks that used others issue the same collective."""
+    for module in sharded_modules(model):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
