@@ -24,7 +24,7 @@ def test_no_group_is_made_after_the_mesh(fake_world: Callable[..., None], monkey
     monkeypatch.setattr(dist, "new_group", refuse)
     monkeypatch.setattr(DeviceMesh, "_flatten", refuse)
     sizes = {
-        ("dp_shard", "tp"): 4,
+        ("pp", "dp_shard", "tp"): 8,
         ("dp_replicate", "dp_shard"): 4,
         ("pp", "dp_replicate", "dp_shard"): 8,
         ("tp",): 2,
@@ -33,6 +33,6 @@ def test_no_group_is_made_after_the_mesh(fake_world: Callable[..., None], monkey
     for axes, size in sizes.items():
         group = mesh.group(*axes)
         assert group is not None and group.size() == size
-    assert dist.get_process_group_ranks(mesh.group("dp_shard", "tp")) == [0, 1, 2, 3]
+    assert dist.get_process_group_ranks(mesh.group("pp", "dp_shard", "tp")) == [0, 1, 2, 3, 8, 9, 10, 11]
     with pytest.raises(KeyError):
         mesh.group("pp", "tp")

@@ -17,9 +17,9 @@ from plait.cluster.mesh import Mesh
 from plait.comm.buckets import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
 from plait.comm.transport import Transport, connect
-from plait.engine.step import sharded_axes
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise, trial, wiring
+from plait.parallel.reduction import sharded_axes
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED

@@ -24,9 +24,9 @@ from plait.cluster.topology import Place, init_method, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-COMBINED = (("dp_replicate", "dp_shard"), ("pp", "dp_replicate", "dp_shard"), ("dp_shard", "tp"))
-"""Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the norm of gradients
-that are split twice."""
+COMBINED = (("dp_replicate", "dp_shard"), ("pp", "dp_replicate", "dp_shard"), ("pp", "dp_shard", "tp"))
+"""Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the global norm of
+gradients."""
 
 
 @dataclass(frozen=True)

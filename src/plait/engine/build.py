@@ -27,6 +27,7 @@ from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.disk_files import build_disk_tier
 from plait.engine.engine import Engine
 from plait.engine.gradient_math import multiply_all
+from plait.engine.gradient_norm import clip_factor, global_norm
 from plait.engine.loss import CausalLMLoss, Loss, Weighted
 from plait.engine.misuse import (
     check_placement,
@@ -43,7 +44,7 @@ from plait.engine.rank_activations import solved_recompute
 from plait.engine.resume import check_scheduler, configured_groups
 from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.engine.state import generator_seed
-from plait.engine.step import Stepper, clip_factor, global_norm
+from plait.engine.step import Stepper
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise

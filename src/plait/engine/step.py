@@ -7,23 +7,23 @@ global norm, so every rank takes the same one. A skipped step changes no state b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.engine.backward_optimizer import BackwardOptimizer
 from plait.engine.disk_optimizer import DiskTier
-from plait.engine.gradient_math import multiply_all, norms_of
+from plait.engine.gradient_math import multiply_all
+from plait.engine.gradient_norm import clip_factor, global_norm, norm_of_norms
 from plait.engine.schedules import Scheduler, ScheduleSource
 from plait.errors import InputError
 from plait.parallel.loss_scale import LossScaler
+from plait.parallel.reduction import sharded_axes
 
 
 @dataclass(frozen=True)
@@ -119,56 +119,3 @@ class Stepper:
             locals_ = [local_tensor(grad) for grad in grads]
             for some in [locals_] if self.tier is None else self.tier.walk(locals_, write=True):
                 multiply_all(some, factor)
-
-
-def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
-    """min(1, largest / (norm + 1e-6)), torch's and DeepSpeed's rule."""
-    return torch.clamp(largest / (norm + 1e-6), max=1.0)
-
-
-def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | None = None) -> torch.Tensor:
-    """Euclidean norm over every element of every gradient, each counted once whatever the layout; float64, 0-dimensional."""
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for grad in grads:
-        by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
-    return _over_ranks({axes: _joined(_norms(members, tier)) for axes, members in by_axes.items()}, mesh)
-
-
-def norm_of_norms(norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh) -> torch.Tensor:
-    """`global_norm`, the same bits, from (sharded axes, `norms.norms_of` this rank's part) of every gradient."""
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for axes, norm in norms:
-        by_axes.setdefault(axes, []).append(norm)
-    return _over_ranks({axes: _joined(found) for axes, found in by_axes.items()}, mesh)
-
-
-def _norms(tensors: list[torch.Tensor], tier: DiskTier | None) -> list[torch.Tensor]:
-    """Of tensors that need not all be in memory at once."""
-    return norms_of(tensors) if tier is None else [norm for some in tier.walk(tensors) for norm in norms_of(some)]
-
-
-def _joined(norms: list[torch.Tensor]) -> torch.Tensor:
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]), 2.0)
-
-
-def _over_ranks(by_axes: dict[tuple[str, ...], torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    # Sorted, so that ranks which hold different sets of parameters issue their collectives in one order.
-    for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
-        square = (norm**2).to(mesh.device)  # gradients may be on the host
-        group = mesh.group(*axes)
-        if group is not None:
-            dist.all_reduce(square, group=group)
-        total = total + square
-    stages = mesh.group("pp")
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
-    return total.sqrt()
-
-
-def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes over which a tensor is split; none for a replicated or plain one."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())

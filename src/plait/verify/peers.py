@@ -16,8 +16,8 @@ from torch import nn
 
 from plait.cluster.topology import place
 from plait.engine.batch import to_device
+from plait.engine.gradient_norm import clip_factor
 from plait.engine.optimizer import build_optimizer
-from plait.engine.step import clip_factor
 from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
 from plait.verify.plan import Pass, Plan
 from plait.verify.subject import Built, give_weights
