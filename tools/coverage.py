@@ -95,9 +95,9 @@ def passed_levels(row: Row, results: Results) -> list[str]:
 def page(statements: list[Row], results: Results) -> str:
     """The text of docs/coverage.md."""
     lines = [
-        "# What has been shown",
+        "# Statements, tests and results",
         "",
-        "Written by `make coverage-docs` from `docs/mission.yaml` and the last test results; do not edit. An empty cell means: never run.",
+        "Written by `make coverage-docs` from `docs/mission.yaml` and the last test results; do not edit. Empty cells: no test has run.",
         "",
         *(f"- **{level}** {meaning}" for level, meaning in LEVELS.items()),
         "",

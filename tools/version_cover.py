@@ -173,7 +173,7 @@ def one_process(lossy: bool, clipping: float | None) -> list[float] | str:
     return run("bf16" if lossy else "zero-0", 1, {} if clipping is None else {"gradient_clipping": clipping})
 
 
-def verdict(found: list[float] | str, expected: list[float] | str, limit: float) -> str:
+def outcome(found: list[float] | str, expected: list[float] | str, limit: float) -> str:
     """One line on a case."""
     if isinstance(found, str) or isinstance(expected, str):
         text = found if isinstance(found, str) else str(expected)
@@ -190,7 +190,7 @@ def cover(wanted: str) -> int:
     for name, (world, more) in CASES.items():
         if wanted in name:
             lossy = name.startswith(LOSSY)
-            rows[name] = verdict(run(name, world, more), one_process(lossy, more.get("gradient_clipping")), 3e-2 if lossy else 1e-10)
+            rows[name] = outcome(run(name, world, more), one_process(lossy, more.get("gradient_clipping")), 3e-2 if lossy else 1e-10)
             print(f"torch {torch.__version__}  {name}: {rows[name]}", flush=True)
     if not wanted:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "unit" / "test_torch_names.py")]
@@ -211,11 +211,11 @@ def revision() -> str:
 
 HEAD = """# Versions of torch
 
-Every technique on the releases of torch from 2.11 on, by `make versions`: a small Llama trains two steps and saves a checkpoint, and
-another engine takes the third step from it. All losses are those of one process, within 1e-10 in float64, and within 3e-2 where the
-technique rounds (bf16, fp16, 8 bits, PowerSGD). Processes of gloo on the CPU: this says nothing about speed, about a GPU, or about what
-needs one (offload to the host's memory). `pyproject.toml` allows the releases on which every row passes. The tests as a whole run on the
-torch of `requirements.lock` only.
+`make versions` runs every technique on the releases of torch from 2.11 on: a small Llama trains two steps and saves a checkpoint, and
+another engine runs the third step from it. A row passes if all losses equal those of one process, within 1e-10 in float64, and within
+3e-2 where the technique rounds (bf16, fp16, 8 bits, PowerSGD). The processes run on CPUs with gloo: nothing here is about speed, about
+GPUs, or about techniques that need one (offload to host memory). `pyproject.toml` allows the releases on which every row passes. The full
+test suite runs on the torch of `requirements.lock` only.
 
 """
 

@@ -27,8 +27,8 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step over the whole world. `loss` is the global weighted mean; `weight` its denominator (target tokens for a
-    language model); `grad_norm` is global, unscaled and before clipping; `memory_bytes` is this rank's."""
+    """One optimizer step over all ranks. `loss` is the global weighted mean; `weight` its denominator (target tokens for a language model);
+    `grad_norm` is global, unscaled and before clipping; `memory_bytes` is this rank's."""
 
     step: int
     loss: float

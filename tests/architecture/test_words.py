@@ -64,11 +64,22 @@ RULES = {
 """Pattern, where case does not count, and what to write instead."""
 
 NAMES = re.compile(
-    r"foretell|foretold|forecast|rehears|hold_once|heldonce|held_once|standin|stand_in|contestant|verdict|nowhere|elsewhere|two_level|"
-    r"second_copy|by_machines|settle|wiring|_door|entrance|alike_over|downwards|for_people"
+    r"(^|_)(foretell|foretold|forecast|rehears\w*|(hold|held)_once|stand_ins?|contestants?|verdicts?|nowhere|elsewhere|two_level|second_copy|"
+    r"by_machines|settled?|wiring|doors?|entrances?|alike_over_tp|downwards|for_people|way_back|put_(away|off)|give_back|subjects?|judged?|"
+    r"lift(ed)?|wish(es)?|trials?|masters|tail)(_|$)"
 )
-"""In a name, in lower case."""
-STILL_NAMED: dict[str, str] = {}
+"""In a name in snake case."""
+# fmt: off
+STILL_NAMED = frozenset({
+    "Elsewhere", "Entrance", "Forecast", "Rehearsal", "Tail", "Trial", "Verdict", "_Door", "_GiveBack", "_VERDICT", "_second_copy",
+    "_settle", "_verdicts", "counted_elsewhere", "door", "doors", "elsewhere", "entrance", "entrances", "forecast", "foretell",
+    "foretell_messages", "foretell_on", "give_back", "held_once", "hold_once", "masters_on_host", "open_door", "pin_masters",
+    "put_away", "put_off", "put_off_bytes", "put_off_of_ends", "rehearsal", "rehearse", "reshard_and_give_back", "second_copy",
+    "settle", "stand_in", "stand_ins", "tail", "trial", "trial_layouts", "trial_of", "trial_predicted", "trial_request",
+    "trial_steps", "trials", "verdict", "verdicts", "why_not_foretold", "wiring", "wish", "wishes",
+})
+# fmt: on
+"""Names of modules that are being restructured. Rename them there, then remove them here; add none."""
 
 
 @cache
@@ -140,3 +151,30 @@ def test_texts_of_the_package(kind: str) -> None:
         f"{_name(path)}:{line}: {found}" for path in SOURCE for line, text in _prose(path)[which] for found in _found(_without_code(text))
     ]
     assert not bad, f"{len(bad)}:\n" + "\n".join(bad)
+
+
+def _names(path: Path) -> Iterator[str]:
+    """What a module defines: its own name, classes, functions, parameters, variables and attributes."""
+    yield path.stem
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_names() -> None:
+    snake = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+    bad = sorted(
+        {
+            f"{_name(path)}: {name}"
+            for path in SOURCE
+            for name in _names(path)
+            if name not in STILL_NAMED and NAMES.search(snake.sub("_", name).lower())
+        }
+    )
+    assert not bad, "\n".join(bad)

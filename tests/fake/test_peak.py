@@ -157,5 +157,5 @@ def test_what_is_not_foretold_is_said(more: dict[str, Any]) -> None:
     """By name, and never guessed."""
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, **more}), world_size=2)
     assert why_not_foretold(resolved)
-    with pytest.raises(InputError, match="not foretold"):
+    with pytest.raises(InputError, match="not predicted"):
         foretell(cases.build("llama", tied=False), resolved, rank=0, samples=1, length=8)

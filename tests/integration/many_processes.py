@@ -24,7 +24,7 @@ from torch import nn
 import plait
 import plait.engine.build  # all of Plait before the forks: `plait` alone imports the engine when it is first asked for
 from plait.cluster.ending import end_process
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 
 DEGREES = {"pp": 2, "dp_replicate": 4, "dp_shard": 4, "tp": 2}
@@ -65,7 +65,7 @@ def work(model: nn.Module, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()  # the weights have to come from rank 0
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, configuration(**DEGREES), loss_fn=plait.causal_lm_loss)
         start = engine.mesh.dp_index * ACCUMULATION
         result = engine.train_batch(batches()[start : start + ACCUMULATION])

@@ -14,7 +14,7 @@ import torch
 
 import plait
 from plait.cluster.layout import Layout
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, reference_trace
 from tests.integration.many_processes import CLIPPING, DEGREES, RANKS, batches, build, configuration
 from tests.parity import cases
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone() -> Trace:
     """One process on the whole batch, in plain torch."""
     model = build()
-    with lifted(model):
+    with keeping_float64(model):
         return reference_trace(model, [batches()], loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
 
 

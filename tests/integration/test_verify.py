@@ -34,7 +34,7 @@ from plait.parallel.reducer import Reducer
 from plait.parallel.runtime import Runtime
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report, failure, raise_unless_equal
-from plait.verify.run import judge, run_layout
+from plait.verify.run import compare, run_layout
 from tests.integration.verified import FILE, LLAMA
 from tests.parity.cases import PlainModel
 from tests.pool import Pool
@@ -192,9 +192,9 @@ def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
         setattr(owner, name, original)
 
 
-def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
+def compared(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
     """Of a plan whose layout runs in the pool."""
-    return judge(plan, pool.run(plan.world_size, work, plan, defect)[0])
+    return compare(plan, pool.run(plan.world_size, work, plan, defect)[0])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
 def test_defects_are_found_and_named(pool: Pool, defect: str, function: Any, changes: dict[str, Any]) -> None:
     """With the error that the command ends with (exit code 3)."""
     plan = planned(given=function, **changes)
-    report = verdict(pool, plan, defect)
+    report = compared(pool, plan, defect)
     assert not report.equal
     named = report.as_dict()["first_different"]
     assert named in dict(plan.build(torch.float64).model.named_parameters())
@@ -230,7 +230,7 @@ def test_defects_are_found_and_named(pool: Pool, defect: str, function: Any, cha
 
 def test_what_is_found_first(pool: Pool) -> None:
     """Weights that differ before training are told as such, not as wrong gradients."""
-    told = failure(verdict(pool, planned(given=plain), "unsynchronised weights"))
+    told = failure(compared(pool, planned(given=plain), "unsynchronised weights"))
     assert "first: initial weight of embed.weight: ranks hold different copies" in told
 
 
@@ -253,11 +253,11 @@ def test_what_is_found_first(pool: Pool) -> None:
 )
 def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
     """Both comparisons, in whatever precision and with whatever a model rounds by itself."""
-    report = verdict(pool, planned(processes=processes, passes=("float64", "configured"), **changes))
+    report = compared(pool, planned(processes=processes, passes=("float64", "configured"), **changes))
     assert report.equal, failure(report)
     assert [section.name for section in report.sections] == ["float64", "independent", "configured"]
-    unjudged = ("not compared: what follows, because it has AdamW only" in note for note in report.sections[1].notes)
-    assert any(unjudged) == ("optimizer" in changes)
+    unchecked = ("not compared: what follows, because it has AdamW only" in note for note in report.sections[1].notes)
+    assert any(unchecked) == ("optimizer" in changes)
     assert "within 1e-10" in report.sections[0].title
 
 
@@ -265,7 +265,7 @@ def test_equal(pool: Pool, processes: int, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_equal_for_plain_modules(pool: Pool, function: Any, stage: int) -> None:
     """Models that Transformers does not know, with weights of their own that differ on every rank until the engine makes them equal."""
-    report = verdict(pool, planned(given=function, zero_optimization={"stage": stage}))
+    report = compared(pool, planned(given=function, zero_optimization={"stage": stage}))
     assert report.equal, failure(report)
     assert bool(report.sections[1].rows) == (function is not regression)
     assert any("brings its own loss" in note for note in report.sections[1].notes) == (function is regression)

@@ -13,7 +13,7 @@ from plait.config.resolve import load
 from plait.parallel import materialise, styles, tensor
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report
-from plait.verify.run import judge, run_layout
+from plait.verify.run import compare, run_layout
 from tests.integration.verified import FILE, LLAMA
 from tests.pool import Pool
 
@@ -82,9 +82,9 @@ def work(rank: int, world: int, plan: Plan, defect: str | None) -> Any:
         setattr(owner, name, original)
 
 
-def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
+def compared(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
     """Of a plan whose layout runs in the pool."""
-    return judge(plan, pool.run(plan.world_size, work, plan, defect)[0])
+    return compare(plan, pool.run(plan.world_size, work, plan, defect)[0])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def verdict(pool: Pool, plan: Plan, defect: str | None = None) -> Report:
 )
 def test_equal(pool: Pool, model: dict[str, Any], processes: int, sequence: bool, stage: int) -> None:
     """In float64."""
-    report = verdict(pool, planned(model, processes=processes, sequence=sequence, stage=stage))
+    report = compared(pool, planned(model, processes=processes, sequence=sequence, stage=stage))
     assert report.equal, report.as_dict()
 
 
@@ -111,6 +111,6 @@ def test_equal(pool: Pool, model: dict[str, Any], processes: int, sequence: bool
 )
 def test_defects_are_found_and_named(pool: Pool, defect: str, model: dict[str, Any]) -> None:
     """Each by the name of a parameter that differs."""
-    report = verdict(pool, planned(model), defect)
+    report = compared(pool, planned(model), defect)
     assert not report.equal
     assert report.as_dict()["first_different"]

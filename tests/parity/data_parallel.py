@@ -10,7 +10,7 @@ import torch
 import plait
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
 
@@ -57,7 +57,7 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
     """Runs in a worker."""
     model = cases.build(kind, tied=tied)
     # Norms that compute in float32 would turn a difference of 1e-16, which the order of a sum makes, into one of 1e-7.
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, cases.steps_for(kind, world * config["gradient_accumulation_steps"]))
     return trace if rank == 0 else None
@@ -78,5 +78,5 @@ def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
     """One plain process on the whole batch."""
     steps = cases.steps_for(kind, micro_batches)
     model = materialised(kind, tied=tied)
-    with lifted(model):
+    with keeping_float64(model):
         return reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)

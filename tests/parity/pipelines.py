@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import plait
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -48,7 +48,7 @@ def layers_of(config: dict[str, Any]) -> int:
 def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) -> Trace | None:
     """Runs in a worker."""
     model = cases.build(kind, tied=tied, layers=layers_of(config))
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, cases.steps_for(kind, dp_of(config) * config["gradient_accumulation_steps"], steps=STEPS))
     return trace if rank == 0 else None
@@ -60,7 +60,7 @@ def reference(kind: str, tied: bool, micro_batches: int, layers: int = LAYERS //
     model = cases.build(kind, tied=tied, layers=layers)
     engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, "run": {"seed": SEED}})  # only for its initial weights
     engine.close()
-    with lifted(model):
+    with keeping_float64(model):
         return reference_trace(
             model, cases.steps_for(kind, micro_batches, steps=STEPS), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
         )

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import plait
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -40,7 +40,7 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
     """Runs in a worker."""
     dp = world // config["parallel"]["tp"]
     model = cases.build(kind, tied=tied)
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, cases.steps_for(kind, dp * config["gradient_accumulation_steps"]))
     return trace if rank == 0 else None
@@ -50,7 +50,7 @@ def train(rank: int, world: int, kind: str, tied: bool, config: dict[str, Any]) 
 def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
     """One plain process on the whole batch."""
     model = one_process_model(kind, tied=tied)
-    with lifted(model):
+    with keeping_float64(model):
         return reference_trace(
             model,
             cases.steps_for(kind, micro_batches),

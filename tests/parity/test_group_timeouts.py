@@ -11,7 +11,7 @@ from tests.pool import SECONDS, Pool
 def timeouts(rank: int, world: int) -> dict[str, float]:
     """Runs in a worker, whose default group was made with the pool's timeout."""
     mesh = build_mesh(Layout(pp=2, dp_shard=2))
-    groups = {axis: mesh.group(axis) for axis in ("pp", "dp_shard")} | {"both": mesh.group("pp", "dp_shard"), "down": mesh.downwards}
+    groups = {axis: mesh.group(axis) for axis in ("pp", "dp_shard")} | {"both": mesh.group("pp", "dp_shard"), "down": mesh.reverse_pp}
     both = groups["both"]
     levels = split_by_node(both, [0, 0, 1, 1]) if both is not None else None
     if levels is not None:

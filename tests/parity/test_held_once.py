@@ -43,7 +43,7 @@ def written(rank: int, ranks: int) -> None:
         for index, whole in enumerate(memory.wholes):
             expected = torch.tensor([100.0 * step + 10 * index + r for r in range(ranks)], dtype=torch.float64)
             assert torch.equal(whole.view(ranks, -1), expected.view(-1, 1).expand(ranks, memory.rows[index].numel())), (step, index)
-        memory.give_back()
+        memory.release()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -190,7 +190,7 @@ def changed_after_evaluation(rank: int, world: int, config: dict[str, Any], wait
     """(logits, those of an evaluation after which rank 0 set its shards to zero while rank 1 was still computing). Runs in a worker."""
     with ExitStack() as stack:
         if not waits:
-            stack.enter_context(patch.object(HostParameters, "give_back", lambda self: None))
+            stack.enter_context(patch.object(HostParameters, "release", lambda self: None))
         model = cases.build("llama", tied=False)
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         batch = cases.steps_for("llama", 1, steps=1)[0][0]

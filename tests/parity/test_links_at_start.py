@@ -91,7 +91,7 @@ def test_the_next_start_goes_by_what_was_kept_while_a_probe_agrees(pool: Pool, t
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring"),) * 2)
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
-    assert all("summed by ring" in said and "and a probe agrees" in said for said, *_ in results)
+    assert all("reduced by ring" in said and "and a probe agrees" in said for said, *_ in results)
 
 
 def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_links_that_became_others_are_measured_again(pool: Pool, tmp_path: Path)
     kept = tmp_path / "links.json"
     pool.run(2, started, config_of(), kept, (links_with("ring", times_as_slow=1e8),) * 2)
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2)
-    assert all("summed by recursive-doubling" in said and "because a probe took" in said for said, *_ in results)
+    assert all("reduced by recursive-doubling" in said and "because a probe took" in said for said, *_ in results)
     assert load(kept)["dp_replicate"] == links_with("recursive-doubling")
 
 
@@ -112,13 +112,13 @@ def test_a_file_of_other_machines_is_not_believed(pool: Pool, tmp_path: Path, ch
     kept.write_text(json.dumps(content) if change == "hosts" else "{")
     results = pool.run(2, started, config_of(), kept, (links_with("recursive-doubling"),) * 2, 1e9)
     why = "machines are others" if change == "hosts" else "cannot be read"
-    assert all("summed by recursive-doubling" in said and why in said for said, *_ in results)
+    assert all("reduced by recursive-doubling" in said and why in said for said, *_ in results)
 
 
 def test_ranks_that_measured_differently_decide_alike(pool: Pool) -> None:
     """Or they would wait for each other for ever."""
     results = pool.run(2, started, config_of(), None, (links_with("ring"), links_with("recursive-doubling")))
-    assert all("summed by ring" in said for said, *_ in results)
+    assert all("reduced by ring" in said for said, *_ in results)
     assert results[0] == results[1]
 
 

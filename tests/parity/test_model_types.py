@@ -42,7 +42,7 @@ def tool() -> ModuleType:
 
 def all_cells(rank: int, world: int, small: Small) -> dict[str, Cell]:
     """Runs in a worker."""
-    return {layout: run_cell(rank, world, small.subject, layout) for layout in LAYOUTS}
+    return {layout: run_cell(rank, world, small.tested, layout) for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
         if before.get(layout, "failed") == "failed":
             continue
         try:
-            cell = pool.run(PROCESSES, run_cell, small.subject, layout)[0]
+            cell = pool.run(PROCESSES, run_cell, small.tested, layout)[0]
         except WorkerFailed as failure:
             cell = Cell("refused" if LATE in str(failure) else "failed", reason=str(failure))
         assert cell.outcome == before[layout], f"{layout}: {cell}"

@@ -14,7 +14,7 @@ from torch import nn
 import plait
 from plait.parallel import runtime
 from plait.parallel.schedule import Action, Kind
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.covers import cover
 from tests.parity import cases
@@ -207,7 +207,7 @@ def test_evaluation_runs_through_the_stages(pool: Pool, schedule: str) -> None:
 def resume(rank: int, world: int, config: dict[str, Any], folder: str, first: int, last: int, save: bool) -> dict[str, torch.Tensor]:
     """Runs in a worker: steps `first` to `last`, then the weights that this rank has."""
     model = cases.build("qwen3", tied=True, layers=LAYERS)
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         assert (engine.load_checkpoint(folder) is not None) == (first > 0)
         count, steps = engine.gradient_accumulation_steps(), cases.steps_for("qwen3", 8, steps=4)
@@ -290,7 +290,7 @@ def overflow(rank: int, world: int, at: int, schedule: str) -> list[tuple[bool, 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("at", [0, 3])
 def test_every_stage_skips_what_overflowed_on_one(pool: Pool, at: int, schedule: str) -> None:
-    """The verdict, the skipped update and the next scale are the same on all ranks."""
+    """The decision, the skipped update and the next scale are the same on all ranks."""
     first, second = pool.run(2, overflow, at, schedule)
     assert first == second == [(False, 256.0, True), (True, 256.0, False), (False, 128.0, True)]
 

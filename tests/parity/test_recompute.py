@@ -17,7 +17,7 @@ from plait.engine.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.parity import cases
@@ -173,7 +173,7 @@ def traces(rank: int, world: int, kind: str, config: dict[str, Any], modes: list
     for mode in ({}, *modes):
         parallel = {**config["parallel"], **({"recompute": mode} if mode else {})}
         model = build(kind, torch.float64, dropout=False)
-        with lifted(model):
+        with keeping_float64(model):
             engine = plait.initialize(model, {**config, "parallel": parallel}, loss_fn=plait.causal_lm_loss)
             found.append(engine_trace(engine, cases.ragged_steps(2 * config["gradient_accumulation_steps"])))
     return found if rank == 0 else []

@@ -89,7 +89,7 @@ def buckets(rank: int, world: int) -> list[str]:
                     way.start(index)
                 for index in range(len(flats)):
                     way.finish(index)
-                way.carried.settle(skipped=skipped)
+                way.carried.end_step(skipped=skipped)
                 same = all(torch.equal(before[name], tensor) for name, tensor in way.state.items())
                 if step > 1:
                     said.append(f"{type(way).__name__} {revocable} {'same' if same else 'changed'}")

@@ -14,7 +14,7 @@ import torch
 import plait
 from plait.config.optimization import OptimizerSpec
 from plait.engine.optimizer import build_optimizer
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.covers import cover
 from tests.parity import cases, tensor_parallel
@@ -33,7 +33,7 @@ STEPS, WIDTH = 200, 128
 def reference(states: str, micro_batches: int, layers: int | None = None, steps: int = 3) -> Trace:
     """One plain process on the whole batch."""
     model = materialised("wide", tied=True) if layers is None else pipeline_model(layers)
-    with lifted(model):
+    with keeping_float64(model):
         return reference_trace(
             model,
             cases.steps_for("wide", micro_batches, steps=steps),
@@ -125,7 +125,7 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, first: i
     Runs in a worker."""
     model = cases.build("wide", tied=True)
     found: dict[str, torch.Tensor] = {}
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
 
         def note(when: str) -> None:

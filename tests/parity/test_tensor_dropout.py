@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING
@@ -87,7 +87,7 @@ def run(kind: str, config: dict[str, Any]) -> tuple[Trace, Masks]:
         return masks[-1]
 
     model = build(kind)
-    with lifted(model), dropping(draw):
+    with keeping_float64(model), dropping(draw):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         return engine_trace(engine, data(kind)), masks
 
@@ -128,7 +128,7 @@ def test_masks(pool: Pool, kind: str, sequence: bool) -> None:
         return joined([one, other], x.shape)
 
     model = build(kind)
-    with lifted(model), dropping(replay):
+    with keeping_float64(model), dropping(replay):
         wanted = reference_trace(model, data(kind), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
     assert next(calls, None) is None
     difference = worst(compare(wanted, found[0]["none"][0]))

@@ -15,7 +15,7 @@ from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.parallel.technique import Context
 from plait.parallel.tensor import TensorParallel
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING
@@ -91,7 +91,7 @@ def hooked(rank: int, world: int, config: dict[str, Any]) -> tuple[Trace, list[s
     """Runs in a worker."""
     model = built("llama")
     hook_everywhere(model)
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         trace = engine_trace(engine, cases.steps_for("llama", 1))
         said = []
@@ -123,7 +123,7 @@ def test_hooks_that_see_full_tensors_are_right_and_later_ones_are_refused(pool: 
     """A17."""
     model = built("llama")
     hook_everywhere(model)
-    with lifted(model):
+    with keeping_float64(model):
         wanted = reference_trace(model, cases.steps_for("llama", 1), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
     for trace, said in pool.run(2, hooked, settings(2, 2, 0, 1, 1)):
         difference = worst(compare(wanted, trace))
@@ -150,7 +150,7 @@ def returned(rank: int, world: int, kind: str) -> list[Trace]:
     traces = []
     for sequence in (False, True):
         model = built(kind)
-        with lifted(model):
+        with keeping_float64(model):
             engine = plait.initialize(model, settings(2, 2, 0, 1, 1, sequence), loss_fn=plait.per_sample(total))
             traces.append(engine_trace(engine, steps(kind)))
     return traces
@@ -160,7 +160,7 @@ def returned(rank: int, world: int, kind: str) -> list[Trace]:
 def test_a_loss_of_hidden_states_and_attention_weights(pool: Pool, kind: str) -> None:
     """A5: hidden states are sequence shards inside, attention weights the heads of a rank; OpenAI's GPT returns both in lists."""
     model = built(kind)
-    with lifted(model):
+    with keeping_float64(model):
         wanted = reference_trace(model, steps(kind), loss_fn=plait.per_sample(total), optimizer=cases.adamw, clipping=CLIPPING)
     for traces in pool.run(2, returned, kind):
         for trace in traces:

@@ -10,7 +10,7 @@ from torch import nn
 
 import plait
 from plait.engine.loss import CausalLMLoss
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING
@@ -34,7 +34,7 @@ def gemma4() -> nn.Module:
 def layers_that_differ(rank: int, world: int) -> Trace:
     """Runs in a worker."""
     model = gemma4()
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, settings(world, world, 0, 1, 1), loss_fn=plait.causal_lm_loss)
         return engine_trace(engine, cases.steps_for("llama", 1, steps=2))
 
@@ -43,7 +43,7 @@ def layers_that_differ(rank: int, world: int) -> Trace:
 def test_gemma4(pool: Pool, tp: int) -> None:
     """B7: its configuration answers with an error where layers differ. With tp 4 two ranks share a key head, across layers too."""
     model = gemma4()
-    with lifted(model):
+    with keeping_float64(model):
         steps = cases.steps_for("llama", 1, steps=2)
         wanted = reference_trace(model, steps, loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
     difference = worst(compare(wanted, pool.run(tp, layers_that_differ)[0]))
@@ -64,7 +64,7 @@ def own_loss_and_full_tensors(rank: int, world: int, stage: int) -> tuple[Trace,
     for name, parameter in model.named_parameters():
         parameter.decays = name  # type: ignore[attr-defined]
     full = {name: torch.full_like(tensor, 0.5) for name, tensor in model.state_dict().items()}
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, settings(world, 2, stage, 1, 1), loss_fn=Smoothed())
         trace = engine_trace(engine, cases.steps_for("llama", world // 2))
     model.load_state_dict(full)
@@ -82,7 +82,7 @@ def test_a_loss_of_one_s_own_and_full_tensors(pool: Pool, world: int, stage: int
     """B14: a subclass that reads logits is given full ones; `load_state_dict` of full tensors, of the model and of a part of it. And
     attributes of parameters stay."""
     model = cases.build("llama", tied=True, device="cpu")
-    with lifted(model):
+    with keeping_float64(model):
         steps = cases.steps_for("llama", world // 2)
         wanted = reference_trace(model, steps, loss_fn=Smoothed(), optimizer=cases.adamw, clipping=CLIPPING)
     for trace, wrong in pool.run(world, own_loss_and_full_tensors, stage):

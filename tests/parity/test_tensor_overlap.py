@@ -17,7 +17,7 @@ from plait.comm.pending import Pending
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.overlap import Deferred
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.tensor_parallel import FAMILIES, check, plan, settings
@@ -65,7 +65,7 @@ def trained(rank: int, world: int, config: dict[str, Any], frozen: str) -> list[
     model = cases.build("llama", tied=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and frozen in name))
-    with lifted(model):
+    with keeping_float64(model):
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         micro = config["gradient_accumulation_steps"]
         mine = slice(engine.dp_rank * micro, (engine.dp_rank + 1) * micro)

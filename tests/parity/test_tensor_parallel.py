@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait.verify.lift import lifted
+from plait.verify.keep_float64 import keeping_float64
 from tests.covers import cover
 from tests.parity import cases
 from tests.parity.data_parallel import materialised as one_process_model
@@ -81,7 +81,7 @@ def test_linear_4096_on_4_devices(pool: Pool) -> None:
 def logits(rank: int, world: int, config: dict[str, Any] | None) -> torch.Tensor:
     """What a caller of the model gets outside training. Runs in a worker."""
     model = one_process_model("llama", tied=False) if config is None else cases.build("llama", tied=False)
-    with lifted(model):
+    with keeping_float64(model):
         if config is not None:
             plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         with torch.no_grad():

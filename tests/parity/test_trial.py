@@ -100,9 +100,9 @@ def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: 
     assert first["compressed"] and second["compressed"]
     assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)]
     decided = first["decided"][DECIDES_AT - 1]
-    assert "gradients are sent as int8 from here on: a step takes" in decided
-    assert "ms of them for gradients; tried: int8 " in decided
-    assert ", whole again " in decided
+    assert "gradients are sent as int8 from now on: a step takes" in decided
+    assert "ms of them exposed communication of gradients; candidates: int8 " in decided
+    assert ", uncompressed again " in decided
     assert first["says_now"] == f"{first['said']}. {decided}"
     assert first["losses"] == second["losses"]
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
@@ -163,8 +163,8 @@ def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool: Pool) -> None
     verdict, taken, said = pool.run(2, on_a_clock, slow_at_first, 0.5)[0]
     assert (verdict, taken) == (0, ["int8", "int4", "whole"])
     assert said == [
-        "gradients stay uncompressed: a step takes 1e+03 ms and waits 500 ms of them for gradients; tried: int8 800 ms, int4 800 ms, "
-        "whole again 800 ms"
+        "gradients stay uncompressed: a step takes 1e+03 ms, 500 ms of them exposed communication of gradients; candidates: int8 800 ms, "
+        "int4 800 ms, uncompressed again 800 ms"
     ]
     slow = [1.0] * WHOLE_STEPS + [0.8] * 2 * TRIED_STEPS + [1.0] * TRIED_STEPS
     assert pool.run(2, on_a_clock, slow, 0.5)[0][:2] == (8, ["int8", "int4", "whole", "int8"])

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tools.mutants import page, verified
 from tools.mutants.catalogue import ROOT, Mutant, load
 from tools.mutants.probes import MARKS, probed
-from tools.mutants.runner import Copy, Verdict, judge
+from tools.mutants.runner import Copy, Verdict, run_mutant
 
 BUILD = ROOT / "build/mutants"
 RESULTS = ROOT / "benchmarks/results/mutants.json"
@@ -61,9 +61,9 @@ def main() -> int:
         chosen = [m for m in chosen if not known.get(m.id, {}).get("caught_by")]
     BUILD.mkdir(parents=True, exist_ok=True)
     reached = None if arguments.survivors else tests_of(arguments.reached or find_reached(mutants))
-    for mutant, verdict in run(chosen, known, reached, thorough=not arguments.reaching_only):
-        known[mutant.id] = asdict(verdict)
-        if not verdict.caught_by and verdict.ran == "everything":
+    for mutant, outcome in run(chosen, known, reached, thorough=not arguments.reaching_only):
+        known[mutant.id] = asdict(outcome)
+        if not outcome.caught_by and outcome.ran == "everything":
             known[mutant.id]["verify"] = verified.notices(mutant, Copy(BUILD / "verify"))
         RESULTS.write_text(json.dumps({m.id: known[m.id] for m in mutants if m.id in known}, indent=1) + "\n", encoding="utf-8")
     page.write(mutants, known)
@@ -117,7 +117,7 @@ def tests_of(log: Path) -> dict[str, list[tuple[str, float]]]:
 
 
 def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tuple[str, float]]] | None, *, thorough: bool) -> Any:
-    """Yields (mutant, verdict) in the list's order. `thorough`: survivors of the tests that reach them run everything."""
+    """Yields (mutant, outcome) in the list's order. `thorough`: survivors of the tests that reach them run everything."""
     copies: SimpleQueue[Copy] = SimpleQueue()
     for index in range(min(SIDE_BY_SIDE, len(mutants))):
         copy = Copy(BUILD / f"copy-{index}")
@@ -132,10 +132,10 @@ def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tu
                 last = known.get(mutant.id, {}).get("caught_by", "")
                 tests = [test for test, _ in reached.get(mutant.id, [])]
                 tests = [test for test in [last] if test in tests] + [test for test in tests if test != last]
-                verdict = judge(mutant, copy, tests, limit=LIMIT, log=log) if tests else None
-                if verdict is not None and (verdict.caught_by or not thorough):
-                    return verdict
-            return judge(mutant, copy, None, limit=3 * LIMIT, log=log)
+                outcome = run_mutant(mutant, copy, tests, limit=LIMIT, log=log) if tests else None
+                if outcome is not None and (outcome.caught_by or not thorough):
+                    return outcome
+            return run_mutant(mutant, copy, None, limit=3 * LIMIT, log=log)
         finally:
             copies.put(copy)
 
@@ -143,11 +143,11 @@ def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tu
     console = Console()
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads, Progress(*columns, console=console) as progress:
         task = progress.add_task("mutants", total=len(mutants))
-        for mutant, verdict in zip(mutants, threads.map(one, mutants), strict=True):
-            said = f"noticed by {verdict.caught_by}" if verdict.caught_by else "NOT NOTICED"
-            progress.console.print(f"{mutant.id}: {said} ({verdict.seconds:.0f} s)", soft_wrap=True, highlight=False)
+        for mutant, outcome in zip(mutants, threads.map(one, mutants), strict=True):
+            said = f"noticed by {outcome.caught_by}" if outcome.caught_by else "NOT NOTICED"
+            progress.console.print(f"{mutant.id}: {said} ({outcome.seconds:.0f} s)", soft_wrap=True, highlight=False)
             progress.advance(task)
-            yield mutant, verdict
+            yield mutant, outcome
 
 
 if __name__ == "__main__":

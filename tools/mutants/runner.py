@@ -84,7 +84,7 @@ class Copy:
         return code, log.read_text(encoding="utf-8", errors="replace")
 
 
-def judge(mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: float, log: Path) -> Verdict:
+def run_mutant(mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: float, log: Path) -> Verdict:
     """Runs `tests`, in this order (None: all), until the first failure. A run that does not end within `limit` seconds counts as noticed:
     the suite would not have ended either."""
     ran = "everything" if tests is None else "reaching"

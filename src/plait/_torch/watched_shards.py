@@ -101,7 +101,7 @@ def _check_shard(p: Any, held: dict[Any, tuple[DTensor, torch.UntypedStorage, to
             "(a new nn.Parameter, load_state_dict(assign=True), torch.func.functional_call, pruning), which the forward would not see; "
             "change the values in place (with torch.no_grad(): parameter.copy_(...)), change the model before, or use ZeRO stage 0"
         )
-    if shard._local_tensor is not local:  # moved or cast as a whole, which torch knows of
+    if shard._local_tensor is not local:  # moved or cast together, which torch handles
         held[p] = (shard, *_content(shard))
     elif shard.untyped_storage()._cdata != storage._cdata:
         raise InputError(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from plait.errors import CheckpointError
 
 LATEST = "latest"
-FACTS = "plait.json"
+METADATA = "plait.json"
 
 
 def save(
@@ -34,13 +34,13 @@ def save(
     model: nn.Module,
     optimizer: Mapping[str, torch.Tensor],
     random: dict[str, torch.Tensor],
-    facts: dict[str, Any],
-    private: Mapping[str, torch.Tensor] | None = None,
+    metadata: dict[str, Any],
+    per_rank_state: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write `folder/tag`. Collective; returns when it is complete on disk and named in `latest`.
 
     `optimizer` holds its states by name (`optimizer_content`), `random` this rank's generator states under keys that are unique to the
-    rank, `private` whatever else only this rank has; `facts` must be JSON, and the first rank's are written.
+    rank, `per_rank_state` whatever else only this rank has; `metadata` must be JSON, and the first rank's are written.
     """
     target, temporary = folder / tag, folder / f".{tag}.part"
     if _first():
@@ -48,11 +48,11 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
     _barrier()
     state: dict[str, Any] = {"model": get_model_state_dict(model), "random": random, "optimizer": dict(optimizer)}
-    if private:
-        state["private"] = {f"{_rank()}.{name}": tensor for name, tensor in private.items()}
+    if per_rank_state:
+        state["per_rank_state"] = {f"{_rank()}.{name}": tensor for name, tensor in per_rank_state.items()}
     dcp.save(state, checkpoint_id=temporary)
     if _first():
-        (temporary / FACTS).write_text(json.dumps(facts, indent=1))
+        (temporary / METADATA).write_text(json.dumps(metadata, indent=1))
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         _write_latest(folder, tag)
@@ -68,15 +68,15 @@ def find(folder: Path, tag: str | None = None) -> Path | None:
             return None
         tag = pointer.read_text().strip()
     found = folder / tag
-    if not (found / FACTS).is_file():
-        have = sorted(path.parent.name for path in folder.glob(f"*/{FACTS}"))
+    if not (found / METADATA).is_file():
+        have = sorted(path.parent.name for path in folder.glob(f"*/{METADATA}"))
         raise CheckpointError(f"{found}: no complete checkpoint there; {folder} holds {', '.join(have) or 'none'}")
     return found
 
 
-def read_facts(checkpoint: Path) -> dict[str, Any]:
+def read_metadata_file(checkpoint: Path) -> dict[str, Any]:
     """The JSON side of a checkpoint."""
-    return dict(json.loads((checkpoint / FACTS).read_text()))
+    return dict(json.loads((checkpoint / METADATA).read_text()))
 
 
 def read_stored(checkpoint: Path) -> dict[str, Any]:
@@ -111,18 +111,18 @@ def load(checkpoint: Path, *, model: nn.Module, optimizer: Mapping[str, torch.Te
     set_model_state_dict(model, state["model"])
 
 
-def load_private(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """What this rank saved as `private`, by name; empty where it saved nothing. Collective."""
+def load_per_rank_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What this rank saved as `per_rank_state`, by name; empty where it saved nothing. Collective."""
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    start = f"private.{_rank()}."
-    if not any(key.startswith("private.") for key in stored):
+    start = f"per_rank_state.{_rank()}."
+    if not any(key.startswith("per_rank_state.") for key in stored):
         return {}
     mine = {
-        key.removeprefix("private."): torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype)
+        key.removeprefix("per_rank_state."): torch.empty(tuple(tensor.size), dtype=tensor.properties.dtype)
         for key, tensor in stored.items()
         if key.startswith(start) and isinstance(tensor, TensorStorageMetadata)
     }
-    dcp.load({"private": mine}, checkpoint_id=checkpoint)
+    dcp.load({"per_rank_state": mine}, checkpoint_id=checkpoint)
     return {key.removeprefix(f"{_rank()}."): tensor for key, tensor in mine.items()}
 
 
@@ -137,7 +137,7 @@ def remove_old(folder: Path, *, keep: int) -> None:
     if not _first():
         return
     named = (folder / LATEST).read_text().strip() if (folder / LATEST).is_file() else ""
-    found = sorted((path.parent for path in folder.glob(f"*/{FACTS}")), key=lambda path: path.stat().st_mtime)
+    found = sorted((path.parent for path in folder.glob(f"*/{METADATA}")), key=lambda path: path.stat().st_mtime)
     for path in found[: max(0, len(found) - keep)]:
         if path.name != named:
             shutil.rmtree(path)

@@ -220,7 +220,7 @@ def _by_a_step(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
 
 
 def _refuse_partial(optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, place: str) -> None:
-    """A plain tensor beside a sharded parameter is this rank's alone, if it has the shard's shape: saved, it would be one of many."""
+    """A plain tensor with a sharded parameter belongs to this rank alone, if it has the shard's shape: saved, it would be one of many."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:
         return
     if tuple(value.shape) == tuple(parameter.to_local().shape) != tuple(parameter.shape):

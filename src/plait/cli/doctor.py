@@ -2,7 +2,7 @@
 machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: what NCCL was told.
 
 `--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
-to a file and says which way of summing gradients is the cheapest.
+to a file and prints the cheapest all-reduce algorithm.
 """
 
 from __future__ import annotations

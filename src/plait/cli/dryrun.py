@@ -1,4 +1,4 @@
-"""`plait dryrun`: one rank of a layout, built and stepped by the engine itself without its peers, beside what the planner predicts.
+"""`plait dryrun`: one rank of a layout, built and stepped by the engine itself without its peers, next to the planner's prediction.
 
 FILE's own layout where it fixes one, else the best that a plan finds. On fake tensors it runs anywhere and holds nothing; `--on-device`
 runs the kernels on this machine's GPU.

@@ -49,7 +49,7 @@ def layout(
     from plait.config.resolve import load, resolve, smallest_world
     from plait.model.plans import make_plan
     from plait.verify.choose import fields_of
-    from plait.verify.subject import transformers_model
+    from plait.verify.model_under_test import transformers_model
 
     if cluster is not None and (nnodes != 1 or nproc_per_node is not None):
         raise InputError(f"--cluster {cluster}: says the machines; leave --nnodes and --nproc-per-node out")

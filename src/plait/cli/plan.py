@@ -97,7 +97,7 @@ def plan(
 
     _check_files(file, out, report, trace, everything=everything, force=force)
     asked_why = [text for text in why or () if text not in ("neighbours", "sensitivity")]
-    wishes = [(text, parse_fixed([text])) for text in asked_why]
+    queries = [(text, parse_fixed([text])) for text in asked_why]
     asked = read_request(
         file=file,
         model=model,
@@ -120,7 +120,7 @@ def plan(
         asked.base,
         [*asked.notes, *of_runs],
         fixed=asked.fixed,
-        wishes=wishes,
+        queries=queries,
         neighbours="neighbours" in (why or ()),
         calibration=calibration,
         sensitive="sensitivity" in (why or ()),
@@ -163,7 +163,7 @@ def _plan(
     notes: list[str],
     *,
     fixed: dict[str, int],
-    wishes: list[tuple[str, dict[str, int]]],
+    queries: list[tuple[str, dict[str, int]]],
     neighbours: bool,
     calibration: Calibration | None,
     sensitive: bool,
@@ -184,8 +184,8 @@ def _plan(
             write_report(report, found, notes=notes, fixed=fixed, calibration=calibration)
         raise typer.Exit(1)
     around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if neighbours else []
-    asked = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in wishes]
-    beside = [explain.why(found, wish, text, fixed=fixed, calibration=calibration) for text, wish in around]
+    asked = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in queries]
+    beside = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in around]
     reasons = [*asked, *beside]
     changes = explain.sensitivity(found, calibration=calibration) if sensitive else []
     written = output.write(found, out, base) if out is not None else None

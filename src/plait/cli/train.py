@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from plait.config.schema import Config
     from plait.events import Listener
-    from plait.train.session import Checked
+    from plait.train.session import ValidatedRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -155,7 +155,7 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
     return _train(checked, console, config, file=file, again=_command(file, overrides), patient=False)
 
 
-def _check(config: Config, *, world_size: int, console: Console, fresh: bool = False) -> Checked:
+def _check(config: Config, *, world_size: int, console: Console, fresh: bool = False) -> ValidatedRun:
     from plait.cli.planning.calibrations import default_cache
     from plait.train.session import check
 
@@ -164,7 +164,7 @@ def _check(config: Config, *, world_size: int, console: Console, fresh: bool = F
     return check(config, world_size=world_size, cache=cache, fresh=fresh, say=lambda text: console.print(f"{text} ...", soft_wrap=True))
 
 
-def _train(checked: Checked, console: Console, config: Config, *, file: Path, again: str, patient: bool) -> int:
+def _train(checked: ValidatedRun, console: Console, config: Config, *, file: Path, again: str, patient: bool) -> int:
     """The loop on this process. patient: nobody else tells the user that the signal was heard."""
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
@@ -191,7 +191,7 @@ def _train(checked: Checked, console: Console, config: Config, *, file: Path, ag
     return 0
 
 
-def _residuals(file: Path, checked: Checked, config: Config, console: Console) -> tuple[Listener, ...]:
+def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Console) -> tuple[Listener, ...]:
     """Who compares the run with its plan, where `plait plan --out` wrote the file."""
     from plait.cli.planning.calibrations import live_cluster
     from plait.cluster.topology import machine_name, place
@@ -222,7 +222,7 @@ def _processes(config: Config) -> int:
     return named if named > 1 and not device_count() else default_processes()
 
 
-def _announce(checked: Checked, console: Console, config: Config, *, processes: int) -> None:
+def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:
     from plait.cluster.topology import cpu_count, device_count, place
     from plait.observe.progress import describe
     from plait.train.cautions import cautions
@@ -239,7 +239,7 @@ def _announce(checked: Checked, console: Console, config: Config, *, processes: 
         console.print(f"changed since the last start: {change}", soft_wrap=True)
 
 
-def _completed(checked: Checked, file: Path, overrides: list[str]) -> str:
+def _completed(checked: ValidatedRun, file: Path, overrides: list[str]) -> str:
     steps, folder = checked.position.step, checked.folder.path
     more = _command(file, [*(o for o in overrides if not o.startswith("run.steps=")), f"run.steps={2 * steps}"])
     return (

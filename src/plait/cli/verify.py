@@ -93,7 +93,7 @@ def verify(
 
     The model is made small first. Exit code 0 if all is equal, 3 with the first parameter that differs, 2 for what cannot be run.
     """
-    from plait.verify.run import judge, run_watched
+    from plait.verify.run import compare, run_watched
 
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise InputError(f"--tolerance {tolerance}: not a positive number; use for example 1e-10")
@@ -111,7 +111,7 @@ def verify(
     traces = run_watched(plan, seconds=timeout) if launched else _start(plan, seconds=timeout)
     if not judges:
         return
-    _finish(judge(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
+    _finish(compare(plan, traces, tolerance=tolerance), everything=all_, as_json=as_json)
 
 
 def _plan(

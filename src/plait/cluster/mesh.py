@@ -20,7 +20,7 @@ from plait._torch.groups import flattened, give_timeout
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
-from plait.cluster.topology import Place, init_method, place, tell_nccl
+from plait.cluster.topology import RankInfo, init_method, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -71,7 +71,7 @@ class Mesh:
     device_mesh: DeviceMesh
     use: GroupUse | None
     """Of a default group that Plait made; None for an adopted one."""
-    downwards: dist.ProcessGroup | None = None
+    reverse_pp: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups over several axes. Made with the mesh, because that is collective over all ranks, and not all may want a group later."""
@@ -236,7 +236,7 @@ def build_mesh(
     for name in names:
         mesh._own(device_mesh[name].get_group())
     mesh = mesh.with_combined()
-    return replace(mesh, downwards=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
+    return replace(mesh, reverse_pp=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
 
 
 def default_device_type() -> str:
@@ -244,7 +244,7 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def local_device(device_type: str | None, here: Place) -> torch.device:
+def local_device(device_type: str | None, here: RankInfo) -> torch.device:
     """This process's device: `cuda:local_rank`, or the CPU."""
     kind = device_type or default_device_type()
     if kind == "cpu":
@@ -254,7 +254,7 @@ def local_device(device_type: str | None, here: Place) -> torch.device:
     return device
 
 
-def _make_default_group(here: Place, device: torch.device, timeout: timedelta, *, host_tensors: bool) -> None:
+def _make_default_group(here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool) -> None:
     nccl = "cpu:gloo,cuda:nccl" if host_tensors else "nccl"
     backend = nccl if device.type == "cuda" else "gloo"
     if here.world_size == 1:

@@ -24,7 +24,7 @@ from plait.errors import ConfigError, Problem
 
 __all__ = [
     "Node",
-    "Place",
+    "RankInfo",
     "Topology",
     "cpu_count",
     "default_processes",
@@ -41,7 +41,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this process sits: of all processes, and of those on its machine."""
 
     rank: int = 0
@@ -51,7 +51,7 @@ class Place:
     node_rank: int = 0
 
 
-def place() -> Place:
+def place() -> RankInfo:
     """This process's place: from torchrun, accelerate, deepspeed, OpenMPI, MPICH or srun, else a world of one process.
 
     A default process group that exists already decides rank and size. Raises ConfigError for variables that contradict each other or the
@@ -60,11 +60,11 @@ def place() -> Place:
     found = claim(os.environ)
     group = _existing_group()
     if group is None and found is None:
-        return Place()
+        return RankInfo()
     if group is not None:
         found = _agree(found, *group)
         if group[2] == "fake":
-            return Place(rank=group[0], world_size=group[1])
+            return RankInfo(rank=group[0], world_size=group[1])
     assert found is not None
     return _complete(found, device_count())
 
@@ -131,7 +131,7 @@ def machine_name(processes: int) -> str:
     return f"{processor_name()}, {threads} {'thread' if threads == 1 else 'threads'} a process"
 
 
-def thread_count(here: Place) -> int:
+def thread_count(here: RankInfo) -> int:
     """Threads for each process of a machine that computes on its CPU: an equal share of the cores, at least 1."""
     return max(1, cpu_count() // here.local_world_size)
 
@@ -189,7 +189,7 @@ def _agree(found: Claim | None, rank: int, world_size: int, backend: str) -> Cla
     return found
 
 
-def _complete(found: Claim, devices: int) -> Place:
+def _complete(found: Claim, devices: int) -> RankInfo:
     """Fill in what a launcher does not say about this machine, where only one answer is possible."""
     local_rank, local_world_size = found.local_rank, found.local_world_size
     if local_rank is None:
@@ -209,12 +209,12 @@ def _complete(found: Claim, devices: int) -> Place:
     if local_world_size is None:
         local_world_size = min(found.world_size, devices) if devices else found.world_size
     node_rank = found.node_rank if found.node_rank is not None else (found.rank - local_rank) // local_world_size
-    here = Place(found.rank, found.world_size, local_rank, local_world_size, node_rank)
+    here = RankInfo(found.rank, found.world_size, local_rank, local_world_size, node_rank)
     _check(here, found)
     return here
 
 
-def _check(here: Place, found: Claim) -> None:
+def _check(here: RankInfo, found: Claim) -> None:
     rank, world, local, local_world = found.names
     problems = []
     if not 0 <= here.rank < here.world_size:

@@ -86,7 +86,7 @@ def _hierarchical(tensor: torch.Tensor, levels: Levels) -> Steps:
 
 
 def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> Steps:
-    """Pieces travel round, each rank adds its own; then the sums travel round once more."""
+    """Chunks are sent around the ring, each rank adds its own; then the sums are sent around once more."""
     ranks, rank = group.size(), group.rank()
     stacked = padded(tensor, ranks)
     pieces = stacked.view(ranks, -1)

@@ -1,8 +1,8 @@
 """Sums of flat buffers over a group, started as each is ready and finished later: what the gradient reducer needs of communication.
 
-Every step: fill a buffer, `start` it, and `finish` it, which leaves the sum in it. All ranks start and finish in one
-order, all starts of a step before its first finish. Three ways of the same: torch's asynchronous all-reduce, an algorithm of several
-steps, and memory that the ranks of one machine share.
+Every step: fill a buffer, `start` it, and `finish` it, which leaves the sum in it. All ranks start and finish in one order, all starts of a
+step before its first finish. Three implementations: torch's asynchronous all-reduce, an algorithm of several steps, and memory that the
+ranks of one machine share.
 """
 
 from __future__ import annotations

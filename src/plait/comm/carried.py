@@ -1,7 +1,7 @@
-"""What a compressed collective carries from step to step, so that a step that is skipped leaves it as it was.
+"""The state of a compressed collective between steps (residuals, factors), which a skipped step does not change.
 
-Whether a step is skipped is known only after all of its gradients were sent. Where that may happen, what the step makes of a tensor is
-written beside it, and takes its place when the step is known to count.
+Whether a step is skipped is known only after all of its gradients were sent. Where that may happen, the new value of a tensor is written to
+a second tensor, which replaces the first when the step is applied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Carried:
         return self._made.get(name, self.state[name])
 
     def change(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`now`, where its next value is to be written as a whole). They are one tensor where nothing has to be kept."""
+        """(`now`, where its next value is to be written in full). They are one tensor where nothing has to be kept."""
         now = self.now(name)
         if self.revocable and name not in self._made:
             spare = self._spare.pop(name, None)
@@ -40,7 +40,7 @@ class Carried:
         """What is held besides `state`."""
         return [*self._made.values(), *self._spare.values()]
 
-    def settle(self, *, skipped: bool) -> None:
+    def end_step(self, *, skipped: bool) -> None:
         """The step has ended."""
         for name, made in self._made.items():
             if skipped:

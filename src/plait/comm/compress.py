@@ -1,4 +1,5 @@
-"""Compressed collectives of the data-parallel ranks. What travels is smaller; what arrives is not what was sent, by a bounded amount.
+"""Compressed collectives of the data-parallel ranks. Fewer bytes are sent; the received values differ from the sent ones by a bounded
+error.
 
     collective            stage     on the wire                                                          state
     bucket, int8 or int4  0         quantised parts to their owners, quantised sums back                 two errors, with feedback
@@ -6,7 +7,7 @@
     all-gather            1 to 3    quantised shards; every rank uses what arrived, its own too          none
     reduce-scatter        1 to 3    quantised parts to their owners; across machines once more (2 hops)  an error, with feedback
 
-Error feedback adds what the last step lost to this step's numbers before they are quantised. Vectors (norms, biases) travel as they are.
+Error feedback adds what the last step lost to this step's numbers before they are quantised. Vectors (norms, biases) are sent uncompressed.
 On every rank the result has the same bits. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:1905.13727).
 """
 
@@ -31,7 +32,7 @@ from plait.shards import shard_size
 _HOPS_AT_ONCE = 2
 """Buckets on their first hop before the oldest is waited for: the link has the next while it is added up."""
 POWERSGD_START = 10
-"""Steps that are reduced whole before factors stand in for gradients: early gradients change too much."""
+"""Steps that are reduced uncompressed before factors replace gradients: early gradients change too much."""
 
 
 # ---- stage 0 -------------------------------------------------------------------------------------------------------------------------
@@ -62,8 +63,8 @@ class _TwoHops(ABC):
 
 
 class QuantisedBuckets(_TwoHops):
-    """Buckets (see `comm.buckets`) whose matrices travel in `bits`: parts to their owners, who add them up, and sums back. Buckets that
-    hold a vector are summed as they are."""
+    """Buckets (see `comm.buckets`) whose matrices are sent in `bits`: parts to their owners, which sum them and return the sums. Buckets
+    that hold a vector are summed as they are."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class QuantisedBuckets(_TwoHops):
         """A bucket as its owners' parts [ranks, part], zeros behind its end; None where it is summed as it is."""
         self.buffers: list[torch.Tensor] = []
         self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        """Bucket to what travels, and what it fills."""
+        """Bucket to what is sent, and what it fills."""
         self.carried = Carried(revocable)
         """Errors by name, float32; none without feedback."""
         for index, flat in enumerate(flats):
@@ -320,8 +321,8 @@ class QuantisedAllGather(AllGather):
 
 
 class QuantisedReduceScatter(ReduceScatter):
-    """For one unit of `fully_shard`, whose trainable parameters' shards are `segments`. With `levels`, sums travel across machines once,
-    after those inside, and are quantised a second time for it."""
+    """For one unit of `fully_shard`, whose trainable parameters' shards are `segments`. With `levels`, sums inside a machine come first;
+    they are quantised a second time and sent across machines once."""
 
     def __init__(
         self, segments: Sequence[Segment], *, bits: Bits, feedback: bool, levels: Levels | None = None, revocable: bool = False

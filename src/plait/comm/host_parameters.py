@@ -50,7 +50,7 @@ class HostParameters:
         """Return when everyone's rows are written."""
         self._wait(_WRITTEN, "all-gather")
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """This rank reads no more; return when nobody does."""
         self._memory.write(_READ, self._round)
         self._wait(_READ, "end of an evaluation")

@@ -40,13 +40,13 @@ class Arriving:
 class Messenger:
     """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the group."""
 
-    def __init__(self, upwards: dist.ProcessGroup, downwards: dist.ProcessGroup, *, device: torch.device, waits: Waits) -> None:
+    def __init__(self, upwards: dist.ProcessGroup, reverse_pp: dist.ProcessGroup, *, device: torch.device, waits: Waits) -> None:
         self.rank = dist.get_rank(upwards)
         self.device = device
         self.waits = waits
         self.sent_bytes = 0
         """Bytes of tensors sent so far, descriptions not counted."""
-        self._upwards, self._downwards = upwards, downwards
+        self._upwards, self._reverse_pp = upwards, reverse_pp
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._tag = 0
         """Messages of before and after a failure do not match."""
@@ -121,4 +121,4 @@ class Messenger:
         return work
 
     def _towards(self, source: int, destination: int) -> dist.ProcessGroup:
-        return self._upwards if destination > source else self._downwards
+        return self._upwards if destination > source else self._reverse_pp

@@ -1,4 +1,4 @@
-"""Sums of equal pieces from several ranks, in the order of the ranks: the same bits on every rank and in every run."""
+"""Sums of equal parts from several ranks, in the order of the ranks: the same bits on every rank and in every run."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ ALIASES: dict[str, Alias] = {
     "activation_checkpointing.partitioned_activations": Alias("activation_checkpointing.partition_activations", _SPELLING),
     "aio.thread_count": Alias("aio.intra_op_parallelism", _OLD),
 }
-"""Written name to its target. A section may be renamed as a whole (`bfloat16`)."""
+"""Written name to its target. A complete section may be renamed (`bfloat16`)."""
 
 SHORT_FORMS: dict[str, Callable[[Any], Any]] = {
     "zero_optimization": lambda value: {"stage": int(value)} if isinstance(value, bool) else value,

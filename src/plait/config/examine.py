@@ -217,7 +217,7 @@ def _visit_table(shown: str, key: Key, value: Any, found: Examined) -> None:
 
 
 def _settle(target: str, candidates: list[Candidate], found: Examined, overridden: set[str]) -> None:
-    """Put the one value in the tree, or refuse two that disagree. "auto" gives way to a value."""
+    """Put the one value in the tree, or refuse two that disagree. A value overrides "auto"."""
     said = [c for c in candidates if c.value != "auto"] or candidates
     first = said[0]
     for other in said[1:]:

@@ -1,7 +1,7 @@
 """The optimizer and the schedule as a file names them: DeepSpeed's `optimizer` and `scheduler` blocks.
 
-Whatever is wrong with them without knowing the model is refused when they are made; nothing is built here. What each type accepts is in
-`optimizers` and `schedules` beside this file; `plait.engine.optimizer` and `plait.engine.schedules` build from these two.
+Whatever is wrong with them without knowing the model is refused when they are made; nothing is built here. What each type accepts is in the
+modules `optimizers` and `schedules`; `plait.engine.optimizer` and `plait.engine.schedules` build from these two.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Resolved(Policy):
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """The one list of them, in order: what the engine and the account walk over."""
+        """The one list of them, in order, which the engine and the account iterate over."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return in_order(value for value in values if isinstance(value, Technique))
 

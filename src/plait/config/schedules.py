@@ -45,14 +45,14 @@ class WarmupDecayLR(WarmupLR):
     warmup_max_lr: PerGroup | None = 0.001
     """The rate after the warm-up. `auto`: the optimizer's own `lr`."""
     total_num_steps: Steps | None = None
-    """Steps of the whole run. Left out or `auto`: what the run is told."""
+    """Steps of the full run. Left out or `auto`: what the run is told."""
 
 
 class WarmupCosineLR(Policy):
     """The optimizer's own `lr` times a ratio that rises to 1, then falls along a cosine. The very first step has rate 0."""
 
     total_num_steps: Steps | None = None
-    """Steps of the whole run. Left out or `auto`: what the run is told."""
+    """Steps of the full run. Left out or `auto`: what the run is told."""
     warmup_min_ratio: NotNegative = 0.0
     """The ratio at which the warm-up starts (from the second step on)."""
     warmup_num_steps: Steps = 1000

@@ -113,15 +113,15 @@ class OffloadOptimizerSection(Policy):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """none: on the device. cpu: in host memory, for GPUs; the optimizer runs there. nvme: in files in `nvme_path`, read and written in
-    pieces during the step; not for GPUs in this release."""
+    chunks during the step; not for GPUs in this release."""
     pin_memory: bool = True
     """cpu: pin the host memory, so that copies overlap with computation."""
     nvme_path: Place | None = None
     """nvme: a folder on a fast local disk."""
     buffer_count: Annotated[int, Field(ge=4, le=LARGEST), Number] = 4
-    """nvme: pieces of the states that are in memory at once: those that arrive, one computed, those that leave."""
+    """nvme: chunks of the states that are in memory at once: those being read, one computed, those being written."""
     buffer_size: Count = 100_000_000
-    """nvme: float32 numbers in a piece, parameters, gradients and states together."""
+    """nvme: float32 elements of a chunk, parameters, gradients and states together."""
     ratio: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), Number] = 1.0
     """The share of the parameters that is offloaded: blocks from the first on, then the parameters outside of them, until it is reached.
     Master weights, gradients and states of the others stay on the device."""
@@ -183,7 +183,7 @@ class CheckpointingSection(Policy):
     """How the inputs of recomputed blocks are kept: DeepSpeed's names. What is recomputed is set in parallel.recompute."""
 
     partition_activations: bool = False
-    """With tp: each process keeps its slice of a recomputed block's input, and gathers the whole in backward."""
+    """With tp: each process keeps its slice of a recomputed block's input, and gathers the full input in backward."""
     cpu_checkpointing: bool = False
     """Keep the inputs of recomputed blocks in host memory: parallel.activation_offload with fraction 1."""
 
@@ -210,7 +210,7 @@ class ActivationOffloadSection(Policy):
     """Where blocks put what they save for backward: out of the device's memory."""
 
     fraction: Annotated[float, Field(ge=0, le=1), Number] = 0.0
-    """The share of blocks that do, from the first one on: their backward comes last, so there is most time for the way out and back."""
+    """The share of blocks that do, from the first one on: their backward comes last, so there is most time for both transfers."""
     device: Literal["cpu", "disk"] = "cpu"
     """cpu: pinned host memory, for GPUs. disk: files in `path`."""
     path: Place | None = None
@@ -235,8 +235,8 @@ class ParallelSection(Policy):
     sequence_parallel: bool = False
     """With tp: shard norms and the residual stream along the sequence too."""
     tensor_overlap: Annotated[int, Field(ge=0, le=64), Number] = 0
-    """With tp: pieces in which a row-split product is computed; while one is summed over the processes, the next is computed. The gradients
-    of inputs are then summed while those of weights are computed. For links that a step waits for; 0: sums are waited for."""
+    """With tp: chunks in which a row-parallel product is computed; the all-reduce of one overlaps with the product of the next. The
+    gradients of inputs are then summed while those of weights are computed. For links that a step waits for; 0: sums are waited for."""
     loss_parallel: bool = True
     """With tp: leave logits split over the vocabulary in the loss, so that full logits are never allocated in training."""
     plan: dict[str, str] | None = None
@@ -275,7 +275,7 @@ class ParallelSection(Policy):
     candidates; the first steps are uncompressed, the next measure each candidate that could save 5 % of a step, and one that does is
     activated, a lossier one only if it saves another 5 %. "auto" is ["int8", "int4"]."""
     compress_weights: Literal["none", "int8", "int4"] = "none"
-    """Stages 1 to 3: what parameters travel as when they are gathered."""
+    """Stages 1 to 3: the compression of parameters when they are gathered."""
     error_feedback: FlagOrAuto = "auto"
     """With compress_gradients: add what a step lost to the next step's gradients. "auto": at stage 0, where it costs as much memory as the
     gradients; at stages 1 to 3 it would cost that of unsharded gradients. PowerSGD always does."""

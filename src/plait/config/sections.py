@@ -96,7 +96,7 @@ class RunSection(Policy):
     folder: Place = "runs/plait"
     """Where metrics, checkpoints, tokenizer and the resolved configuration are written. The same folder resumes."""
     steps: Annotated[Whole, Field(ge=1)] = 1000
-    """Optimizer steps in the whole run."""
+    """Optimizer steps in the full run."""
     seed: Annotated[Whole, Field(ge=0)] = 0
     """Initial weights, order of the data, dropout and the sample follow from it."""
     processes: Annotated[Whole, Field(le=MOST_PROCESSES)] | Literal["auto"] = "auto"

@@ -1,7 +1,7 @@
 """Folders that are built once, named after what they were built from, and shared by every process of the machine.
 
-A folder appears under its final name only when it is complete: it is built beside it and renamed. Processes that want the same folder at
-the same time wait for the first one. Nothing here is ever changed after it was written.
+A folder appears under its final name only when it is complete: it is built under a temporary name and renamed. Processes that want the same
+folder at the same time wait for the first one. Nothing here is ever changed after it was written.
 """
 
 from __future__ import annotations

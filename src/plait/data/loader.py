@@ -1,7 +1,8 @@
 """Which sequences are in which batch, as a pure function of the position in the run.
 
-The position is the number of sequences that the whole run has consumed. From it follow the epoch, the order inside the epoch and the slice
-of each data-parallel rank, so there is no state to save and none to lose. A global batch holds the same sequences on any number of ranks.
+The position is the number of sequences that the run has consumed on all ranks. From it follow the epoch, the order inside the epoch and the
+slice of each data-parallel rank, so there is no state to save and none to lose. A global batch holds the same sequences on any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ROUNDS = 6
 def shuffled(positions: Array, *, count: int, key: str) -> Array:
     """Where a shuffle of `count` items, one for each `key`, puts `positions`: int64, each in 0 to count - 1, a bijection.
 
-    A Feistel network walked until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any position of any
+    A Feistel network iterated until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any position of any
     epoch costs the same, nothing of the size of the data is held, and the order does not depend on the version of a random generator.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))

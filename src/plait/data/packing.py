@@ -74,7 +74,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _pieces(document: str) -> Iterator[str]:
-    """A long document in pieces that end with a line, so that one file of a gigabyte is not one call of the tokenizer."""
+    """A long document in chunks that end with a line, so that one file of a gigabyte is not one call of the tokenizer."""
     start = 0
     while len(document) - start > _BATCH_CHARACTERS:
         cut = document.rfind("\n", start, start + _BATCH_CHARACTERS) + 1
@@ -94,7 +94,7 @@ class Sequences:
     """The token that fills the last sequence; its labels are `IGNORED`."""
 
     def __len__(self) -> int:
-        """Number of sequences. A last piece with a single token has nothing to predict and does not count."""
+        """Number of sequences. A last sequence with a single token has nothing to predict and does not count."""
         whole, rest = divmod(len(self.tokens), self.length)
         return whole + (rest >= 2)
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the user's own, the one beside the model's weights, or a byte-level BPE trained on the text and cached.
+"""The tokenizer of a run: the user's own, the one stored with the model's weights, or a byte-level BPE trained on the text and cached.
 
 All three become one Transformers tokenizer, so what a run saves opens in `AutoTokenizer.from_pretrained`. A tokenizer without an
 end-of-text token is refused: documents could not be told apart.

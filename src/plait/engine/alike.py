@@ -2,7 +2,7 @@
 
 Ranks that differ would exchange tensors of other shapes, or the wrong ones of the same shape, and no collective could say so. What is
 compared is what the user built, before it is split, so it is the same on every rank of every layout; of the optimizer, which is built
-afterwards, what a pipeline stage has. Costs one all-gather of a digest; only where digests differ do the facts travel.
+afterwards, what a pipeline stage has. Costs one all-gather of a digest; the facts are sent only where digests differ.
 """
 
 from __future__ import annotations

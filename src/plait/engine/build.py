@@ -65,7 +65,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.opt
 
 @contextmanager
 def _leaving_no_group() -> Iterator[None]:
-    """A process group that was made on the way to an error is ended: whoever mends the error starts as before."""
+    """A process group that was made before an error is destroyed, so that a corrected call starts as before."""
     existed = dist.is_initialized()
     try:
         yield

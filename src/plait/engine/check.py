@@ -1,7 +1,7 @@
 """Everything about a model and a configuration that can be refused before a process group exists, found once for everyone who asks.
 
-`plait train` asks before it starts any process, `initialize` and `parallelize` before they touch the model. What checks find out on the way
-(the plan of tensor parallelism, the cut of a pipeline) is kept, so that nothing is traced twice.
+`plait train` asks before it starts any process, `initialize` and `parallelize` before they touch the model. The intermediate results of
+checks (the plan of tensor parallelism, the cut of a pipeline) are kept, so that nothing is traced twice.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from plait._torch.storage import is_view
 from plait.engine.batch import Forward
 from plait.engine.loss import IGNORED, CausalLMLoss, cross_entropy_sum
 from plait.errors import ModelError
-from plait.model.ends import head_name
+from plait.model.boundary_layers import head_name
 from plait.parallel.split_hooks import is_foreign
 from plait.parallel.styles import Region
 

@@ -1,7 +1,7 @@
-"""Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that walks over them.
+"""Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that iterates over them.
 
-The step goes piece by piece: while one piece is updated, the next are read and those before are written, each by a thread of its own, so
-that no more than `buffer_count` pieces are in memory. The optimizer is torch's own and sees ordinary tensors: the numbers are those of a
+The step is computed chunk by chunk: while one chunk is updated, the next are read and the previous are written, each by a thread of its
+own, so that at most `buffer_count` chunks are in memory. The optimizer is torch's own and sees ordinary tensors: the numbers are those of a
 step in memory, bit for bit. Not for GPUs yet: what is mapped is host memory.
 """
 
@@ -85,7 +85,7 @@ class DiskTier:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="plait-disk-write")
         self._leaving: deque[tuple[Future[None], int]] = deque()
-        """Gradients on their way to the disk."""
+        """Gradients that are being written to the disk."""
         self._optimizer: Optimizer | None = None
         self._inner_step: Callable[..., Any] | None = None
         self._factor: torch.Tensor | float = 1.0
@@ -208,7 +208,7 @@ class DiskTier:
         leaving: deque[Future[None]] = deque()
 
         def read_ahead() -> None:
-            while len(arriving) + len(leaving) < self.buffer_count - 1:  # beside the one that is computed
+            while len(arriving) + len(leaving) < self.buffer_count - 1:  # besides the one that is computed
                 entry = next(waiting, None)
                 if entry is None:
                     return
@@ -232,7 +232,8 @@ class DiskTier:
     # ---- the step ---------------------------------------------------------------------------------------------------------------------
 
     def drive(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by one that walks. Raises ModelError for an optimizer that wants all parameters at once."""
+        """Replace `optimizer.step` by one that iterates over files. Raises ModelError for an optimizer that wants all parameters at
+        once."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError(
                 "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or offload_optimizer.device = \"none\""
@@ -356,7 +357,7 @@ class DiskTier:
     # ---- states -----------------------------------------------------------------------------------------------------------------------
 
     def _mapped(self, parameter: nn.Parameter, name: str, value: torch.Tensor | None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The place of a state in the files, filled with `value`. The same place for the whole life of the optimizer. Where the parameter's
+        """The place of a state in the files, filled with `value`. The same memory for the life of the optimizer. Where the parameter's
         states stay in memory: `value` itself, or an empty tensor."""
         if self.arena is None or parameter not in self._gradients:
             if value is not None:

@@ -40,12 +40,13 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """What a forward and a backward of one stage were found to take, in bytes. A figure a block, or of all that is beside the blocks."""
+    """What a forward and a backward of one stage were found to take, in bytes. A figure a block, or of all that is outside of the
+    blocks."""
 
     kept: tuple[int, ...]
     """By a block, from forward to backward, its input included."""
     outside: int
-    """By what runs before and beside the blocks (embedding, positions, masks)."""
+    """By what runs before and outside of the blocks (embedding, positions, masks)."""
     head: int
     """By what follows the last block: final norm, head and loss, the last block's output included."""
     deferred: tuple[int, ...]

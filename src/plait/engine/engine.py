@@ -125,7 +125,7 @@ class Engine(EngineFacts):
     def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
         count = self.config.batch.accumulation
         pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
-        weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # travels beside the first forward
+        weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # overlaps with the first forward
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def factor() -> torch.Tensor:
@@ -149,7 +149,7 @@ class Engine(EngineFacts):
                     loss = scaled(self._forward(self.model, piece), piece)
                     with self._guard.backward():
                         loss.backward()
-        everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; travels beside the update
+        everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; overlaps with the update
         scale, rate = self.stepper.loss_scale, self.get_lr()[0]
         outcome = self._update()
         targets = weight.value()

@@ -172,7 +172,7 @@ def _moments(dry: DryModel, boundary: torch.Tensor, *, row: Sequence[Action], le
 
 
 def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger) -> tuple[int, int]:
-    """(bytes of the optimizer's states, the most that a step holds beside parameters, gradients and states), by a step on fake shards."""
+    """(bytes of the optimizer's states, the most that a step holds besides parameters, gradients and states), by a step on fake shards."""
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     n, rank = int(ledger.dp_shard[0]), int(ledger.shard_rank[0])
     axis = next((name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None)

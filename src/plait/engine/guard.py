@@ -140,7 +140,7 @@ class Guard:
 
 
 def _mixed(error: Exception, parts: Parts) -> str:
-    """What to tell somebody who computes with parts of tensors beside whole ones."""
+    """The message for code that computes with shards and full tensors together."""
     ways = []
     if parts.stage:
         read = "read no weight there" if parts.stage == 3 else "read a weight after that"

@@ -65,7 +65,7 @@ class CausalLMLoss:
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross entropies of `logits` [..., vocab], whole or split along the vocabulary, for `targets` [...] int64."""
+    """Sum of the cross entropies of `logits` [..., vocab], gathered or split along the vocabulary, for `targets` [...] int64."""
     if isinstance(logits, DTensor):
         return vocab_parallel_cross_entropy(logits, targets, ignored=IGNORED)
     wide = logits if logits.dtype == torch.float64 else logits.float()

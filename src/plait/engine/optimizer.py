@@ -147,7 +147,7 @@ def refuse_sharded(found: type[Optimizer], named: Sequence[Named]) -> None:
 
 
 def _groups(found: type[Optimizer], params: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """One group; two where plain parameters stand beside sharded ones, because one fused call cannot take both. Each with its kernel."""
+    """One group; two where there are plain and sharded parameters, because one fused call cannot take both. Each with its kernel."""
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     # torch takes no empty list of parameters, and an empty group.
@@ -209,7 +209,7 @@ def _muon(params: dict[str, Any], named: Sequence[Named]) -> Optimizer:
 class JoinedOptimizer(Optimizer):
     """Several optimizers, each with its own parameters, that look and are saved as one.
 
-    The groups and the states of the parts are those of the whole, so schedules, checkpoints and clipping need not know.
+    The groups and the states of the parts are those of one optimizer, so schedules, checkpoints and clipping need not know.
     """
 
     def __init__(self, *parts: Optimizer) -> None:

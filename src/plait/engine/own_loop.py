@@ -27,7 +27,7 @@ class StepWatch:
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in before if id(parameter) not in now}
         self._is_mine: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
-        # The hook itself stays: a model may be collected while torch walks over its hooks.
+        # The hook itself stays: a model may be collected while torch iterates over its hooks.
         for known in (self._now, self._replaced):
             weakref.finalize(model, known.clear).atexit = False
 

@@ -137,7 +137,7 @@ _COLLECTIVES = {
     "_reduce_scatter_base_": ("reduce_scatter", 1, True),
     "alltoall_base_": ("reduce_scatter", 1, False),  # how a reduce-scatter is carried out on gloo
 }
-"""Operator to kind, index of the full tensor among its arguments, and whether it returns tensors beside its work."""
+"""Operator to kind, index of the full tensor among its arguments, and whether it returns tensors with its work."""
 
 
 def watch(model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, last: bool = True) -> Callable[[], None]:

@@ -87,7 +87,7 @@ class Rehearsal:
     build_seconds: float
     """To split the model and make its groups."""
     step_seconds: float
-    """To run the step: on fake tensors what the walk takes, on a real device what the step takes there without waiting for others."""
+    """To run the step: on fake tensors the time of the dry run, on a real device the time of the step there without waiting for others."""
 
     @property
     def flops(self) -> int:
@@ -275,8 +275,8 @@ def _axes(mesh: Mesh) -> dict[str, str]:
         group = mesh.group(*axes)
         if group is not None:
             found.setdefault(group.group_name, " x ".join(axes))
-    if mesh.downwards is not None:
-        found[mesh.downwards.group_name] = "pp"
+    if mesh.reverse_pp is not None:
+        found[mesh.reverse_pp.group_name] = "pp"
     return found
 
 

@@ -2,8 +2,8 @@
 
 A value of the optimizer's groups that the configuration has otherwise than when the checkpoint was written is the configuration's; every
 other one goes on as it was, bit for bit. A schedule from a configuration that changed, or whose learning rate did, is taken as if the run
-had had it from the start: it is built anew beside the real one and stepped to the position. A schedule that was passed to
-`plait.initialize` keeps its own state, scaled where the learning rate that it starts from has changed.
+had had it from the start: a second one is built and stepped to the position. A schedule that was passed to `plait.initialize` keeps its own
+state, scaled where the learning rate that it starts from has changed.
 """
 
 from __future__ import annotations

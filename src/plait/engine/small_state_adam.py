@@ -1,7 +1,7 @@
 """AdamW whose averages take fewer bytes than its parameters (`optimizer.states`: bf16, int8, float8).
 
 A step reads the averages, updates them and the parameter in float32 (float64 for parameters in it), and writes them back; the update takes
-the averages before they are rounded. It goes over a parameter in pieces, so that what stands beside the states is a few MiB whatever the
+the averages before they are rounded. It updates a parameter in chunks, so that it needs a few MiB besides the states, whatever the
 parameter's size. States are plain tensors, or DTensors placed as the parameter is, so that checkpoints load on any layout. Every number
 follows from the block that it is in and blocks are never cut, so that a step computes the same on every layout.
 """
@@ -158,7 +158,7 @@ class _Average:
 
 
 def _beside(parameter: torch.Tensor, local: torch.Tensor, shape: Iterable[int]) -> torch.Tensor:
-    """This rank's part of a tensor of the whole `shape`, which is split as the parameter is."""
+    """This rank's part of a tensor of the unsharded `shape`, which is sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return local
     whole = torch.Size(shape)

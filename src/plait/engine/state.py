@@ -40,8 +40,8 @@ def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
         model=engine.model,
         optimizer=content.tensors,
         random=_random_states(engine),
-        facts=facts,
-        private=compression.states(engine.parts),
+        metadata=facts,
+        per_rank_state=compression.states(engine.parts),
     )
 
 
@@ -56,7 +56,7 @@ def load_engine(
         return None
     stepper, model, mesh = engine.stepper, engine.model, engine.mesh
     free_gathered(model)
-    facts, stored = distributed.read_facts(found), distributed.read_stored(found)
+    facts, stored = distributed.read_metadata_file(found), distributed.read_stored(found)
     client = exact.decode(facts["client_state"], where="client_state")
     distributed.check(found, stored, model=model, group=mesh.group("pp"))
     record = facts["optimizer"]
@@ -90,7 +90,7 @@ def load_engine(
             if not same_layout
             else "generators (dropout) are seeded anew from the seed and the step: the checkpoint has none for these devices"
         )
-    saved = distributed.load_private(found)
+    saved = distributed.load_per_rank_state(found)
     # Errors belong to a rank's own gradients: on another layout they start anew, which costs what one step loses.
     if saved and same_layout and facts["zero_stage"] == engine.parts.stage:
         compression.restore(engine.parts, saved, device=engine.device)

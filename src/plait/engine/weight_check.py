@@ -1,7 +1,7 @@
 """Whether the weight that a loss returns is the one that its step was divided by.
 
 `train_batch` divides before the first backward, by what the loss's `weight` says of the batch alone. A loss that then counts something else
-would be scaled wrongly without a sign of it. The sums of both are on their way over the ranks anyway.
+would be scaled wrongly without a sign of it. Both are summed over the ranks anyway.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensor-parallel rules for a transformer without written rules, derived from its structure.
 
 Each module that owns linear layers gets the best split that is known to be correct: column- and row-parallel where a test run shows it
-(`trial`), or, where the module cannot be run, for an MLP with the usual names and matching shapes; otherwise every layer with its output
-gathered, which is correct for any layer that is called as a module. Layers of which not even that is known stay replicated. Check the
-complete plan with `plait verify`; it does not run automatically.
+(`split_check`), or, where the module cannot be run, for an MLP with the usual names and matching shapes; otherwise every layer with its
+output gathered, which is correct for any layer that is called as a module. Layers of which not even that is known stay replicated. Check
+the complete plan with `plait verify`; it does not run automatically.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.model.layers import in_features, is_embedding, is_linear, out_features
 from plait.model.rules import Rule, Style, generic, matches
-from plait.model.trial import can_be_tried, proven_split
+from plait.model.split_check import can_be_run, checked_split
 
 UP_NAMES = frozenset(
     {"up", "up_proj", "gate", "gate_proj", "fc1", "fc_in", "w1", "w3", "c_fc", "dense_h_to_4h", "lin1", "linear1", "fc", "wi"}
@@ -99,11 +99,11 @@ def _split_of(module: nn.Module, layers: Layers, tried: dict[object, Split | Non
     """The best split of one module's layers that can be justified."""
     key = _signature(module)
     if key not in tried:
-        tried[key] = proven_split(module, layers)
+        tried[key] = checked_split(module, layers)
     proven = tried[key]
     if proven is not None:
         return proven
-    return (_mlp_by_name(layers) if not can_be_tried(module) else None) or _gathered(layers)
+    return (_mlp_by_name(layers) if not can_be_run(module) else None) or _gathered(layers)
 
 
 def _signature(module: nn.Module) -> object:

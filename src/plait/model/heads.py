@@ -108,7 +108,7 @@ def replicates_keys(attention: Attention, tp: int) -> bool:
 
 
 def check_heads(attentions: Sequence[Attention], tp: int) -> None:
-    """Raise ConfigError, with every rule broken and the degrees that would do, unless `tp` ranks can each take whole heads."""
+    """Raise ConfigError, with every rule broken and the degrees that would do, unless each of `tp` ranks can get complete heads."""
     problems: dict[str, Problem] = {}
     for attention in attentions:
         broken = _broken(attention, tp)
@@ -119,7 +119,7 @@ def check_heads(attentions: Sequence[Attention], tp: int) -> None:
 
 
 def allows(attentions: Sequence[Attention], tp: int) -> bool:
-    """Whether `tp` ranks can each take whole heads."""
+    """Whether each of `tp` ranks can get complete heads."""
     return not any(_broken(attention, tp) for attention in attentions)
 
 

@@ -37,7 +37,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether this is a lookup of rows, perhaps times a constant, and nothing else: a part of the rows can then stand for the whole."""
+    """Whether this is a lookup of rows, perhaps times a constant, and nothing else: it can then be computed from a part of the rows."""
     return (
         isinstance(module, nn.Embedding)
         and "forward" not in vars(module)

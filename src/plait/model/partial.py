@@ -19,7 +19,7 @@ from plait.model.rules import RuleSet, Style
 _GATHERED: dict[Style, Style] = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 
 
-def settle_inner(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]) -> None:
+def complete_inner_rules(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet, blocks: Sequence[str]) -> None:
     """Give inner parameters their style, or gather the layers around unknown ones. Changes `styles` in place."""
     attentions = {attention.name: attention for attention in find_attentions(model, styles)}
     for parent in _split_parts(styles, blocks):

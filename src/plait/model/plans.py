@@ -15,7 +15,7 @@ from typing import Literal
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
-from plait.model.ends import settle_ends
+from plait.model.boundary_layers import split_boundary_layers
 from plait.model.heads import (
     GROUPS,
     Attention,
@@ -27,7 +27,7 @@ from plait.model.heads import (
     replicates_keys,
 )
 from plait.model.layers import check_style, in_features, out_features, split_dims
-from plait.model.partial import settle_inner
+from plait.model.partial import complete_inner_rules
 from plait.model.rules import COLUMN_STYLES, RuleSet, Style, assign, generic, matches
 from plait.model.sequence import sequence_facts
 from plait.model.sources import rules_for
@@ -72,7 +72,7 @@ class TensorPlan:
     """True where the blocks can work on sequence shards, else the reason why not."""
     source: str
     share: float
-    """Of the parameters, what is split; the rest every rank holds and computes with as a whole."""
+    """Of the parameters, what is split; every rank holds and computes the rest in full."""
 
     @property
     def styles(self) -> dict[str, Style]:
@@ -88,11 +88,11 @@ def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = Non
     """
     rule_set = rules_for(model, user=user, blocks=blocks)
     styles = assign(model, rule_set)
-    head, embedding = settle_ends(model, styles, rule_set)
+    head, embedding = split_boundary_layers(model, styles, rule_set)
     for name, style in styles.items():
         check_style(model, name, style, rule_set.source)
     styles = _spread(model, styles)
-    settle_inner(model, styles, rule_set, blocks)
+    complete_inner_rules(model, styles, rule_set, blocks)
     attentions = find_attentions(model, styles)
     check_heads(attentions, tp)
     styles, kv_heads = _share_keys(styles, attentions, tp)

@@ -71,7 +71,7 @@ class RuleSet:
     optional: bool = False
     """A family's: a rule may name a module that this configuration leaves out, as long as something is named."""
     whole_sequence: str | None = None
-    """Why the family's blocks need whole sequences, where the structure does not show it."""
+    """Why the family's blocks need full sequences, where the structure does not show it."""
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -107,7 +107,7 @@ def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) 
         if not owned or name in inside:
             continue
         if gathered and is_norm(module) and name.rpartition(".")[2].startswith(("q_", "k_", "query_", "key_")):
-            continue  # between a gathered output and a row-split layer: whole sequences, alike on every rank
+            continue  # between a gathered output and a row-split layer: full sequences, replicated on every rank
         what = f"the parameter {owned[0]}" if name == region else f"{name[len(region) + 1 :]} ({type(module).__name__})"
         reasons.append(f"{region} holds {what}, which is replicated on every rank and may see other tokens than its neighbours")
     return reasons
@@ -125,7 +125,7 @@ def _dropout(module: nn.Module, block: str) -> str | None:
 
 
 def _final_norm(model: nn.Module, blocks: Sequence[str]) -> str | None:
-    """The one norm beside the list of blocks, if it is one."""
+    """The one norm next to the list of blocks, if it is one."""
     if not blocks:
         return None
     owner = blocks[0].rpartition(".")[0].rpartition(".")[0]

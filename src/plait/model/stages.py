@@ -34,7 +34,7 @@ class StageCut:
     """Stage s owns the blocks from bounds[s] up to bounds[s + 1]."""
     owners: dict[str, frozenset[int]]
     """Parameter name to the stages that use it; tied names share one entry's value."""
-    front: frozenset[str]
+    first_stage: frozenset[str]
     """Names of the parameters that are used before the first block."""
     first_names: dict[str, str] = field(default_factory=dict)
     """Tied parameter to the first of its names, which a later stage may not have."""
@@ -52,7 +52,7 @@ class StageCut:
 
     def first_use(self, name: str) -> int:
         """The first block before which a parameter outside of the blocks is used; their number for one that is used after the last."""
-        return self.lowest.get(name, 0 if name in self.front else len(self.blocks))
+        return self.lowest.get(name, 0 if name in self.first_stage else len(self.blocks))
 
     def outside_stages(self) -> frozenset[int]:
         """The stages that use parameters outside of the blocks, and always the first and the last."""
@@ -76,7 +76,7 @@ def cut_model(model: nn.Module, blocks: Sequence[str], bounds: Sequence[int], *,
     needed = stages_needed(flow, bounds, name=type(model).__name__) if flow is not None else StagesNeeded({}, {})
     stages = len(bounds) - 1
     stage_of = {name: stage_at(bounds, index) for index, name in enumerate(blocks)}
-    front = _front(model, blocks, flow, first_names)
+    first_stage = _first_stage_modules(model, blocks, flow, first_names)
     owners: dict[str, frozenset[int]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         block = next((b for b in blocks if name.startswith(f"{b}.")), None)
@@ -89,12 +89,12 @@ def cut_model(model: nn.Module, blocks: Sequence[str], bounds: Sequence[int], *,
                     f"{stage_of[block]}; a parameter that several blocks use is registered in each of them, or outside of the blocks"
                 )
         else:
-            owners[name] = used or frozenset({0 if name in front else stages - 1})
+            owners[name] = used or frozenset({0 if name in first_stage else stages - 1})
     for group in tied_names(model):
         together = frozenset().union(*(owners[name] for name in group), needed.owners.get(group[0], frozenset()))
         owners.update(dict.fromkeys(group, together))
     recomputed = {name: needed.recomputed.get(first_names.get(name, name), frozenset()) for name in owners}
-    for name in front:
+    for name in first_stage:
         # A table that is looked up again later must not be passed over on the stage that does so.
         ran = flow.ran.get(name.rpartition(".")[0], set()) if flow is not None else set()
         recomputed[name] |= {stage_at(bounds, at) for at in ran} - {0}
@@ -103,7 +103,7 @@ def cut_model(model: nn.Module, blocks: Sequence[str], bounds: Sequence[int], *,
         tuple(blocks),
         tuple(bounds),
         owners,
-        front,
+        first_stage,
         first_names,
         {name: on for name, on in recomputed.items() if on},
         {} if flow is None else {name: min(flow.uses[first]) for name in owners if (first := first_names.get(name, name)) in flow.uses},
@@ -238,7 +238,7 @@ def _tokens(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     return ((ids,), {}) if embeds and len(required) == 1 else None
 
 
-def _front(model: nn.Module, blocks: Sequence[str], flow: Dataflow | None, first_names: Mapping[str, str]) -> frozenset[str]:
+def _first_stage_modules(model: nn.Module, blocks: Sequence[str], flow: Dataflow | None, first_names: Mapping[str, str]) -> frozenset[str]:
     """Parameters outside of the blocks that are used before the first block.
 
     What the traced forward did not use: from Transformers' pipeline plan where the model has one; else by the order of registration. Used
@@ -247,7 +247,7 @@ def _front(model: nn.Module, blocks: Sequence[str], flow: Dataflow | None, first
     rest = [name for name, _ in model.named_parameters(remove_duplicate=False) if not any(name.startswith(f"{b}.") for b in blocks)]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     start = next((index for index, name in enumerate(names) if name.startswith(f"{blocks[0]}.")), len(names))
-    planned = _front_by_plan(model, blocks, blocks[0].rpartition(".")[0])
+    planned = _first_stage_by_plan(model, blocks, blocks[0].rpartition(".")[0])
 
     def before(name: str) -> bool:
         first = first_names.get(name, name)
@@ -262,7 +262,7 @@ def _front(model: nn.Module, blocks: Sequence[str], flow: Dataflow | None, first
     return frozenset(name for name in rest if before(name))
 
 
-def _front_by_plan(model: nn.Module, blocks: Sequence[str], parent: str) -> list[str] | None:
+def _first_stage_by_plan(model: nn.Module, blocks: Sequence[str], parent: str) -> list[str] | None:
     """Modules that Transformers' pp_plan names before the list of blocks."""
     prefix, _, leaf = parent.rpartition(".")
     plan: dict[str, Any] | None = getattr(model.get_submodule(prefix), "_pp_plan", None) or getattr(

@@ -20,7 +20,7 @@ from plait.parallel.pipeline_account import balance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from plait.train.session import Checked
+    from plait.train.session import ValidatedRun
 
 _WINDOW_SECONDS = 20.0
 
@@ -155,7 +155,7 @@ def _waiting(event: RunEnded) -> str:
     return f"; exposed communication {total / event.steps_seconds:.1%} of the step time: {parts}"
 
 
-def _stages(checked: Checked) -> list[tuple[str, str]]:
+def _stages(checked: ValidatedRun) -> list[tuple[str, str]]:
     """How a pipeline is cut."""
     pipeline = checked.pipeline
     if pipeline is None:
@@ -165,7 +165,7 @@ def _stages(checked: Checked) -> list[tuple[str, str]]:
     return [("stages", f"{len(rows)} of {sizes} blocks, {pipeline.schedule.name}; slowest rank {balance(rows):.3f} x the mean")]
 
 
-def describe(checked: Checked, *, processes: int) -> list[tuple[str, str]]:
+def describe(checked: ValidatedRun, *, processes: int) -> list[tuple[str, str]]:
     """A run in a few lines, before it begins: (name, words)."""
     resolved, data, section = checked.resolved, checked.data, checked.section
     batch, length = resolved.batch, data.train.length

@@ -1,5 +1,5 @@
-"""What a run that `plait plan --out` wrote really took, beside what the plan said: one line, and where the file names one a row in a
-history.
+"""Compares the measured time and memory of a run that `plait plan --out` wrote with the plan: one line, and a row in a history where the
+file names one.
 
 A listener for one rank. The first steps, in which buffers come into being, do not count. A run that is not the one that was planned
 (another layout, model or device, or a setting that no plan prices) is not compared, and told so.
@@ -26,7 +26,7 @@ from plait.units import format_bytes
 
 if TYPE_CHECKING:
     from plait.config.resolve import Config, Resolved
-    from plait.train.session import Checked
+    from plait.train.session import ValidatedRun
 
 WARM, STEPS, FEWEST = 2, 8, 3
 """Steps that do not count, that do, and fewer than which say too little."""
@@ -85,9 +85,9 @@ def _beside(name: str, predicted: float | None, measured: float, words: Callable
 
 
 def residual_of(
-    file: Path, checked: Checked, config: Config, *, gpu: str, machine: str, per_node: int, say: Callable[[str], None]
+    file: Path, checked: ValidatedRun, config: Config, *, gpu: str, machine: str, per_node: int, say: Callable[[str], None]
 ) -> Residual | None:
-    """The listener for a run of `file`, whose plan stands beside it; None where there is none, or the run is another one.
+    """The listener for a run of `file`, whose plan is next to it; None where there is none, or the run is another one.
 
     `config` is what the run was checked from, `gpu` the catalogue's name of the device that runs, `machine` what it is where that is a CPU,
     `per_node` the processes of this machine. What is measured is kept where `run.history` says.
@@ -126,7 +126,7 @@ def residual_of(
 _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def _differences(plan: Mapping[str, Any], checked: Checked, config: Config, *, gpu: str, per_node: int) -> list[str]:
+def _differences(plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int) -> list[str]:
     planned = dict(plan["priced"]["layout"])
     mine = _layout(checked.resolved)
     cluster, precision = plan["cluster"], checked.resolved.precision

@@ -194,7 +194,8 @@ _ROW, _TOP, _LEFT, _WIDTH, _RIGHT = 28, 64, 96, 1200, 190
 
 
 def svg(timeline: Timeline, *, window: tuple[float, float] | None = None, unit: str = "") -> str:
-    """A picture that needs nothing else: time to the right, a row a rank, every action with a tooltip, what is idle and held beside it.
+    """A picture that needs nothing else: time to the right, a row a rank, every action with a tooltip, with its idle time and activations
+    in flight.
 
     `window` draws only what runs between two times; `unit` is written behind times. Raises InputError where nothing takes time.
     """

@@ -93,7 +93,7 @@ class ChangingBuffers:
         self._send()
 
     def _ask(self) -> None:
-        """Travels beside the next step, which finds the answer."""
+        """Overlaps with the next step, which reads the result."""
         flag = torch.tensor([bool(self._new)], dtype=torch.uint8, device=self._mesh.device)
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._all, async_op=True)
         assert work is not None

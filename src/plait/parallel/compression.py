@@ -46,15 +46,15 @@ class Compression(Policy):
     """What is compressed, and how."""
 
     gradient_bits: MaybeBits = 0
-    """Bits of a gradient on the wire; 0 sends it whole."""
+    """Bits per element of a sent gradient; 0: uncompressed."""
     weight_bits: MaybeBits = 0
-    """Bits of a gathered parameter on the wire, at stages 1 to 3; 0 sends it whole."""
+    """Bits per element of a gathered parameter, at stages 1 to 3; 0: uncompressed."""
     powersgd_rank: int = 0
-    """Stage 0: gradients of matrices travel as factors of so many columns; 0 is off."""
+    """Stage 0: gradients of matrices are sent as factors of so many columns; 0 is off."""
     error_feedback: bool = False
     """Add what the last step lost to this step's gradients. PowerSGD always does."""
     revocable: bool = False
-    """Steps may be skipped: what a step makes of errors and factors stands beside the old ones until it is known that it counts."""
+    """Steps may be skipped: a step writes residuals and factors to second tensors until it is known that it is applied."""
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ def _carriers(parts: Parts) -> list[Carried]:
 
 
 def held(parts: Parts) -> list[torch.Tensor]:
-    """All that compression keeps in memory: `states`, and what stands beside them."""
+    """All that compression keeps in memory: `states`, and their second tensors."""
     return [*states(parts).values(), *(tensor for carried in _carriers(parts) for tensor in carried.aside)]
 
 
@@ -143,7 +143,7 @@ def settle(parts: Parts, *, skipped: bool, factor: float) -> None:
     """A step has ended. One that was skipped leaves everything as it was. Gradients will be `factor` times as large: the loss scale has
     changed, and errors are in its units."""
     for carried in _carriers(parts):
-        carried.settle(skipped=skipped)
+        carried.end_step(skipped=skipped)
     if factor == 1.0:
         return
     for name, tensor in states(parts).items():

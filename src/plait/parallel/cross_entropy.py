@@ -22,7 +22,7 @@ def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, igno
     first. `targets` [...] int64, `ignored` ones count for nothing. Computed in float32, in float64 for float64 logits.
     """
     last = Shard(logits.ndim - 1)
-    if logits.placements != (last,):  # what was done to them behind the head (a log_softmax) may have made them whole, or parts of a sum
+    if logits.placements != (last,):  # an operator after the head (a log_softmax) may have gathered them, or made them parts of a sum
         logits = logits.redistribute(placements=[last])
     local = logits.to_local()
     group = logits.device_mesh.get_group()

@@ -1,5 +1,5 @@
-"""`load_state_dict` of full tensors into a sharded model: every parameter takes the slice that this rank holds, as one process would take
-the whole. torch has no rule for a plain tensor and a DTensor, and says so in its own words.
+"""`load_state_dict` of full tensors into a sharded model: every parameter loads this rank's slice. torch has no rule for a plain tensor and
+a DTensor, and says so in its own words.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:
     except Unavailable as unavailable:
         return str(unavailable)
     _settle(unit, memory)
-    gather_in_place(unit, memory.wholes, begin=partial(_begin, unit, memory), finish=memory.finish, give_back=memory.give_back)
+    gather_in_place(unit, memory.wholes, begin=partial(_begin, unit, memory), finish=memory.finish, give_back=memory.release)
     return ""
 
 

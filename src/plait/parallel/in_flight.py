@@ -1,4 +1,4 @@
-"""Activations that a rank holds, block by block and for every way to recompute: figures of its stages, put together along its row of the
+"""Activations that a rank holds, block by block and for every recomputation mode: figures of its stages, put together along its row of the
 schedule. No tensors. Without a pipeline a rank has one stage, and one micro-batch after the other goes through it (`ONE_STAGE`).
 
 A rank of a pipeline holds several micro-batches, as many as the schedule and its place say, so a budget for activations bounds their sum at
@@ -68,7 +68,7 @@ class StageFacts:
         return len(self.modes["none"].kept)
 
     def kept(self, assignment: Assignment) -> int:
-        """Bytes of one micro-batch by the blocks on the device, and by what is before and beside them, where block i is in mode
+        """Bytes of one micro-batch by the blocks on the device, and by what is before and outside of them, where block i is in mode
         `assignment[i]`."""
         outside = max(self.modes[mode].outside for mode in {"none", *assignment})  # a recomputed block keeps shared arguments too
         return outside + sum(self.modes[mode].kept[index] for index, mode in enumerate(assignment))
@@ -102,10 +102,10 @@ class _Stage:
     kept: int
     deferred: int
     in_backward: int
-    """The most beside `kept` during a whole backward."""
+    """The most besides `kept` during an unsplit backward."""
     in_first_half: int
     in_second_half: int
-    """The same beside `deferred`."""
+    """The same besides `deferred`."""
     received: int
 
 
@@ -202,7 +202,7 @@ class RankActivations:
         return sum(stage.blocks for stage in self.stages)
 
     def held_after(self, assignment: Assignment) -> list[tuple[Action, int]]:
-        """Every action of the row, and the bytes that all micro-batches in flight keep when it has ended: blocks, what is beside them,
+        """Every action of the row, and the bytes that all micro-batches in flight keep when it has ended: blocks, what is outside of them,
         head and loss."""
         stages = self._decided(assignment)
         return [(action, _standing(after, stages)) for action, _, after in _moments(self.schedule, self.rank)]

@@ -1,9 +1,9 @@
 """Real weights for a model that was built on `meta` and sharded there: the same bits on every layout, and never a whole model in one
 process.
 
-Each unit (a block, or an outer module without blocks) is built whole on the CPU, initialised by its own class, copied slice by slice into
-the sharded model, and freed. Every module draws from a generator seeded by its name, so the order of units and the layout do not matter.
-Memory is poisoned first (NaN): what the model's own initialisation does not fill is found and named, never trained on.
+Each unit (a block, or an outer module without blocks) is built unsharded on the CPU, initialised by its own class, copied slice by slice
+into the sharded model, and freed. Every module draws from a generator seeded by its name, so the order of units and the layout do not
+matter. Memory is poisoned first (NaN): what the model's own initialisation does not fill is found and named, never trained on.
 """
 
 from __future__ import annotations

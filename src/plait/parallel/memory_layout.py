@@ -1,6 +1,6 @@
 """How a tensor lies in memory: contiguous, transposed, channels last, or with gaps.
 
-A gradient that an optimizer's fused kernel reads must lie as its parameter does, element beside element.
+A gradient that an optimizer's fused kernel reads must have the memory layout of its parameter.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BESIDE, HEAD, LOSS = -1, -2, -3
-"""Units that are no block: before, between and beside the blocks; from the last block's output to the model's; the loss."""
+"""Units that are no block: before, between and outside of the blocks; from the last block's output to the model's; the loss."""
 
 Direction = Literal["forward", "backward", "weights"]
 """`weights` is the second half of a backward that is split in two; the first half is a `backward` too."""
@@ -65,7 +65,8 @@ class Moment:
     peak: Alive
     """The most that was alive, where a parameter's gradient is gone as soon as it is made (added to another, or put into a bucket)."""
     peak_with_gradients: Alive
-    """The same where gradients of a block stay until its backward ends, and those of other parameters until the whole backward does."""
+    """The same where gradients of a block stay until its backward ends, and those of other parameters until the backward of the model
+    does."""
     end: Alive
     """What is left at the end; with gradients."""
 
@@ -95,6 +96,6 @@ class StepFacts:
     buffer_bytes: int
     """Buffers of the rank's model."""
     optimizer_temporary_bytes: int
-    """The most that the optimizer's step holds beside its states."""
+    """The most that the optimizer's step holds besides its states."""
     exchanges_reductions: bool = False
     """Whether a reduce-scatter is an exchange into a buffer as large as its input, as on CPUs (`comm.reduce_scatter`)."""

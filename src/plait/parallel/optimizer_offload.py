@@ -31,9 +31,9 @@ class OptimizerOffload(Technique):
     path: str | None = None
     """nvme: the folder."""
     buffer_bytes: int = 0
-    """nvme: what one piece of the step takes, its parameters, gradients and states together."""
+    """nvme: elements of a chunk of the step, its parameters, gradients and states together."""
     buffer_count: int = 4
-    """nvme: pieces in memory at once: those that arrive, one computed, those that leave."""
+    """nvme: chunks in memory at once: those being read, one computed, those being written."""
     ratio: float = 1.0
     """The share of the parameters whose master weights, gradients and states are offloaded, in complete units; above 0."""
 
@@ -57,7 +57,7 @@ class OptimizerOffload(Technique):
         return parts.with_(masters_on_host=on_host, pin_masters=pinned, offloaded_units=units)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Of the states that others priced, what is on the host or in files; and the pieces that are in memory during the step."""
+        """Of the states that others priced, what is on the host or in files; and the chunks that are in memory during the step."""
         if self.device == "none":
             return ledger
         zero = np.zeros_like(ledger.dp_shard)

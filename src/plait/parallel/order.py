@@ -1,4 +1,4 @@
-"""The one order of techniques, and the walks over them: to refuse, with modules by the engine, with numbers by the planner."""
+"""The one order of techniques, and the iterations over them: to refuse, with modules by the engine, with numbers by the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most that a rank holds during a training step, and when: the account of what is in flight, walked through the step in order.
+"""The most that a rank holds during a training step, and when: the account of the tensors in flight, iterated over the step in order.
 
 Three things are put together: what a micro-batch keeps and needs (`moments`, measured), what the ranks hold and move of parameters and
 gradients (`unit_bytes`, arithmetic; the order is that of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the
@@ -188,7 +188,7 @@ class _Walk:
         self.now = before
         shared = stage.forward[-1].end.activations - before.activations
         splits = action.kind is Kind.INPUT
-        # Where some backwards are split, whole ones reduce at their end too (`staged_zero`).
+        # Where some backwards are split, the others reduce at their end too (`staged_zero`).
         late = self.schedule is not None and self.schedule.splits_backward
         reached_root = False
         blocks = self.blocks[action.stage]

@@ -1,8 +1,8 @@
 """Pipeline parallelism: consecutive blocks on different ranks, micro-batches flowing through them by a schedule.
 
 The schedule is a table (`schedule.py`), the cut is data (`model.stages`), `stage.py` takes from the model in place what other ranks own,
-`runtime.py` walks the table, `staged_zero.py` keeps the meaning of the ZeRO stages. Here is what can be set, and what a rank of a pipeline
-needs besides: the gradients of tied parameters, which several stages hold.
+`runtime.py` executes the table, `staged_zero.py` keeps the meaning of the ZeRO stages. Here is what can be set, and what a rank of a
+pipeline needs besides: the gradients of tied parameters, which several stages hold.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineR
         return None
     staged, schedule, found = plan.staged, plan.schedule, plan.cut
     upwards = mesh.group("pp")
-    assert staged is not None and upwards is not None and mesh.downwards is not None
+    assert staged is not None and upwards is not None and mesh.reverse_pp is not None
     zero = StagedZero(staged, schedule, zero=parts.stage, reducer=parts.reducer)
-    messenger = Messenger(upwards, mesh.downwards, device=mesh.device, waits=parts.waits)
+    messenger = Messenger(upwards, mesh.reverse_pp, device=mesh.device, waits=parts.waits)
     check = CutCheck(plan.skeleton, found)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
     if parts.activation_store is not None:

@@ -48,7 +48,7 @@ def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[
             return any(module.startswith(f"{block}.") for block in blocks)
         inside = [name for name in cut.owners if name.startswith(f"{module}.")]
         again = {stage for name in inside for stage in cut.recomputed.get(name, ())}
-        in_front = any(name in cut.front for name in inside)
+        in_front = any(name in cut.first_stage for name in inside)
         return bool(({0 if in_front else cut.stages - 1} | again) & own)
 
     return replace(

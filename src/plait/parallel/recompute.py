@@ -51,7 +51,7 @@ class Recompute(Technique):
     sequence_length: int = 0
     """budget: tokens of a sequence."""
     partition_inputs: bool = False
-    """Each rank of the tp axis keeps its slice of a recomputed block's input; the whole is gathered when it is needed."""
+    """Each rank of the tp axis keeps its slice of a recomputed block's input; the full input is gathered when it is needed."""
     assignment: tuple[BlockMode, ...] | None = None
     """The mode of every block, as solved from a budget."""
 

@@ -248,7 +248,7 @@ class Reducer:
         for parameter in bucket.parameters:
             if self._collect(parameter):
                 self._used[self._slots[parameter].index] = True
-                parameter.grad = None  # what comes from now on must not touch what travels
+                parameter.grad = None  # later gradients must not change what is being sent
         self._launch(bucket)
 
     def _launch(self, bucket: _Bucket) -> None:

@@ -138,7 +138,7 @@ class Runtime:
 
 
 class _Pass:
-    """One walk over a table."""
+    """One execution of a table."""
 
     def __init__(
         self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss, verdicts: Sequence[Verdict]
@@ -291,7 +291,7 @@ class _Pass:
         while message not in self.arriving:
             self._begin(source, may_wait=True)
         tensors = self.arriving.pop(message).wait()
-        self._begin(source, may_wait=False)  # the next one travels while this one is used
+        self._begin(source, may_wait=False)  # the next one is received while this one is used
         return tensors
 
     def _begin(self, source: int, *, may_wait: bool) -> None:

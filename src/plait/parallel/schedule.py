@@ -19,7 +19,7 @@ from plait.errors import ConfigError, InputError, Problem
 
 
 class Kind(StrEnum):
-    """What is computed. A backward is either whole (B) or split in two, so that the second half can fill a gap."""
+    """What is computed. A backward is either unsplit (B) or split in two, so that the second half can fill a bubble."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -1,7 +1,7 @@
 """A backward pass in two halves: the gradients of a stage's inputs, which the stage before waits for, and later those of its weights.
 
-The first half runs torch's own graph walk, which remembers at each layer the gradient that came in. The second half starts from there. It
-accumulates as any backward does, so whoever listens to a parameter's gradient is told; that is where it differs from torch's.
+The first half runs torch's own graph traversal, which remembers at each layer the gradient that came in. The second half starts from there.
+It accumulates as any backward does, so whoever listens to a parameter's gradient is told; that is where it differs from torch's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Deferred:
     groups: tuple[dict[str, Any], ...] = ()
     """As torch's first half leaves them: `params` and `intermediates` (graph nodes), `grads` (what came into each intermediate)."""
     outputs: tuple[torch.Tensor, ...] = ()
-    """Set where the inputs need no gradient: nothing was run yet, the whole pass is the second half."""
+    """Set where the inputs need no gradient: nothing was run yet, the second half is the complete backward."""
     gradients: tuple[torch.Tensor, ...] | None = None
 
 

@@ -1,7 +1,7 @@
-"""Hooks and parametrizations of modules that tensor parallelism computes in parts: a hook would be given this rank's part in place of the
-whole, and what it computes from it would be another number than one process has. Refused by name: before a process group exists for what is
-there, in the forward for what comes later. Hooks that see full tensors stay (in front of a column-split layer, behind a row-split one, on
-the containers around both), and so do Plait's, torch's and Transformers' own.
+"""Hooks and parametrizations of modules that tensor parallelism computes in parts: a hook would get this rank's part in place of the full
+tensor, and compute other values than one process. Refused by name: before a process group exists for what is there, in the forward for what
+comes later. Hooks that see full tensors stay (in front of a column-split layer, behind a row-split one, on the containers around both), and
+so do Plait's, torch's and Transformers' own.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def watch(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], sequen
 
 
 def _first_layer(name: str, linear: set[str]) -> str | None:
-    """A split layer that is called whenever the module `name` is: in it, or beside it."""
+    """A split layer that is called whenever the module `name` is: in it, or next to it."""
     for scope in (name, name.rpartition(".")[0]):
         found = next((layer for layer in sorted(linear) if layer.startswith(f"{scope}.")), None)
         if scope and found is not None:

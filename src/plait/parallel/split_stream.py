@@ -43,7 +43,7 @@ class SplitStream:
     def enter(self, like: torch.Tensor, *, read: torch.Tensor | None = None) -> None:
         """A split part begins, on the device of `like`; nothing happens inside of one. `read` is what its first layer read.
 
-        Raises ModelError where numbers were drawn in the part for something that another of its layers reads whole.
+        Raises ModelError where numbers were drawn in the part for something that another of its layers reads in full.
         """
         generator = _generator(like)
         if generator is None:

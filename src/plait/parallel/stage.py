@@ -136,7 +136,7 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
     front = {
         f"{name}.weight": module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.front
+        if isinstance(module, nn.Embedding) and f"{name}.weight" in cut.first_stage
     }
     passed_over = _drop_parameters(model, cut, set(indices), device)
     modules = own_children(model.get_submodule(cut.container))

@@ -34,8 +34,8 @@ def forward_costs(facts: ModelFacts) -> Costs:
 
     Weights are the parameters of at least 2 dimensions; biases and norms cost nothing. Of the parameters outside the blocks, those listed
     before the first block's are on the first stage, all others on the last. On the first stage a matrix is taken for an embedding: a
-    lookup, 0. A tied one (its other name is outside the blocks too) is multiplied as the head: 2 a weight on the last stage. A weight
-    that several blocks share counts in each. Experts count as if all were used: right for balance among equal blocks, too much beside the
+    lookup, 0. A tied one (its other name is outside the blocks too) is multiplied as the head: 2 a weight on the last stage. A weight that
+    several blocks share counts in each. Experts count as if all were used: right for the balance of equal blocks, too much compared to the
     head.
 
     Raises ModelError for a model without blocks.

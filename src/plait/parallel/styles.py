@@ -42,7 +42,8 @@ class Region:
     length: int = 0
     """Global length of the sequence-sharded dimension in the current forward."""
     overlap: int = 0
-    """Pieces of a row-split product that is summed beside the next; sums of gradients are hidden too then. 0: neither is."""
+    """Chunks of a row-parallel product whose all-reduce overlaps with the next; all-reduces of gradients overlap too then. 0: neither
+    is."""
     gather_logits: bool = True
     """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves them sharded for the loss."""
     own_random: Literal["parts", "blocks", "nothing"] = "parts"
@@ -84,7 +85,7 @@ class Entrance:
     _left: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as column-split layers need it: whole, its gradient summed over the ranks."""
+        """The input as column-parallel layers need it: unsharded, its gradient summed over the ranks."""
         if self.opened:
             return x
         if self._seen is x and self._left:
@@ -110,7 +111,7 @@ class Entrance:
         return entered
 
     def deferred(self, module: nn.Module) -> Weight | None:
-        """The weight of a sibling that has just entered, if its gradient is computed beside the sum of the input's."""
+        """The weight of a sibling that has just entered, if its gradient is overlapped with the all-reduce of the input's."""
         return self._deferred.pop(id(module), None)
 
 

@@ -1,8 +1,8 @@
 """The contract of a technique, and what passes through the ordered list of them.
 
-The engine walks the list with modules (`apply` on Parts), the planner walks the same list with numbers (`account` on a Ledger). A
-technique never changes parameter names. Settings that belong to one call of torch (precision and sharding both go to `fully_shard`)
-travel in Parts until the technique that makes the call consumes them.
+The engine applies the list to modules (`apply` on Parts), the planner applies the same list to numbers (`account` on a Ledger). A technique
+never changes parameter names. Settings that belong to one call of torch (precision and sharding both go to `fully_shard`) are kept in Parts
+until the technique that makes the call consumes them.
 """
 
 from __future__ import annotations

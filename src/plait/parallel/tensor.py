@@ -38,8 +38,8 @@ class TensorParallel(Technique):
     loss_parallel: bool = True
     """Leave the logits split over the vocabulary for a loss that can use them so; full logits are then never built in training."""
     tensor_overlap: int = 0
-    """Pieces in which a row-split product is computed, each summed over the ranks beside the next; gradients of inputs are then summed
-    beside those of weights. 0: sums are waited for."""
+    """Chunks in which a row-parallel product is computed; the all-reduce of each overlaps with the product of the next, and that of input
+    gradients with the gradients of weights. 0: sums are waited for."""
     plan: Mapping[str, str] | None = None
     """Module pattern to style; None takes the model family's own plan."""
 

@@ -22,7 +22,7 @@ class Durations:
     input: tuple[float, ...]
     """The gradient of the input alone."""
     weight: tuple[float, ...]
-    """The gradients of the weights alone. A whole backward takes input + weight."""
+    """The gradients of the weights alone. An unsplit backward takes input + weight."""
     send: tuple[float, ...]
     """Entry s: a message between stages s and s + 1, either way. Not used where both are on one rank."""
 

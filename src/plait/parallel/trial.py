@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 SHARE = 0.05
 """Of a step, which has to be saved."""
-_WHOLE = "whole"
+_WHOLE = "uncompressed"
 _UNCOUNTED, _COUNTED = 2, 3
 """Steps: caches and buffers come into being first."""
 
@@ -58,11 +58,11 @@ class Trial:
     options: tuple[Option, ...]
     """What changes the numbers least first."""
     verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
-    """-1 not yet; 0 whole; else an option's code. For a checkpoint."""
+    """-1: not decided; 0: uncompressed; else the code of a candidate. For a checkpoint."""
     _trying: list[Option] = field(default_factory=list)
     """What is tried; the first of it now."""
     _taken: dict[str, float] = field(default_factory=dict)
-    """Way to seconds of its steps."""
+    """Candidate to seconds of its steps."""
     _again: float | None = None
     """Those of uncompressed gradients after the others."""
     _said: str = ""
@@ -111,7 +111,7 @@ class Trial:
     def _after_whole(self, taken: float, waited: float) -> None:
         self._taken[_WHOLE] = taken
         self._trying = list(self.options) if waited > SHARE * taken else []
-        self._said = f"a step takes {taken * 1e3:.3g} ms and waits {waited * 1e3:.3g} ms of them for gradients"
+        self._said = f"a step takes {taken * 1e3:.3g} ms, {waited * 1e3:.3g} ms of them exposed communication of gradients"
 
     def _decide(self) -> str:
         name = best_of(self._taken)
@@ -119,13 +119,13 @@ class Trial:
         self.conclude(code)
         times = {way: seconds for way, seconds in self._taken.items() if way != _WHOLE}
         if self._again is not None:
-            times["whole again"] = self._again
+            times["uncompressed again"] = self._again
         tried = ", ".join(f"{way} {seconds * 1e3:.3g} ms" for way, seconds in times.items())
-        said = f"{self._said}; tried: {tried}" if tried else f"{self._said}, less than {SHARE:.0%}"
-        return f"gradients are sent as {name} from here on: {said}" if code else f"gradients stay uncompressed: {said}"
+        said = f"{self._said}; candidates: {tried}" if tried else f"{self._said}, less than {SHARE:.0%}"
+        return f"gradients are sent as {name} from now on: {said}" if code else f"gradients stay uncompressed: {said}"
 
     def conclude(self, code: int) -> None:
-        """Decide, or take over what was decided before; 0 leaves gradients whole."""
+        """Decide, or restore an earlier decision; 0 leaves gradients uncompressed."""
         self.verdict.fill_(code)
         self._go_by(next((option for option in self.options if option.code == code), None))
 

@@ -174,7 +174,7 @@ def _open_to_compression(technique: DataParallel, mesh: Mesh, *, in_memory: bool
 
 def _compressed_way(to: Compression, technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> BucketWay:
     given = technique.bucket_bytes
-    make = partial(to.buckets, group, mesh.device, whole_steps=0)  # those before were whole
+    make = partial(to.buckets, group, mesh.device, whole_steps=0)  # the steps before were uncompressed
     return BucketWay(make, to.bucket_bytes(given) if technique.bucket_by_links else given)
 
 
@@ -205,7 +205,7 @@ def _read(path: str, ranks: int, machines: int) -> GroupLinks | ConfigError:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the shards of a model travel."""
+    """How the shards of a model are exchanged."""
 
     said: str = ""
     """A description."""

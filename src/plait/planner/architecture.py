@@ -72,7 +72,7 @@ class Architecture:
 
     @property
     def shared_parameters(self) -> Numbers:
-        """Matrix parameters that every token meets beside the routed experts: shared experts and the router."""
+        """Matrix parameters that every token uses besides the routed experts: shared experts and the router."""
         return (2 + self.gated) * self.hidden * self.shared_ffn + self.hidden * self.experts
 
     @property

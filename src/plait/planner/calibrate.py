@@ -156,7 +156,7 @@ def memory_of(job: Job, kinds: Sequence[str]) -> Callable[[Rates], Array]:
 
 
 _OF_GPUS = ("ramp", "contention")
-"""Constants that cancel on a CPU, beside those that it has its own of."""
+"""Constants that cancel on a CPU, besides those that it has its own of."""
 
 
 def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:

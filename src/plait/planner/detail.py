@@ -1,5 +1,5 @@
-"""What a report shows of a plan beyond the search's own figures: the bytes of every pipeline rank, the walk of its table, and a sample of
-all candidates with what each loses most by.
+"""What a report shows of a plan beyond the search's own figures: the bytes of every pipeline rank, the simulation of its table, and a
+sample of all candidates with the largest cost of each.
 
 Nothing is predicted anew: the same closed forms as in the search, asked for more of their terms.
 """
@@ -66,14 +66,14 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
 
 
 def timeline(request: Request, choice: Choice, *, calibration: Calibration | None = None) -> Timeline:
-    """When every computation of a choice runs. Raises InputError where its schedule has no table that can be walked."""
+    """When every computation of a choice runs. Raises InputError where its schedule has no table that can be simulated."""
     return timeline_of(job_of(request, layouts_of(choice)), merged(calibration or uncalibrated()))
 
 
 def beyond(choice: Choice, walked: Timeline) -> dict[str, float]:
-    """Seconds of a choice's step that are not in the walk of its pipeline, by meaning; with the walk they are the step."""
+    """Seconds of a choice's step that are not in the simulation of its pipeline, by meaning; together they are the step."""
     rest = {TERM_MEANINGS[name]: size for name, size in choice.terms.items() if name not in (*RANK_TERMS, "idle") and size > 0}
-    # The closed form spreads the layers evenly; the walk cuts them as the engine does, and gives the stage with the head fewer.
+    # The closed form spreads the layers evenly; the simulation cuts them as the engine does, and gives the stage with the head fewer.
     missing = choice.seconds - walked.total - sum(rest.values())
     return rest | ({"layers that the closed form leaves on the slowest stage": missing} if missing > 1e-9 * choice.seconds else {})
 

@@ -1,4 +1,4 @@
-"""Why this layout and not that one: the best of the other kind beside the winner, term by term; and what changes when the cluster does."""
+"""Why this layout and not that one: the best of the other kind next to the winner, term by term; and what changes when the cluster does."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class Job:
     own: bool = False
     """Plait's own blocks, whose bytes are counted and not guessed."""
     whole_attention: bool = False
-    """Tensor parallelism splits the projections and leaves attention itself whole on every rank, as with fused queries, keys and values."""
+    """Tensor parallelism splits the projections and leaves attention itself replicated on every rank, as with fused queries, keys and
+    values."""
 
     @property
     def tokens(self) -> Numbers:

@@ -82,7 +82,7 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks:
 
     first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
     last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
-    # A single tensor of the optimizer's arithmetic, and of the reduced norm, stands beside the states.
+    # A single tensor of the optimizer's arithmetic, and of the reduced norm, are held besides the states.
     step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
     three = [first, last, step]

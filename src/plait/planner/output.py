@@ -159,7 +159,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -> tuple[Path, Path]:
-    """Write the best choice as a configuration and beside it `<name>.plan.json`, which holds what was asked for (`base`) too.
+    """Write the best choice as a configuration, and next to it `<name>.plan.json`, which also holds the query (`base`).
 
     Returns both. Raises InputError where they cannot be written."""
     path = Path(path)

@@ -42,7 +42,7 @@ class Units:
 
     layers: Numbers
     block: Numbers
-    """Of one block, after tp, padded to whole shards."""
+    """Of one block, after tp, padded to equal shards."""
     root: Numbers
     """Outside of the blocks."""
     head: Numbers
@@ -56,7 +56,7 @@ class Units:
     put_off: tuple[Numbers, Numbers]
     """(in flight, those with deferred gradients of weights), in the same units, at the point with most of the second."""
     losses: Numbers
-    """Micro-batches whose loss is held beside the one in backward."""
+    """Micro-batches whose loss is held besides the one in backward."""
 
 
 RANKS = ("first", "last", "inner")
@@ -103,7 +103,7 @@ class _Rank:
     block_working: Numbers
     """Activations and their gradients then."""
     wide: Numbers
-    """Whether a reduction takes a second whole buffer: a copy that torch makes where there is nobody to reduce with, or gloo's."""
+    """Whether a reduction takes a second full buffer: a copy that torch makes where there is nobody to reduce with, or gloo's."""
 
 
 def _rank(job: Job, held: Terms, units: Units) -> _Rank:

@@ -1,7 +1,7 @@
 """Idle time and micro-batches in flight of pipeline schedules, in closed form.
 
 Published formulas and, for schedules of torch, figures read from its own action lists; an event simulation of the schedule's table refines
-the best candidates. Units: the time and the activations of one micro-batch in one whole stage.
+the best candidates. Units: the time and the activations of one micro-batch in one stage.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _CHUNK = 1 << 15
 _CERTAIN = 0.9
 """A plan fits with at least this probability."""
 _MOST_SIMULATED = 50
-"""So many of the best are walked by their schedule's table."""
+"""So many of the best are simulated by their schedule's table."""
 _HOST_SHARE = 0.8
 """Of a node's memory, what states may take."""
 _NINETY = 1.645
@@ -295,7 +295,7 @@ def _fastest(
 
 
 def walked(request: Request, found: list[Choice], calibration: Calibration) -> list[Choice]:
-    """Choices with their pipelines walked by their own tables, fastest first."""
+    """Choices with their pipelines simulated by their own tables, fastest first."""
     rates = merged(calibration)
     refined = []
     for choice in found:

@@ -1,7 +1,7 @@
-"""The pipeline of one layout, walked by its schedule's own table: what stays idle with uneven stages, a heavy head, messages in flight.
+"""Simulates the pipeline of one layout by its schedule's own table: the idle time with uneven stages, a heavy head, messages in flight.
 
-Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedule`), the walk `parallel.timeline`, the cut the
-engine's (`parallel.stages`); durations are the closed form's. Nothing is simulated without a pipeline.
+Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedule`), the simulation `parallel.timeline`, the
+cut the engine's (`parallel.stages`); durations are the closed form's. Nothing is simulated without a pipeline.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from plait.planner.step import host_wait, layer_traffic
 from plait.planner.traffic import send_seconds
 
 MOST_ACTIONS = 60_000
-"""Longer tables are left to the closed form: a walk takes about 5 us an action."""
+"""Longer tables are left to the closed form: a simulation takes about 5 us an action."""
 RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host", "tp", "cp", "ep")
-"""Terms of a step that the walk has in its durations; `idle` is what it finds, and the others come on top."""
+"""Terms of a step that are in the simulated durations; `idle` is its result, and the others are added."""
 
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
-    """`terms` of one candidate with the idle time that its table leaves; None where there is no pipeline or no table to walk."""
+    """`terms` of one candidate with the idle time that its table leaves; None where there is no pipeline or no table to simulate."""
     if int(np.ravel(job.layouts.pp)[0]) == 1:
         return None
     try:

@@ -33,7 +33,7 @@ def block_parameters(
     model: Architecture, *, experts: bool = False, whole_keys: bool = False
 ) -> list[tuple[str, tuple[int, ...], int | None]]:
     """(name, shape, dimension split over tp) of every parameter of one block, as Transformers shapes them. With `whole_keys` there are
-    fewer key and value heads than ranks, which keep these whole."""
+    fewer key and value heads than ranks, which replicate these."""
     h, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     found: list[tuple[str, tuple[int, ...], int | None]] = []
     if model.model_type == "gpt2":

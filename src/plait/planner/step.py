@@ -171,7 +171,7 @@ def _data_traffic(
     scatter_all = collective_seconds(job, rates, whole, gradient_bytes, "one_way")
     scatter = collective_seconds(job, rates, shards, gradient_bytes, "one_way")
     gather = collective_seconds(job, rates, shards, weight_bytes, "one_way")
-    # Gradients of a block are packed for their collective and unpacked; on a GPU beside other kernels and hardly seen.
+    # Gradients of a block are packed for their collective and unpacked; on a GPU overlapped with other kernels and hardly seen.
     packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
     packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
     scatter, scatter_all = scatter + packed, scatter_all + packed

@@ -57,7 +57,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "parallel.recompute.mode": ("full", "selective", "none"),
     "optimizer.type": ("Adam", "AdamW"),
 }
-"""Priced values, beside the default."""
+"""Modelled values, besides the default."""
 _OWNERS = {
     "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param": "zero_optimization.offload_param.device",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.checkpoint import exact
-from plait.checkpoint.distributed import find, read_facts
+from plait.checkpoint.distributed import find, read_metadata_file
 from plait.errors import CheckpointError, ConfigError, InputError, Problem
 from plait.files import write_whole
 from plait.train.loop import Position
@@ -57,7 +57,7 @@ class RunFolder:
         checkpoint = find(self.checkpoints)
         if checkpoint is None:
             return Position()
-        state = exact.decode(read_facts(checkpoint)["client_state"], where="client_state")
+        state = exact.decode(read_metadata_file(checkpoint)["client_state"], where="client_state")
         if not {"identity", "step", "samples"} <= state.keys():
             raise CheckpointError(f"{checkpoint} was not written by plait train; set run.folder to a folder of its own")
         _refuse_differences(checkpoint, state["identity"], identity)
@@ -71,7 +71,7 @@ class RunFolder:
         return [f"{name}: {was.get(name)} to {now.get(name)}" for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
 
     def write(self, resolved: Resolved, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep the configuration and the tokenizer beside the checkpoints."""
+        """Keep the configuration and the tokenizer next to the checkpoints."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_whole(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
         tokenizer.save_pretrained(self.path / "tokenizer")

@@ -51,7 +51,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingContext:
     """Everything the loop works with."""
 
     engine: Trainable
@@ -63,30 +63,30 @@ class Job:
     """Lets the model write a text. Collective."""
     checkpoints: Path
     client_state: Mapping[str, Any]
-    """Saved with every checkpoint, beside the position."""
+    """Saved with every checkpoint, besides the position."""
     started: RunStarted
     stop: StopRequest
     emit: Listener
 
 
-def train(job: Job, start: Position) -> int:
+def train(context: TrainingContext, start: Position) -> int:
     """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint either way.
 
     Returns 0 when all steps are done, else the signal that asked to stop, the same on every rank. Raises PlaitError when the loss is not
     finite: the parameters are lost then, and the last checkpoint is kept as it is.
     """
-    section, began, mark = job.section, time.perf_counter(), time.perf_counter()
+    section, began, mark = context.section, time.perf_counter(), time.perf_counter()
     position, stopped_by = start, 0
     validated = saved = start.step
     # On a GPU the numbers of a step are read while the next one is queued, so that the device never waits for the reader.
-    behind = 0 if job.engine.device.type == "cpu" else 1
+    behind = 0 if context.engine.device.type == "cpu" else 1
     unread: deque[_Taken] = deque()
     steps_seconds, waited = 0.0, Counter[str]()
-    job.emit(job.started)
+    context.emit(context.started)
     while position.step < section.steps and not stopped_by:
-        result = job.engine.train_batch(job.loader.at(position.samples))
-        position = Position(position.step + 1, position.samples + job.loader.batch)
-        unread.append(_Taken(position.step, result, job.stop.shared(device=job.engine.device)))
+        result = context.engine.train_batch(context.loader.at(position.samples))
+        position = Position(position.step + 1, position.samples + context.loader.batch)
+        unread.append(_Taken(position.step, result, context.stop.shared(device=context.engine.device)))
         validates = _due(position.step, section.validate_every)
         saves = _due(position.step, section.checkpoint_every)
         pause = validates or saves or position.step == section.steps
@@ -94,30 +94,30 @@ def train(job: Job, start: Position) -> int:
             taken = unread.popleft()
             stopped_by = stopped_by or int(taken.stop.item())  # waits for the step
             now = time.perf_counter()
-            done = _step_done(taken, job, seconds=now - mark)
-            job.emit(done)
+            done = _step_done(taken, context, seconds=now - mark)
+            context.emit(done)
             steps_seconds += done.seconds
             waited.update(done.waited_seconds)
             if taken.result.decided:
-                job.emit(CommunicationDecided(taken.step, taken.result.decided))
+                context.emit(CommunicationDecided(taken.step, taken.result.decided))
             mark = now
         if validates:
-            _validate(job, position.step)
+            _validate(context, position.step)
             validated = position.step
         if saves:
-            _save(job, position)
+            _save(context, position)
             saved = position.step
         if validates or saves:
             mark = time.perf_counter()
     finished = position.step == section.steps
     if finished and validated < position.step:
-        _validate(job, position.step)
+        _validate(context, position.step)
     if saved < position.step:
-        _save(job, position)
-    if finished and job.sample is not None and section.sample is not None:
-        job.emit(Sampled(position.step, section.sample.prompt, job.sample()))
+        _save(context, position)
+    if finished and context.sample is not None and section.sample is not None:
+        context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
     reason, seconds = "finished" if finished else "interrupted", time.perf_counter() - began
-    job.emit(RunEnded(position.step, reason, seconds, job.started.folder, steps_seconds, dict(waited)))
+    context.emit(RunEnded(position.step, reason, seconds, context.started.folder, steps_seconds, dict(waited)))
     return 0 if finished else stopped_by
 
 
@@ -134,7 +134,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _step_done(taken: _Taken, job: Job, *, seconds: float) -> StepDone:
+def _step_done(taken: _Taken, context: TrainingContext, *, seconds: float) -> StepDone:
     result = taken.result
     event = StepDone(
         step=taken.step,
@@ -144,9 +144,9 @@ def _step_done(taken: _Taken, job: Job, *, seconds: float) -> StepDone:
         loss_scale=float(result.loss_scale),
         skipped=bool(result.skipped),
         weight=float(result.weight),
-        tokens=job.loader.batch * job.loader.sequences.length,
+        tokens=context.loader.batch * context.loader.sequences.length,
         seconds=seconds,
-        memory_bytes=peak_memory_bytes(job.engine.device),
+        memory_bytes=peak_memory_bytes(context.engine.device),
         waited_seconds=dict(result.waited_seconds),
     )
     # A loss scaler skips steps that overflow and goes on; without a skip the parameters have taken the step and hold NaN now.
@@ -154,23 +154,23 @@ def _step_done(taken: _Taken, job: Job, *, seconds: float) -> StepDone:
         raise PlaitError(
             f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the run has diverged and was stopped without a "
             "checkpoint; lower the learning rate or set gradient_clipping, and run the command again to go on from the last one in "
-            f"{job.checkpoints}"
+            f"{context.checkpoints}"
         )
     return event
 
 
-def _validate(job: Job, step: int) -> None:
+def _validate(context: TrainingContext, step: int) -> None:
     began, total, weight = time.perf_counter(), 0.0, 0.0
-    for batch in job.validation():
-        found, weighed = job.engine.eval_batch(batch)
+    for batch in context.validation():
+        found, weighed = context.engine.eval_batch(batch)
         total, weight = total + float(found), weight + float(weighed)
     if weight:
-        job.emit(Validated(step, total / weight, weight, time.perf_counter() - began))
+        context.emit(Validated(step, total / weight, weight, time.perf_counter() - began))
 
 
-def _save(job: Job, position: Position) -> None:
+def _save(context: TrainingContext, position: Position) -> None:
     began = time.perf_counter()
-    state = {**job.client_state, "step": position.step, "samples": position.samples}
-    path = job.engine.save_checkpoint(job.checkpoints, tag=f"step-{position.step:08d}", client_state=state)
-    remove_old(job.checkpoints, keep=job.section.keep)
-    job.emit(CheckpointSaved(position.step, str(path), time.perf_counter() - began))
+    state = {**context.client_state, "step": position.step, "samples": position.samples}
+    path = context.engine.save_checkpoint(context.checkpoints, tag=f"step-{position.step:08d}", client_state=state)
+    remove_old(context.checkpoints, keep=context.section.keep)
+    context.emit(CheckpointSaved(position.step, str(path), time.perf_counter() - began))

@@ -36,13 +36,13 @@ from plait.parallel.order import check_all
 from plait.parallel.pipeline import PipelineParts
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
-from plait.train.loop import Job, Position, train
+from plait.train.loop import Position, TrainingContext, train
 from plait.train.sample import sample
 from plait.train.stop import StopRequest
 
 
 @dataclass(frozen=True)
-class Checked:
+class ValidatedRun:
     """A run that can begin: its text is tokenised, its model fits, its folder holds nothing that contradicts it."""
 
     checked: CheckedModel
@@ -82,7 +82,7 @@ class Checked:
         return sum(parameter.numel() for parameter in self.built.model.parameters())
 
 
-def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False) -> Checked:
+def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False) -> ValidatedRun:
     """Everything about a run that can be known before its processes exist. Prepares the data, which may take a while: `say` is told.
 
     fresh: the run begins at step 0, whatever its folder holds; the caller sets that aside with `RunFolder.set_aside`.
@@ -117,7 +117,7 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     position, changes = (Position(), []) if fresh else (folder.position(identity), folder.changes(resolved))
     for field, place in _written(resolved):
         require_folder(place, field)
-    return Checked(checked, prepared, built, folder, identity, position, changes)
+    return ValidatedRun(checked, prepared, built, folder, identity, position, changes)
 
 
 def _written(resolved: Resolved) -> Iterator[tuple[str, str]]:
@@ -190,7 +190,7 @@ def _positions(data: DataSection, run: RunSection, prepared: Prepared) -> int:
     return max(data.sequence_length, prompt + run.sample.tokens)
 
 
-def run(checked: Checked, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:
+def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:
     """Train from where the run is, on this process. Collective. `listeners` hear this rank's events.
 
     Returns 0 when all steps are done, else the number of the signal that ended the run after a checkpoint.
@@ -218,7 +218,7 @@ def run(checked: Checked, *, stop: StopRequest, listeners: Sequence[Listener]) -
         engine.close()
 
 
-def _same_everywhere(checked: Checked) -> None:
+def _same_everywhere(checked: ValidatedRun) -> None:
     """Machines may hold different copies of a file. Training on would silently train on something that no one asked for."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -234,7 +234,7 @@ def _same_everywhere(checked: Checked) -> None:
             )
 
 
-def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener, notes: Sequence[str]) -> Job:
+def _job(checked: ValidatedRun, engine: Engine, stop: StopRequest, emit: Listener, notes: Sequence[str]) -> TrainingContext:
     resolved, section, data = checked.resolved, checked.section, checked.data
 
     def validation() -> Iterator[Mapping[str, torch.Tensor]]:
@@ -256,7 +256,7 @@ def _job(checked: Checked, engine: Engine, stop: StopRequest, emit: Listener, no
         with engine.evaluating():
             return sample(predict, data.tokenizer, section.sample, seed=resolved.seed, device=engine.device)
 
-    return Job(
+    return TrainingContext(
         engine=engine,
         section=section,
         loader=Loader(data.train, resolved.batch.train_batch_size, resolved.seed, engine.dp_rank, engine.dp_size),

@@ -44,7 +44,7 @@ class StopRequest:
     def shared(self, *, device: torch.device) -> torch.Tensor:
         """The signal that asked any process of the default group, or 0: a tensor [1] on `device`, so that reading it can wait.
 
-        Every process calls this in every step. One number travels; without a group the answer is this process's own.
+        Every process calls this in every step. One number is sent; without a group the answer is this process's own.
         """
         answer = torch.tensor([float(self.number)], device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -1,4 +1,4 @@
-"""From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a function) to a small Subject that runs.
+"""From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a function) to a small TestedModel.
 
 Candidates are tried from small to large, each by one forward and backward on the CPU in float64: what a rule of shrinking gets wrong for
 some architecture shows there and not in a worker. What is chosen and why is told, line by line.
@@ -26,8 +26,8 @@ from plait.planner.models import find_model, named
 from plait.units import DTYPES, format_count
 from plait.verify import shrink
 from plait.verify.batches import ragged_steps
-from plait.verify.lift import lifted, roundings
-from plait.verify.subject import Built, Subject, build, call_function, give_weights, transformers_model
+from plait.verify.keep_float64 import keeping_float64, roundings
+from plait.verify.model_under_test import Built, TestedModel, build, call_function, give_weights, transformers_model
 
 _MOST_DEPTH = 8
 """So deep may a shrunk model be to have every kind of module of the large one."""
@@ -39,9 +39,9 @@ _MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class Choice:
-    """A subject, and what to tell of it."""
+    """A tested, and what to tell of it."""
 
-    subject: Subject
+    tested: TestedModel
     lines: tuple[str, ...]
     names: tuple[str, ...]
     """Names of the blocks of the small model."""
@@ -115,12 +115,12 @@ def _first_line(error: Exception) -> str:
 def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str) -> Choice:
     whole, kinds = _whole(fields, title)
     failure: Exception | None = None
-    best: tuple[Subject, nn.Module, list[str]] | None = None
+    best: tuple[TestedModel, nn.Module, list[str]] | None = None
     for small in _candidates(fields, layout):
         if best is not None and len(best[2]) and shrink.depth_of(small) == shrink.depth_of(best[0].fields or {}):
             continue  # only a deeper one can have more kinds of modules
         try:
-            subject, model = _tried(Subject(title=title, fields=small, blocks=blocks))
+            tested, model = _tried(TestedModel(title=title, fields=small, blocks=blocks))
         except (ConfigError, InputError):
             raise
         except Exception as error:  # whatever a model raises that was made too small for itself
@@ -128,7 +128,7 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
             continue
         missing = sorted(kinds - {type(module).__name__ for module in model.modules()})
         if best is None or len(missing) < len(best[2]):
-            best = (subject, model, missing)
+            best = (tested, model, missing)
         if not missing:
             break
     if best is None:
@@ -136,12 +136,12 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
         if isinstance(failure, _TooLarge):
             raise failure
         raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({_first_line(failure)})") from failure
-    subject, model, missing = best
-    listed = [str(change) for change in shrink.changes(fields, subject.fields or {})]
+    tested, model, missing = best
+    listed = [str(change) for change in shrink.changes(fields, tested.fields or {})]
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
     if missing:
         lines.append(f"not in the small model, so not verified: {', '.join(missing)}")
-    return _choice(subject, model, lines, whole=whole, dtype=dtype)
+    return _choice(tested, model, lines, whole=whole, dtype=dtype)
 
 
 def _whole(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
@@ -184,12 +184,12 @@ def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
     lines = [f"{path}, as it is"]
     if shrunk is not None:
         try:
-            subject, small = _tried(Subject(**wanted, depth=depth))
-            return _choice(subject, small, [f"{path}, shrunk: {shrunk} blocks -> {depth}"], whole=whole, dtype=dtype)
+            tested, small = _tried(TestedModel(**wanted, depth=depth))
+            return _choice(tested, small, [f"{path}, shrunk: {shrunk} blocks -> {depth}"], whole=whole, dtype=dtype)
         except Exception as error:  # its forward may count the blocks
             lines = [f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run ({_first_line(error)})"]
     try:
-        return _choice(*_tried(Subject(**wanted)), lines, whole=whole, dtype=dtype)
+        return _choice(*_tried(TestedModel(**wanted)), lines, whole=whole, dtype=dtype)
     except (ModelError, InputError):
         raise
     except Exception as error:
@@ -219,38 +219,38 @@ class _TooLarge(ModelError):
 # ---- trying -------------------------------------------------------------------------------------------------------------------------
 
 
-def _tried(subject: Subject) -> tuple[Subject, nn.Module]:
-    """The subject with what a forward and backward told, and its model in float64. Raises whatever the model raises."""
-    if subject.fields is not None:
-        model = transformers_model(subject.fields, dtype=torch.float64)
+def _tried(tested: TestedModel) -> tuple[TestedModel, nn.Module]:
+    """The tested with what a forward and backward told, and its model in float64. Raises whatever the model raises."""
+    if tested.fields is not None:
+        model = transformers_model(tested.fields, dtype=torch.float64)
         if _size(model) > _MOST_PARAMETERS:
-            raise _TooLarge(subject.title, _size(model))
+            raise _TooLarge(tested.title, _size(model))
         names = inspect.signature(model.forward).parameters
         mask = _MASK if _MASK in names else None
-        subject = subject.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
-    built = build(subject, dtype=torch.float64)
+        tested = tested.model_copy(update={"vocabulary": vocabulary_of(model.config), "mask": mask})
+    built = build(tested, dtype=torch.float64)
     try:
-        model = give_weights(built.model, blocks=subject.blocks, seed=0)
+        model = give_weights(built.model, blocks=tested.blocks, seed=0)
     except ModelError:  # a parameter that only a constructor fills
-        subject = subject.model_copy(update={"on_meta": False})
-        built = build(subject, dtype=torch.float64)
+        tested = tested.model_copy(update={"on_meta": False})
+        built = build(tested, dtype=torch.float64)
         model = built.model
-    with lifted(model):
-        if subject.mask is not None and not _takes_left_padding(built, model):
-            subject = subject.model_copy(update={"left_padding": False})
-            built = build(subject, dtype=torch.float64)
+    with keeping_float64(model):
+        if tested.mask is not None and not _takes_left_padding(built, model):
+            tested = tested.model_copy(update={"left_padding": False})
+            built = build(tested, dtype=torch.float64)
         piece = _three_rows(built)
         output = built.forward(model, piece)
-        bare = isinstance(output, torch.Tensor) and subject.vocabulary is not None
+        bare = isinstance(output, torch.Tensor) and tested.vocabulary is not None
         if bare:
-            subject = subject.model_copy(update={"bare_logits": True})
-            built = build(subject, dtype=torch.float64)
+            tested = tested.model_copy(update={"bare_logits": True})
+            built = build(tested, dtype=torch.float64)
         run: Callable[[], float] = lambda: float(built.loss(built.forward(model, piece), piece)[0].detach())  # noqa: E731
         narrow = roundings(run)
         for _ in range(3):
-            _refuse_random(subject, run(), run())
+            _refuse_random(tested, run(), run())
         built.loss(built.forward(model, piece), piece)[0].backward()
-    return subject.model_copy(update={"exact": not narrow}), model
+    return tested.model_copy(update={"exact": not narrow}), model
 
 
 def _three_rows(built: Built) -> Any:
@@ -274,12 +274,12 @@ def vocabulary_of(config: Any) -> int | None:
     return size if size is not None else getattr(config.get_text_config(), "vocab_size", None)
 
 
-def _refuse_random(subject: Subject, first: float, second: float) -> None:
+def _refuse_random(tested: TestedModel, first: float, second: float) -> None:
     if not math.isfinite(first):
-        raise ModelError(f"{subject.title}: the loss of its small version is {first}")
+        raise ModelError(f"{tested.title}: the loss of its small version is {first}")
     if first != second:
         raise ModelError(
-            f"{subject.title}: two forwards on the same data give {first!r} and {second!r}, so it is random even without dropout and no "
+            f"{tested.title}: two forwards on the same data give {first!r} and {second!r}, so it is random even without dropout and no "
             "two runs can be compared; turn the noise off"
         )
 
@@ -288,18 +288,18 @@ def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _choice(subject: Subject, model: nn.Module, lines: list[str], *, whole: int, dtype: str) -> Choice:
+def _choice(tested: TestedModel, model: nn.Module, lines: list[str], *, whole: int, dtype: str) -> Choice:
     small = _size(model)
     lines = [
         *lines,
         f"{format_count(whole)} -> {format_count(small)} parameters" if small != whole else f"{format_count(small)} parameters",
     ]
-    if not subject.on_meta:
+    if not tested.on_meta:
         lines.append("a parameter is filled by its constructor only, so it is built with weights, as plait.initialize needs it too")
-    if not subject.left_padding:
+    if not tested.left_padding:
         lines.append("its forward takes no rows that are padded on the left, so none are compared")
-    if not subject.exact:
+    if not tested.exact:
         lines.append(
             "its forward rounds float64 to a narrower dtype where it cannot be kept in float64, so float64 is compared within 1e-7"
         )
-    return Choice(subject, tuple(lines), find_blocks(model, subject.blocks or None), small / max(whole, 1), dtype)
+    return Choice(tested, tuple(lines), find_blocks(model, tested.blocks or None), small / max(whole, 1), dtype)

@@ -117,11 +117,11 @@ class MeasuredInFlight:
     """What a pipeline's rank held of activations in a step."""
 
     after: list[tuple[Action, int]]
-    """Every action, and the bytes that all micro-batches kept when it had ended: blocks, what is beside them, head and loss."""
+    """Every action, and the bytes that all micro-batches kept when it had ended: blocks, what is outside of them, head and loss."""
 
 
 def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
-    """Run one `train_batch` of a pipeline whose parameters are not sharded. What is on its way between stages does not count, nor do
+    """Run one `train_batch` of a pipeline whose parameters are not sharded. Messages in flight between stages do not count, nor do
     gradients of parameters."""
     assert engine._pipeline is not None
     model, runtime = engine.model, engine._pipeline.runtime

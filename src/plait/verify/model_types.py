@@ -20,11 +20,11 @@ from plait.errors import PlaitError
 from plait.model.blocks import find_blocks
 from plait.model.plans import make_plan
 from plait.verify.choose import choose
+from plait.verify.model_under_test import TestedModel, build, give_weights
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from plait.verify.plan import Plan
 from plait.verify.report import EXACT_BAR, ROUNDED_BAR
 from plait.verify.second import second_trace
-from plait.verify.subject import Subject, build, give_weights
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -58,7 +58,7 @@ Outcome = Literal["exact", "refused", "failed"]
 class Small:
     """A type made small."""
 
-    subject: Subject
+    tested: TestedModel
     lines: tuple[str, ...]
     """What was made small, and what is left out."""
     split: float
@@ -91,8 +91,8 @@ def make_small(name: str) -> Small:
     """The small version of a type, one for all layouts. Raises what building it raises."""
     config = load({**_FILE, "model": {"config": {"model_type": name}}})
     choice = choose(config, None, layout=Layout(pp=2, dp_shard=2, tp=2))
-    model = build(choice.subject, dtype=torch.float64).model
-    return Small(choice.subject, choice.lines, _split_share(model))
+    model = build(choice.tested, dtype=torch.float64).model
+    return Small(choice.tested, choice.lines, _split_share(model))
 
 
 def _split_share(model: torch.nn.Module) -> float:
@@ -104,17 +104,17 @@ def _split_share(model: torch.nn.Module) -> float:
     return sum(size for name, size in sizes.items() if plan.dims[name] is not None) / max(sum(sizes.values()), 1)
 
 
-def planned(subject: Subject, layout: str) -> Plan:
+def planned(tested: TestedModel, layout: str) -> Plan:
     """The comparison of one cell."""
     resolved = resolve(load({**_FILE, **LAYOUTS[layout]}), world_size=PROCESSES)
     buckets = resolved.data_parallel.model_copy(update={"bucket_bytes": _BUCKET_BYTES, "bucket_by_links": False, "may_compress": ()})
     resolved = resolved.model_copy(update={"data_parallel": buckets})
-    return Plan(subject, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=())
+    return Plan(tested, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=())
 
 
-def run_cell(rank: int, world: int, subject: Subject, layout: str) -> Cell:
+def run_cell(rank: int, world: int, tested: TestedModel, layout: str) -> Cell:
     """Collective over the two processes of the default group; rank 0 compares. Raises CellFailed for an error in a step."""
-    plan = planned(subject, layout)
+    plan = planned(tested, layout)
     resolved, dtype = plan.settings("float64")
     built = plan.build(dtype, rank=rank)
     with plan.lifting("float64", built.model):
@@ -131,7 +131,7 @@ def run_cell(rank: int, world: int, subject: Subject, layout: str) -> Cell:
             raise CellFailed(f"{where}: {_described(error)}") from error
         finally:
             engine.close()
-    return _judged(plan, found) if rank == 0 else Cell("exact")
+    return _compared(plan, found) if rank == 0 else Cell("exact")
 
 
 def _described(error: Exception) -> str:
@@ -140,27 +140,27 @@ def _described(error: Exception) -> str:
     return f"{text} <- {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else text
 
 
-def _judged(plan: Plan, found: Trace) -> Cell:
-    reference = _reference(plan.subject)
+def _compared(plan: Plan, found: Trace) -> Cell:
+    reference = _reference(plan.tested)
     largest = worst(compare(reference, found))
-    bar = EXACT_BAR if plan.subject.exact else ROUNDED_BAR
+    bar = EXACT_BAR if plan.tested.exact else ROUNDED_BAR
     if largest.ok(bar):
         return Cell("exact", largest.error)
     return Cell("failed", largest.error, f"{largest.name}: error {largest.error:.1e}, allowed {bar:.0e}")
 
 
-_KEPT: list[tuple[Subject, Trace]] = []
+_KEPT: list[tuple[TestedModel, Trace]] = []
 """The last reference, for the next layout of the same type."""
 
 
-def _reference(subject: Subject) -> Trace:
+def _reference(tested: TestedModel) -> Trace:
     """One process, from the weights that it would draw."""
-    if _KEPT and _KEPT[0][0] == subject:
+    if _KEPT and _KEPT[0][0] == tested:
         return _KEPT[0][1]
-    plan = planned(subject, next(iter(LAYOUTS)))
-    model = give_weights(plan.build(torch.float64).model, blocks=plan.subject.blocks, seed=plan.resolved.seed)
+    plan = planned(tested, next(iter(LAYOUTS)))
+    model = give_weights(plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
     drawn = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trace, unjudged = second_trace(plan, Trace((), (), (), {}, initial=drawn))
-    assert trace is not None and not unjudged
-    _KEPT[:] = [(subject, replace(trace, initial=drawn))]
+    trace, unchecked = second_trace(plan, Trace((), (), (), {}, initial=drawn))
+    assert trace is not None and not unchecked
+    _KEPT[:] = [(tested, replace(trace, initial=drawn))]
     return _KEPT[0][1]

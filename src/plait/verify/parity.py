@@ -24,7 +24,7 @@ from plait.parallel.pipeline import PipelineParts
 T = TypeVar("T")
 
 Steps = Sequence[Sequence[Any]]
-"""Optimizer steps x micro-batches of the whole world: dp x accumulation each, rank r takes those from r x accumulation on."""
+"""Optimizer steps x micro-batches of all ranks: dp x accumulation each, rank r takes those from r x accumulation on."""
 
 Kind = Literal["initial weight", "loss", "gradient norm", "gradient", "parameter", "other"]
 
@@ -154,7 +154,7 @@ def _move_gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, torc
 
 
 def engine_trace(engine: Engine, steps: Steps) -> Trace:
-    """Train with the engine. Collective; every rank returns the whole trace."""
+    """Train with the engine. Collective; every rank returns the full trace."""
     count = engine.gradient_accumulation_steps()
     pipeline = engine.parts.noted(PipelineParts)
     ties = pipeline.cut.first_names if pipeline is not None else {}

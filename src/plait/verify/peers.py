@@ -18,9 +18,9 @@ from plait.cluster.topology import place
 from plait.engine.batch import to_device
 from plait.engine.gradient_norm import clip_factor
 from plait.engine.optimizer import build_optimizer
+from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
 from plait.verify.plan import Pass, Plan
-from plait.verify.subject import Built, give_weights
 
 _SET_HERE = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"}
@@ -31,7 +31,7 @@ _SET_HERE = frozenset(
 
 
 def traces(plan: Plan) -> dict[Pass, Trace]:
-    """Train every pass with the plan's engine. Collective; every rank returns the whole traces."""
+    """Train every pass with the plan's engine. Collective; every rank returns the full traces."""
     try:
         return {name: _trace(plan, name) for name in plan.passes}
     finally:
@@ -43,7 +43,7 @@ def traces(plan: Plan) -> dict[Pass, Trace]:
 def _trace(plan: Plan, name: Pass) -> Trace:
     _, dtype = plan.settings(name)
     built = plan.build(dtype, rank=place().rank)
-    give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed)
+    give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed)
     with plan.lifting(name, built.model):
         return (_deepspeed if plan.engine == "deepspeed" else _accelerate)(plan, built)
 

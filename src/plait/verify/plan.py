@@ -25,8 +25,8 @@ from plait.parallel.precision import Precision
 from plait.units import dtype_of
 from plait.verify.batches import ragged_steps
 from plait.verify.choose import choose
-from plait.verify.lift import lifted
-from plait.verify.subject import Built, Subject, build, seed_everything
+from plait.verify.keep_float64 import keeping_float64
+from plait.verify.model_under_test import Built, TestedModel, build, seed_everything
 
 Pass = Literal["float64", "configured"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -45,7 +45,7 @@ _MOST_STEPS = 10_000
 class Plan:
     """Everything a process needs to know."""
 
-    subject: Subject
+    tested: TestedModel
     resolved: Resolved
     engine: Peer
     passes: tuple[Pass, ...]
@@ -73,10 +73,10 @@ class Plan:
     def build(self, dtype: torch.dtype, *, rank: int = 0) -> Built:
         """The model. Where it comes with weights of its own, every rank draws others: an engine must make them rank 0's."""
         seed_everything(self.resolved.seed + rank)
-        return build(self.subject, dtype=dtype)
+        return build(self.tested, dtype=dtype)
 
     def data(self, built: Built) -> list[list[Any]]:
-        """Steps of micro-batches of the whole world, the same for every process and pass."""
+        """Steps of micro-batches of all ranks, the same for every process and pass."""
         return ragged_steps(
             steps=self.steps,
             micro_batches=self.micro_batches,
@@ -88,7 +88,7 @@ class Plan:
     @staticmethod
     def lifting(name: Pass, model: nn.Module) -> AbstractContextManager[None]:
         """In float64, casts inside the model and inside the optimizer that narrows on purpose are left out."""
-        return lifted(model, torch.optim.Muon) if name == "float64" else nullcontext()
+        return keeping_float64(model, torch.optim.Muon) if name == "float64" else nullcontext()
 
     def settings(self, name: Pass) -> tuple[Resolved, torch.dtype]:
         """(configuration, dtype of the parameters) of a pass. float64 keeps every mechanism of mixed precision, the loss scale included,
@@ -161,7 +161,7 @@ def prepare(
     lines += [("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}")]
     lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]
     return Plan(
-        subject=choice.subject,
+        tested=choice.tested,
         resolved=resolved,
         engine=engine,
         passes=tuple(passes),

@@ -52,12 +52,12 @@ class Row:
         return self.error <= self.allowed
 
     def __str__(self) -> str:
-        subject = f"{self.kind} of {self.name}" if self.name else self.kind
+        tested = f"{self.kind} of {self.name}" if self.name else self.kind
         if self.step is not None:
-            subject += f" in step {self.step}"
+            tested += f" in step {self.step}"
         if self.what:
-            return f"{subject}: {self.what}"
-        return f"{subject}: error {self.error:.1e}, allowed {self.allowed:.1e}"
+            return f"{tested}: {self.what}"
+        return f"{tested}: error {self.error:.1e}, allowed {self.allowed:.1e}"
 
 
 @dataclass(frozen=True)
@@ -117,22 +117,22 @@ def _finite(value: Any) -> Any:
 # ---- comparison ------------------------------------------------------------------------------------------------------------------------
 
 
-def judge_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None) -> Section:
+def compare_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None) -> Section:
     """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model itself rounds to float32."""
-    bar = tolerance if tolerance is not None else EXACT_BAR if plan.subject.exact else ROUNDED_BAR
+    bar = tolerance if tolerance is not None else EXACT_BAR if plan.tested.exact else ROUNDED_BAR
     rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(exact, found)]
     rows += _wrong_skips(exact, found)
     title = f"float64 in place of every dtype of the configuration, within {bar:.0e} of one process"
     return Section("float64", title, tuple(rows), _skips(found))
 
 
-def judge_independent(plan: Plan, second: Trace | None, found: Trace, *, unjudged: str = "", tolerance: float | None = None) -> Section:
-    """`found` against the reference that shares no code, under the bar of the other. `unjudged` says what it leaves out; where `second` has
+def compare_independent(plan: Plan, second: Trace | None, found: Trace, *, unchecked: str = "", tolerance: float | None = None) -> Section:
+    """`found` against the reference that shares no code, under the bar of the other. `unchecked`: what it leaves out; where `second` has
     fewer steps or no parameters, only what it has is compared."""
-    notes = (unjudged,) if unjudged else ()
+    notes = (unchecked,) if unchecked else ()
     if second is None:
         return Section("independent", INDEPENDENT, (), notes)
-    bar = tolerance if tolerance is not None else EXACT_BAR if plan.subject.exact else ROUNDED_BAR
+    bar = tolerance if tolerance is not None else EXACT_BAR if plan.tested.exact else ROUNDED_BAR
     count = len(second.losses)
     same = replace(
         found,
@@ -154,7 +154,7 @@ def _what(kind: Kind, name: str, error: float) -> str:
     return "one of the two has none, or another shape" if error == math.inf else ""
 
 
-def judge_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
+def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
     """As close to float64 as one process in the same precision. Steps that float16 skipped have no gradient to compare; that they had to
     be skipped is checked against one process at the same loss scale."""
     ours, theirs = _errors(exact, found), _errors(exact, single)
@@ -332,8 +332,8 @@ def _cells(group: tuple[str, Row, int]) -> tuple[str, ...]:
     step = f"step {row.step}" if row.step is not None else ""
     where = ", ".join(part for part in (at, step) if part)
     one = "" if row.one_process is None else f"{row.one_process:.1e}"
-    verdict = "equal" if row.equal else "DIFFERENT"
-    return (title, where if count > 1 or at else step, row.what or f"{row.error:.1e}", one, f"{row.allowed:.1e}", verdict)
+    result = "equal" if row.equal else "DIFFERENT"
+    return (title, where if count > 1 or at else step, row.what or f"{row.error:.1e}", one, f"{row.allowed:.1e}", result)
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], *, drop: int | None) -> list[str]:

@@ -28,11 +28,11 @@ from plait.engine.engine import Engine
 from plait.engine.optimizer import build_optimizer
 from plait.units import dtype_of
 from plait.verify import peers
+from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from plait.verify.plan import Pass, Plan
-from plait.verify.report import INDEPENDENT, Report, Section, judge_configured, judge_float64, judge_independent
+from plait.verify.report import INDEPENDENT, Report, Section, compare_configured, compare_float64, compare_independent
 from plait.verify.second import second_trace
-from plait.verify.subject import Built, give_weights
 
 PLAN, TRACES = "plan.pickle", "traces.pickle"
 Traces = dict[Pass, Trace]
@@ -111,7 +111,7 @@ def references(plan: Plan, name: Pass, found: Trace) -> References:
     """The truth about a pass, in this process alone. `found` tells which steps were skipped and how losses were scaled."""
     _, dtype = plan.settings(name)
     built = plan.build(dtype)
-    model = give_weights(built.model, blocks=plan.subject.blocks, seed=plan.resolved.seed).to(plan.device)
+    model = give_weights(built.model, blocks=plan.tested.blocks, seed=plan.resolved.seed).to(plan.device)
     data = [[to_device(piece, torch.device(plan.device)) for piece in step] for step in plan.data(built)]
     exact_model = model if name == "float64" else _in_float64(plan, model)
     with plan.lifting("float64", exact_model):
@@ -134,9 +134,9 @@ def references(plan: Plan, name: Pass, found: Trace) -> References:
 
 def _in_float64(plan: Plan, model: nn.Module) -> nn.Module:
     """A copy with the same values. It is built anew, because some layers are made differently for float64."""
-    if plan.subject.fields is None:
+    if plan.tested.fields is None:
         return copy.deepcopy(model).double()
-    wide = give_weights(plan.build(torch.float64).model, blocks=plan.subject.blocks, seed=0).to(plan.device)
+    wide = give_weights(plan.build(torch.float64).model, blocks=plan.tested.blocks, seed=0).to(plan.device)
     with torch.no_grad():
         for name, parameter in wide.named_parameters():
             parameter.copy_(model.get_parameter(name))
@@ -161,17 +161,17 @@ def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], fo
 # ---- the result --------------------------------------------------------------------------------------------------------------------
 
 
-def judge(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
+def compare(plan: Plan, traces: Traces, *, tolerance: float | None = None) -> Report:
     """Run one process's side of every pass, and compare. `tolerance` replaces the bar in float64."""
     sections = []
     for name, found in traces.items():
         truth = references(plan, name, found)
         if truth.single is None:
-            sections.append(judge_float64(plan, truth.exact, found, tolerance=tolerance))
-            second, unjudged = second_trace(plan, found)
-            sections.append(judge_independent(plan, second, found, unjudged=unjudged, tolerance=tolerance))
+            sections.append(compare_float64(plan, truth.exact, found, tolerance=tolerance))
+            second, unchecked = second_trace(plan, found)
+            sections.append(compare_independent(plan, second, found, unchecked=unchecked, tolerance=tolerance))
         else:
-            sections.append(judge_configured(plan, truth.exact, truth.single, found))
+            sections.append(compare_configured(plan, truth.exact, truth.single, found))
     if "float64" not in traces:
         why = "not compared: it computes in float64, and that comparison was not asked for"
         sections.append(Section("independent", INDEPENDENT, (), (why,)))

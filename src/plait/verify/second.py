@@ -13,10 +13,10 @@ from plait.config.optimization import OptimizerSpec
 from plait.engine.batch import to_device
 from plait.engine.loss import causal_lm_loss
 from plait.verify import independent
+from plait.verify.model_under_test import transformers_model
 from plait.verify.parity import Trace
 from plait.verify.plan import Plan
 from plait.verify.shrink import without_dropout
-from plait.verify.subject import transformers_model
 
 _SETTINGS = {"lr", "betas", "eps", "weight_decay"}
 _KERNELS = {"fused", "foreach", "capturable"}
@@ -79,8 +79,8 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
 
 def _model(plan: Plan) -> torch.nn.Module:
     """In float64, with the buffers that its own code makes."""
-    if plan.subject.fields is not None:
-        model = transformers_model(plan.subject.fields, dtype=torch.float64, device="cpu")
+    if plan.tested.fields is not None:
+        model = transformers_model(plan.tested.fields, dtype=torch.float64, device="cpu")
         without_dropout(model)
         _fill_buffers_again(model)
         return model.train().to(plan.device)

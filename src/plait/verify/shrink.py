@@ -2,7 +2,7 @@
 
 Sizes shrink; what decides the code path does not: whether heads, key-value heads, widths and the vocabulary divide by each degree of
 the layout, grouped or multi-query attention, kinds of layers, experts chosen per token. Every change is listed. Pure arithmetic on a
-dictionary: whether the result builds and runs is tried by `subject`.
+dictionary: whether the result builds and runs is tried by `tested`.
 """
 
 from __future__ import annotations

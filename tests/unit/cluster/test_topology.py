@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from plait.cluster import mesh, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
-from plait.cluster.topology import Node, Place, Topology, default_processes, discover, init_method, load, place, thread_count
+from plait.cluster.topology import Node, RankInfo, Topology, default_processes, discover, init_method, load, place, thread_count
 from plait.errors import ConfigError, InputError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
@@ -60,19 +60,19 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 class TestPlace:
     def test_without_a_launcher_it_is_one_process(self) -> None:
-        assert place() == Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0)
+        assert place() == RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0)
 
     @pytest.mark.parametrize(
         "variables", [TORCHRUN, DEEPSPEED, OPENMPI, MPICH, SRUN], ids=["torchrun", "deepspeed", "openmpi", "mpich", "srun"]
     )
     def test_every_launcher_gives_the_same_place(self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         _set(monkeypatch, variables)
-        assert place() == Place(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1)
+        assert place() == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, node_rank=1)
 
     @pytest.mark.parametrize("outer", [SRUN, {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}], ids=["srun", "mpirun"])
     def test_torchrun_inside_another_launcher_wins(self, monkeypatch: pytest.MonkeyPatch, outer: dict[str, str]) -> None:
         _set(monkeypatch, {**outer, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})
-        assert place() == Place(5, 8, 1, 4, 1)
+        assert place() == RankInfo(5, 8, 1, 4, 1)
 
     def test_mpirun_inside_srun_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _set(monkeypatch, {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **MPICH})
@@ -80,14 +80,14 @@ class TestPlace:
 
     def test_a_slurm_batch_script_is_one_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _set(monkeypatch, {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_PROCID": "0"})
-        assert place() == Place()
+        assert place() == RankInfo()
 
     def test_uneven_srun(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _set(
             monkeypatch,
             {**SRUN, "SLURM_PROCID": "4", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4,2"},
         )
-        assert place() == Place(rank=4, world_size=6, local_rank=0, local_world_size=2, node_rank=1)
+        assert place() == RankInfo(rank=4, world_size=6, local_rank=0, local_world_size=2, node_rank=1)
 
     @pytest.mark.parametrize(
         ("variables", "named", "words"),
@@ -115,13 +115,13 @@ class TestPlace:
     @pytest.mark.parametrize(
         ("gpus", "rank", "world", "expected"),
         [
-            (0, 3, 4, Place(3, 4, 3, 4, 0)),  # CPU processes: one machine
-            (8, 3, 4, Place(3, 4, 3, 4, 0)),  # they fit on this machine's GPUs
-            (1, 3, 4, Place(3, 4, 0, 1, 3)),  # one GPU a machine: one process a machine
+            (0, 3, 4, RankInfo(3, 4, 3, 4, 0)),  # CPU processes: one machine
+            (8, 3, 4, RankInfo(3, 4, 3, 4, 0)),  # they fit on this machine's GPUs
+            (1, 3, 4, RankInfo(3, 4, 0, 1, 3)),  # one GPU a machine: one process a machine
         ],
     )
     def test_rank_and_size_alone_where_only_one_answer_is_possible(
-        self, monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, world: int, expected: Place
+        self, monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, world: int, expected: RankInfo
     ) -> None:
         _gpus(monkeypatch, gpus)
         _set(monkeypatch, {"RANK": str(rank), "WORLD_SIZE": str(world)})
@@ -141,7 +141,7 @@ class TestPlace:
         found = claim({name: str(value) for name, value in variables.items()})
         assert found is not None
         # Without GROUP_RANK (DeepSpeed's older versions) the node follows from the ranks.
-        assert topology._complete(found, 0) == Place(rank, nodes * per_node, local, per_node, node)
+        assert topology._complete(found, 0) == RankInfo(rank, nodes * per_node, local, per_node, node)
 
 
 class TestExistingGroup:
@@ -153,7 +153,7 @@ class TestExistingGroup:
 
     @pytest.mark.usefixtures("group")
     def test_the_group_decides(self) -> None:
-        assert place() == Place(0, 1, 0, 1, 0)
+        assert place() == RankInfo(0, 1, 0, 1, 0)
 
     @pytest.mark.usefixtures("group")
     def test_variables_that_contradict_it_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ class TestExistingGroup:
         _gpus(monkeypatch, 8)
         dist.init_process_group("fake", store=FakeStore(), rank=700, world_size=1024)
         try:
-            assert place() == Place(700, 1024, 0, 1, 0)
+            assert place() == RankInfo(700, 1024, 0, 1, 0)
         finally:
             dist.destroy_process_group()
 
@@ -312,7 +312,7 @@ class TestThreads:
     def test_shares_never_exceed_the_cores_and_are_never_zero(self, cores: int, processes: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "cpu_count", lambda: cores)
-            threads = thread_count(Place(0, processes, 0, processes, 0))
+            threads = thread_count(RankInfo(0, processes, 0, processes, 0))
         assert threads >= 1
         assert threads * processes <= max(cores, processes)
         assert (threads + 1) * processes > cores

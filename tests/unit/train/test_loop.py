@@ -21,7 +21,7 @@ from plait.data.loader import Loader
 from plait.data.packing import Sequences
 from plait.errors import PlaitError
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
-from plait.train.loop import Job, Position, train
+from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
 
 BEGINNING = Position()
@@ -73,7 +73,7 @@ def _run(
     events: list[Event] = []
     sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
     with StopRequest() as stop:
-        job = Job(
+        job = TrainingContext(
             engine=engine,
             section=RunSection(**section),
             loader=Loader(sequences, 2 * ranks[1], seed=0, dp_rank=ranks[0], dp_size=ranks[1]),

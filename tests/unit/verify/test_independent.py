@@ -20,11 +20,11 @@ from plait.config.resolve import load
 from plait.verify import independent, run
 from plait.verify.batches import token_batches
 from plait.verify.independent import AdamW, train
+from plait.verify.model_under_test import give_weights
 from plait.verify.parity import Trace
 from plait.verify.plan import Plan, prepare
-from plait.verify.report import Section, judge_float64, judge_independent
+from plait.verify.report import Section, compare_float64, compare_independent
 from plait.verify.second import adamw_of, second_trace
-from plait.verify.subject import give_weights
 
 ADAMW = AdamW(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
@@ -126,11 +126,11 @@ def one_process(plan: Plan) -> Trace:
         return run._trace(plan, built, model, plan.data(built), nothing)
 
 
-def verdicts(plan: Plan) -> tuple[Section, Section]:
+def sections_of(plan: Plan) -> tuple[Section, Section]:
     """Of the two references on the same computation."""
     found = one_process(plan)
-    second, unjudged = second_trace(plan, found)
-    return judge_float64(plan, one_process(plan), found), judge_independent(plan, second, found, unjudged=unjudged)
+    second, unchecked = second_trace(plan, found)
+    return compare_float64(plan, one_process(plan), found), compare_independent(plan, second, found, unchecked=unchecked)
 
 
 def _shifted_twice(batch: Any) -> torch.Tensor:
@@ -144,14 +144,14 @@ def _without_decay(spec: Any, named: Any) -> torch.optim.Optimizer:
 def test_mistakes_in_shared_code_are_seen() -> None:
     """A loss that predicts the wrong token and an optimizer that is built wrongly: equal for a reference that shares them."""
     plan = planned()
-    shared, independently = verdicts(plan)
+    shared, independently = sections_of(plan)
     assert not shared.different and not independently.different
     assert {row.kind for row in independently.rows} == {"loss", "gradient norm", "gradient", "parameter"}
     with patch.object(plait.engine.loss.CausalLMLoss, "_targets", staticmethod(_shifted_twice)):
-        shared, independently = verdicts(plan)
+        shared, independently = sections_of(plan)
         assert not shared.different and independently.different[0].kind == "loss"
     with patch.object(run, "build_optimizer", _without_decay):
-        shared, independently = verdicts(plan)
+        shared, independently = sections_of(plan)
         assert not shared.different and independently.different
         # the first step's gradients are those before any update
         assert all(row.kind == "parameter" or row.step == 1 for row in independently.different)
@@ -160,7 +160,7 @@ def test_mistakes_in_shared_code_are_seen() -> None:
 def test_what_is_not_judged_is_said() -> None:
     """Another optimizer is judged up to its first gradients; settings of AdamW by their meaning, defaults included."""
     plan = planned(optimizer={"type": "SGD", "params": {"lr": 0.1}})
-    _, section = verdicts(plan)
+    _, section = sections_of(plan)
     assert not section.different
     assert {row.kind for row in section.rows} == {"loss", "gradient norm", "gradient"} and {row.step for row in section.rows} == {0}
     assert section.notes == (

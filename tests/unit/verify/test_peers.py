@@ -10,8 +10,8 @@ import torch
 from plait.config.resolve import Resolved, load, resolve
 from plait.errors import PlaitError
 from plait.verify import peers
+from plait.verify.model_under_test import TestedModel
 from plait.verify.plan import Plan, in_float32, refuse_peer
-from plait.verify.subject import Subject
 
 
 def resolved(world_size: int = 2, **config: Any) -> Resolved:
@@ -20,8 +20,8 @@ def resolved(world_size: int = 2, **config: Any) -> Resolved:
 
 def plan(file: dict[str, Any] | None = None, *, device: Any = "cpu", **config: Any) -> Plan:
     small, _ = in_float32(resolved(**config))
-    subject = Subject(title="test", vocabulary=4)
-    return Plan(subject, small, "deepspeed", ("configured",), 2, "float32", (), (), device=device, deepspeed=file)
+    tested = TestedModel(title="test", vocabulary=4)
+    return Plan(tested, small, "deepspeed", ("configured",), 2, "float32", (), (), device=device, deepspeed=file)
 
 
 def test_a_deepspeed_file_stays_itself() -> None:

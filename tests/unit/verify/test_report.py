@@ -1,4 +1,4 @@
-"""The verdict on two runs that differ in a known way."""
+"""The report on two runs that differ in a known way."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from plait.config.resolve import load, resolve
+from plait.verify.model_under_test import TestedModel
 from plait.verify.parity import Difference, Trace, compare, worst
 from plait.verify.plan import Plan
-from plait.verify.report import Report, failure, judge_configured, judge_float64, lines
-from plait.verify.subject import Subject
+from plait.verify.report import Report, compare_configured, compare_float64, failure, lines
 
 NAMES = ("embed", "layers.0.q", "layers.0.v", "layers.1.q", "head")
 
 
 def plan(*, exact: bool = True, **config: Any) -> Plan:
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "run": {}, **config}), world_size=1)
-    subject = Subject(title="test", vocabulary=4, exact=exact)
+    tested = TestedModel(title="test", vocabulary=4, exact=exact)
     passes = ("float64", "configured")
-    return Plan(subject, resolved, "plait", passes, steps=2, dtype="float32", blocks=("layers.0", "layers.1"), lines=())
+    return Plan(tested, resolved, "plait", passes, steps=2, dtype="float32", blocks=("layers.0", "layers.1"), lines=())
 
 
 def trace(*, noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> Trace:
@@ -48,7 +48,7 @@ def trace(*, noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> Trace:
 
 
 def test_equal() -> None:
-    section = judge_float64(plan(), trace(), trace(noise=1e-13))
+    section = compare_float64(plan(), trace(), trace(noise=1e-13))
     assert not section.different
     report = Report((section,), plan().blocks)
     assert report.equal
@@ -57,10 +57,10 @@ def test_equal() -> None:
 
 
 def test_the_bar_follows_the_model_and_the_user() -> None:
-    assert judge_float64(plan(), trace(), trace(noise=1e-9)).different
-    assert not judge_float64(plan(exact=False), trace(), trace(noise=1e-9)).different
-    assert not judge_float64(plan(), trace(), trace(noise=1e-9), tolerance=1e-7).different
-    assert judge_float64(plan(exact=False), trace(), trace(noise=1e-9), tolerance=1e-12).different
+    assert compare_float64(plan(), trace(), trace(noise=1e-9)).different
+    assert not compare_float64(plan(exact=False), trace(), trace(noise=1e-9)).different
+    assert not compare_float64(plan(), trace(), trace(noise=1e-9), tolerance=1e-7).different
+    assert compare_float64(plan(exact=False), trace(), trace(noise=1e-9), tolerance=1e-12).different
 
 
 def changed(source: Trace, name: str, factor: float, *, step: int = 1) -> Trace:
@@ -74,7 +74,7 @@ def changed(source: Trace, name: str, factor: float, *, step: int = 1) -> Trace:
 @pytest.mark.parametrize("factor", [0.5, -1.0, float("nan"), 1 + 1e-8])
 def test_one_gradient(factor: float) -> None:
     """The first difference is named, with its step."""
-    section = judge_float64(plan(), trace(), changed(changed(trace(), "head", 0.5), "layers.1.q", factor))
+    section = compare_float64(plan(), trace(), changed(changed(trace(), "head", 0.5), "layers.1.q", factor))
     assert [(row.kind, row.step, row.name) for row in section.different] == [("gradient", 1, "layers.1.q"), ("gradient", 1, "head")]
     told = failure(Report((section,)))
     assert "2 of 24" in told
@@ -84,17 +84,17 @@ def test_one_gradient(factor: float) -> None:
 def test_a_missing_gradient_and_a_wrong_shape() -> None:
     gradients = trace().gradients
     missing = replace(trace(), gradients=({**gradients[0], "layers.0.v": None}, gradients[1]))
-    assert [row.name for row in judge_float64(plan(), trace(), missing).different] == ["layers.0.v"]
+    assert [row.name for row in compare_float64(plan(), trace(), missing).different] == ["layers.0.v"]
     cut = replace(trace(), parameters={**trace().parameters, "head": torch.zeros(40, 4)})
-    told = str(judge_float64(plan(), trace(), cut).different[0])
+    told = str(compare_float64(plan(), trace(), cut).different[0])
     assert told == "parameter of head: one of the two has none, or another shape"
 
 
 def test_copies_on_ranks() -> None:
     spread = (Difference("copies of parameter layers.0.q on different ranks", 0.25, "parameter", None, "layers.0.q"),)
     for section in (
-        judge_float64(plan(), trace(), replace(trace(), spread=spread)),
-        judge_configured(plan(), trace(), trace(), replace(trace(), spread=spread)),
+        compare_float64(plan(), trace(), replace(trace(), spread=spread)),
+        compare_configured(plan(), trace(), trace(), replace(trace(), spread=spread)),
     ):
         assert [str(row) for row in section.different] == ["parameter of layers.0.q: ranks hold different copies, 2.5e-01 apart"]
 
@@ -102,8 +102,8 @@ def test_copies_on_ranks() -> None:
 def test_configured_allows_what_one_process_has() -> None:
     mixed = plan(bf16={"enabled": True}, communication_data_type="fp32")
     exact, single = trace(), trace(noise=1e-2, seed=11)
-    assert not judge_configured(mixed, exact, single, trace(noise=1e-2, seed=12)).different
-    worse = judge_configured(mixed, exact, single, trace(noise=1.4e-2, seed=12)).different
+    assert not compare_configured(mixed, exact, single, trace(noise=1e-2, seed=12)).different
+    worse = compare_configured(mixed, exact, single, trace(noise=1.4e-2, seed=12)).different
     assert {(row.kind, row.step, row.name) for row in worse} == {
         ("gradient", 0, ""),
         ("gradient", 1, ""),
@@ -113,14 +113,14 @@ def test_configured_allows_what_one_process_has() -> None:
 
 def test_configured_sees_one_wrong_tensor() -> None:
     single, found = trace(noise=1e-2, seed=11), trace(noise=1e-2, seed=12)
-    section = judge_configured(plan(bf16={"enabled": True}), trace(), single, changed(found, "layers.0.v", 1.1, step=0))
+    section = compare_configured(plan(bf16={"enabled": True}), trace(), single, changed(found, "layers.0.v", 1.1, step=0))
     assert ("gradient", 0, "layers.0.v") in {(row.kind, row.step, row.name) for row in section.different}
 
 
 def test_configured_measures_parameters_against_what_changed() -> None:
     """After a step of 1e-3, a parameter that stayed as it was is 1e-3 off, and wrong."""
     still = replace(trace(), parameters={**trace().parameters, "head": trace().initial["head"]})
-    section = judge_configured(plan(bf16={"enabled": True}), trace(), trace(noise=1e-2, seed=11), still)
+    section = compare_configured(plan(bf16={"enabled": True}), trace(), trace(noise=1e-2, seed=11), still)
     assert "head" in {row.name for row in section.different}
 
 
@@ -128,22 +128,22 @@ def test_skipped_steps() -> None:
     found = replace(trace(), gradients=({}, trace().gradients[1]), grad_norms=(math.inf, 1.0), skipped=(0,))
     exact = replace(trace(), gradients=({}, trace().gradients[1]), skipped=(0,))
     overflowed = replace(exact, grad_norms=(math.nan, 1.0))
-    section = judge_configured(plan(), exact, overflowed, found)
+    section = compare_configured(plan(), exact, overflowed, found)
     assert not section.different
     assert "step 0" in section.notes[0]
     assert not [row for row in section.rows if row.step == 0 and row.kind != "loss"]
-    for needless in (judge_configured(plan(), exact, exact, found), judge_float64(plan(), exact, found)):
+    for needless in (compare_configured(plan(), exact, exact, found), compare_float64(plan(), exact, found)):
         assert any("one process does not overflow" in str(row) for row in needless.different)
 
 
 def test_nothing_but_skipped_steps_is_no_proof() -> None:
     nothing = replace(trace(), gradients=({}, {}), grad_norms=(math.inf, math.inf), skipped=(0, 1))
-    section = judge_configured(plan(), nothing, nothing, nothing)
+    section = compare_configured(plan(), nothing, nothing, nothing)
     assert "nothing was compared" in str(section.different[0])
 
 
 def test_tables() -> None:
-    report = Report((judge_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5)),), plan().blocks)
+    report = Report((compare_float64(plan(), trace(), changed(trace(), "layers.1.q", 0.5)),), plan().blocks)
     told = lines(report)
     first = next(line for line in told if "DIFFERENT" in line)
     assert first == told[3], "the worst comes first, under title and headings"
@@ -158,7 +158,7 @@ def test_tables() -> None:
 def test_json_has_no_infinity() -> None:
     gradients = trace().gradients
     missing = replace(trace(), gradients=({**gradients[0], "head": None}, gradients[1]))
-    report = Report((judge_float64(plan(), trace(), missing),), facts={"engine": "plait"})
+    report = Report((compare_float64(plan(), trace(), missing),), facts={"engine": "plait"})
     read = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert read["equal"] is False and read["first_different"] == "head" and read["engine"] == "plait"
 

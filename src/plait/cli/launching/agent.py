@@ -105,7 +105,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
-        """End the ranks. torch's own way follows and finds none left; before torch 2.13 its patience is 30 seconds, not to be set.
+        """End the ranks. torch's own shutdown follows and finds none left; before torch 2.13 its patience is 30 seconds, not to be set.
 
         Without a signal received the ranks are ended because others failed or the machines changed: they cannot go on together, and a long
         grace would only delay the restart.
@@ -193,7 +193,7 @@ def _not_met(settings: Settings, error: Exception) -> LaunchError:
 
 
 def _additions(settings: Settings) -> dict[str, str]:
-    """What the ranks find in their environment beside torchrun's variables."""
+    """What the ranks find in their environment besides torchrun's variables."""
     # torchrun overrides nohup's decision to ignore the hang-up of a closed terminal; here it stands.
     handled = [number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}

@@ -1,6 +1,6 @@
 """How ranks failed, and telling it so that the first line a user reads is the cause.
 
-When one rank raises, the others fail after it (a lost connection, a signal from the launcher). The cause is told at once, whole and
+When one rank raises, the others fail after it (a lost connection, a signal from the launcher). The cause is printed at once, in full and
 labelled; each of the others in one line. Knows nothing of torch: it reads the records that `worker` writes.
 """
 

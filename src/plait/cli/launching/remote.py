@@ -159,7 +159,7 @@ class _Machine:
 
 
 def _copy(source: BinaryIO, sink: BinaryIO, name: str) -> None:
-    """Lines from one machine, each written whole."""
+    """Lines from one machine, each line written in one call."""
     prefix = f"[{name}] ".encode()
     for text in source:
         sink.write(prefix + text)

@@ -127,7 +127,7 @@ def _own_frames_removed(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
-    """Write the failure where the launcher looks, in the format of torch's error files, whole or not at all."""
+    """Write the failure where the launcher looks, in the format of torch's error files, atomically."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False

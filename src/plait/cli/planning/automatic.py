@@ -1,7 +1,7 @@
 """A training file in which the layout says "auto": planned for the devices that are here, and written as the file that runs.
 
-That file stands beside the run's folder. As long as the training file asks for the same, the next start takes it as it is, so a run keeps
-its layout when it goes on.
+That file is next to the run's folder. As long as the training file asks for the same, the next start takes it as it is, so a run keeps its
+layout when it goes on.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def _model(tree: Mapping[str, Any]) -> Any:
     except ImportError:
         raise InputError("plait dryrun builds the model by Transformers, which is not installed; pip install transformers") from None
     from plait.units import dtype_of
-    from plait.verify.subject import transformers_model
+    from plait.verify.model_under_test import transformers_model
 
     fields = _fields(tree)
     kind = fields.get("model_type")

@@ -159,7 +159,7 @@ def _overrides(
 
 
 def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:
-    """A training file with the options of the command line in it; a note for every value of the file that gives way."""
+    """A training file with the options of the command line in it; a note for every value of the file that is overridden."""
     if file is None:
         return None
     from plait.config.examine import at_path, examine

@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-    """One table. Nothing is cut: long cells are folded on a terminal and whole in a pipe."""
+    """One table. Nothing is cut: long cells are folded on a terminal and in full in a pipe."""
     if not rows:
         return
     if not console.is_terminal:

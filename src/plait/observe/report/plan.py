@@ -107,7 +107,7 @@ def plan_page(story: Story) -> str:
 
 
 def chosen_section(story: Story) -> Markup:
-    """The best choice in figures, and the others beside it."""
+    """The best choice in figures, next to the others."""
     best, request = story.plan.best[0], story.plan.request
     tokens = request.global_batch * request.sequence
     per_mfu = best.mfu * best.seconds

@@ -1,7 +1,7 @@
-"""The two ends of a language model under tensor parallelism: the embedding and the head, both split along the vocabulary or both whole.
+"""Embedding and head of a language model under tensor parallelism: both are split along the vocabulary, or both are replicated.
 
-Tied ones share a weight, so they must agree; and a loss can work on logits that are split along the vocabulary. What a family's rules
-leave open is completed here; a user's rules are taken as they are.
+Tied layers share a weight, so they must have the same split; and a loss can compute on logits that are split along the vocabulary. This
+module completes the rules of a model family; a user's rules are used as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plait.model.rules import RuleSet, Style
 from plait.model.tied import tied_names
 
 
-def settle_ends(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:
+def split_boundary_layers(model: nn.Module, styles: dict[str, Style], rule_set: RuleSet) -> tuple[str | None, str | None]:
     """Names of the split head and of the split embedding, None where there is none. Changes `styles` in place."""
     embedding, head = _end(model, "get_input_embeddings"), _end(model, "get_output_embeddings")
     if head is not None and styles.get(head) == "colwise_gather_output":
@@ -80,7 +80,7 @@ def _end(model: nn.Module, getter: str) -> str | None:
     try:
         module = getattr(owner, getter)()
     except (AttributeError, NotImplementedError):
-        return None  # models of several parts (vision, audio) may have no such end
+        return None  # models of several parts (vision, audio) may have no such layer
     return next((name for name, other in model.named_modules() if name and other is module), None)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait._torch.operators import function_modes
-from plait.verify.lift import lifted, roundings
+from plait.verify.keep_float64 import keeping_float64, roundings
 
 
 class Islands(nn.Module):
@@ -30,9 +30,9 @@ class Islands(nn.Module):
 def test_a_model_stays_in_float64() -> None:
     model, data = Islands().double(), torch.randn(3, 4, dtype=torch.float64)
     assert roundings(lambda: model(data))
-    with lifted(model):
+    with keeping_float64(model):
         assert not roundings(lambda: model(data))
-        assert not roundings(lambda: copy.deepcopy(model)(data)), "copies, as techniques make them, are lifted too"
+        assert not roundings(lambda: copy.deepcopy(model)(data)), "copies, as techniques make them, are keeping_float64 too"
         assert data.float().dtype == torch.float32, "outside the model's forward a cast is a cast"
         model(data).sum().backward()
     assert roundings(lambda: model(data)), "and afterwards it is as before"
@@ -55,7 +55,7 @@ def test_modules_inside_of_others() -> None:
     depths: list[int] = []
     model, data = nn.Sequential(Outer(), Outer()).double(), torch.randn(3, 4, dtype=torch.float64)
     model[0].islands.register_forward_pre_hook(lambda *_: depths.append(len(function_modes())))
-    with lifted(model):
+    with keeping_float64(model):
         assert not roundings(lambda: model(data))
     assert set(depths) == {1}
 
@@ -79,12 +79,12 @@ def test_a_class_that_was_made_meanwhile() -> None:
     """torch's, of a sharded module: wide inside, and not afterwards. It made tests of bits depend on the tests before them."""
     data = torch.randn(3, dtype=torch.float64)
     model = Layer()
-    with lifted(model):
+    with keeping_float64(model):
         sharded = type("Sharded", (Layer,), {})
         model.__class__ = sharded
         assert not roundings(lambda: model(data))
     assert roundings(lambda: model(data))
-    with lifted(Layer()):
+    with keeping_float64(Layer()):
         assert not roundings(lambda: model(data))
     assert roundings(lambda: model(data))
 
@@ -92,7 +92,7 @@ def test_a_class_that_was_made_meanwhile() -> None:
 def test_float32_models_are_left_alone() -> None:
     model, data = Islands(), torch.randn(3, 4)
     plain = model(data)
-    with lifted(model):
+    with keeping_float64(model):
         assert torch.equal(model(data), plain)
 
 
@@ -101,6 +101,6 @@ def test_optimizers_that_narrow() -> None:
     model(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
     optimizer = torch.optim.Muon([model.weight], lr=0.1)
     assert roundings(optimizer.step)
-    with lifted(model, torch.optim.Muon):
+    with keeping_float64(model, torch.optim.Muon):
         assert not roundings(optimizer.step)
     assert roundings(optimizer.step)

@@ -1,6 +1,6 @@
 """What is verified: how to build the model (on meta, or with weights of its own), what it takes and which loss it has.
 
-A Subject is data, so that the process that checks and the processes that run build the same thing. Nothing here knows of layouts.
+A TestedModel is data, so that the process that checks and the processes that run build the same thing. Nothing here knows of layouts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plait.verify.batches import BatchFunction, token_batches
 from plait.verify.shrink import Fields, cut_blocks, without_dropout
 
 
-class Subject(Policy):
+class TestedModel(Policy):
     """A model under comparison."""
 
     title: str
@@ -66,24 +66,24 @@ class Built:
     micro_batch: BatchFunction
 
 
-def build(subject: Subject, *, dtype: torch.dtype) -> Built:
+def build(tested: TestedModel, *, dtype: torch.dtype) -> Built:
     """The model in training mode without dropout: on meta for Transformers, where it can be; with the weights it comes with for others."""
     loss, micro_batch = None, None
-    if subject.fields is not None:
-        model = transformers_model(subject.fields, dtype=dtype, device="meta" if subject.on_meta else "cpu")
+    if tested.fields is not None:
+        model = transformers_model(tested.fields, dtype=dtype, device="meta" if tested.on_meta else "cpu")
     else:
-        assert subject.function is not None
-        model, loss, micro_batch = call_function(subject.function)
-        if subject.depth is not None:
-            cut_blocks(model, find_blocks(model, subject.blocks or None), subject.depth)
+        assert tested.function is not None
+        model, loss, micro_batch = call_function(tested.function)
+        if tested.depth is not None:
+            cut_blocks(model, find_blocks(model, tested.blocks or None), tested.depth)
         model = model.to(dtype)
     without_dropout(model)
     if loss is None or micro_batch is None:
-        if subject.vocabulary is None:
-            raise ModelError(f"{subject.title}: a model without an embedding is no language model; {_WHAT_A_FUNCTION_RETURNS}")
+        if tested.vocabulary is None:
+            raise ModelError(f"{tested.title}: a model without an embedding is no language model; {_WHAT_A_FUNCTION_RETURNS}")
         loss = causal_lm_loss
-        micro_batch = token_batches(vocabulary=subject.vocabulary, first=subject.first, mask=subject.mask, left=subject.left_padding)
-    return Built(model.train(), loss, _bare_logits if subject.bare_logits else default_forward, micro_batch)
+        micro_batch = token_batches(vocabulary=tested.vocabulary, first=tested.first, mask=tested.mask, left=tested.left_padding)
+    return Built(model.train(), loss, _bare_logits if tested.bare_logits else default_forward, micro_batch)
 
 
 def _bare_logits(model: nn.Module, batch: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Whether a split of one module is right, found out by trying it: no process group, no knowledge of the module's code.
+"""Checks numerically whether a split of one module is correct, without a process group or knowledge of the module's code.
 
-A module is run alone on the CPU with random weights, whole and in parts; each part has its slice of the columns and of the rows. If the
-parts' outputs add up to the whole output at a random point, they do so for all weights and inputs (both sides are the same formula in
-them), so gradients agree as well. A module that cannot be run alone proves nothing.
+A module runs alone on the CPU with random weights, once in full and once in parts, each with its slice of the columns and of the rows. If
+the outputs of the parts add up to the full output at a random point, they do so for all weights and inputs (both sides are the same formula
+in them), so gradients agree as well. A module that cannot run alone is not accepted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _FLOAT64_NUMBERS = 2**22
 """Up to here it is tried in float64."""
 
 
-def proven_split(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Style] | None:
+def checked_split(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, Style] | None:
     """Styles for the children of `module` whose `layers` are linear: columns, one row-split layer, and whatever else has parameters.
 
     None if no such split is right, or none can be tried. The module's head counts, by their usual names, are divided with it.
     """
-    if not 2 <= len(layers) <= 6 or not can_be_tried(module):
+    if not 2 <= len(layers) <= 6 or not can_be_run(module):
         return None
     counts = [name for name in count_attributes(module) if name in (*HEADS, *KV_HEADS)]
     parts = _number_of_parts(module, counts)
@@ -50,7 +50,7 @@ def proven_split(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str
     return None
 
 
-def can_be_tried(module: nn.Module) -> bool:
+def can_be_run(module: nn.Module) -> bool:
     """Whether it can run alone: one tensor in, all its state known, no parameter outside of its children, and small enough."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()

@@ -42,7 +42,7 @@ def _wide(value: Any) -> Any:
 
 
 @contextmanager
-def lifted(model: nn.Module, *others: type) -> Iterator[None]:
+def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     """Inside, the classes of `model`'s modules (torch's own excepted, which keep their dtype) run forward without narrowing casts.
 
     The classes are patched, not the objects, so that copies, wrappers and recomputation of the model see it too. `others` are optimizer
