@@ -41,8 +41,8 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
 
 def sum_before_reading() -> None:
     """Let `float(tensor)`, `.item()` and `bool(tensor)` of a DTensor that holds this rank's part of a sum give the sum, as every other
-    operator does. torch 2.13 gives the part (pytorch issue 166638), so an optimizer that reads a norm of a shard would go another way on
-    every rank. For all DTensors of the process; collective over the ranks of the tensor that is read."""
+    operator does. torch 2.13 gives the part (pytorch issue 166638), so an optimizer that reads a norm of a shard would compute something
+    else on every rank. For all DTensors of the process; collective over the ranks of the tensor that is read."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[_READ] = _read
 

@@ -138,7 +138,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
         given: list[torch.Tensor] = []
 
         def give_back(hidden: torch.Tensor) -> torch.Tensor:
-            # A view would be the output of the whole model, and torch warns of hooks on views; the copy is small beside the logits.
+            # A view would be the output of the full model, and torch warns of hooks on views; the copy is small compared to the logits.
             given.append(hidden.clone() if is_view(hidden) and torch.is_grad_enabled() else hidden)
             changes.noted.clear()
             if len(given) == 1:  # the rest of the model runs without being watched

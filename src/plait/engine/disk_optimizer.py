@@ -232,8 +232,7 @@ class DiskTier:
     # ---- the step ---------------------------------------------------------------------------------------------------------------------
 
     def drive(self, optimizer: Optimizer) -> None:
-        """Replace `optimizer.step` by one that iterates over files. Raises ModelError for an optimizer that wants all parameters at
-        once."""
+        """Replace `optimizer.step` by one that reads files. Raises ModelError for an optimizer that needs all parameters at once."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ModelError(
                 "optimizer.type = 'LBFGS' looks at all parameters at once; use another, or offload_optimizer.device = \"none\""
