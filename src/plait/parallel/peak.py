@@ -15,6 +15,7 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.moments import BESIDE, HEAD, LOSS, PEAK_KINDS, Alive, Moment, StageMoments, StepFacts
 from plait.parallel.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
 from plait.parallel.unit_bytes import ROOT, UnitBytes, unit_bytes
+from plait.parallel.zero_rule import AfterBackward, of_block, of_root
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _Walk:
             if made or unit in self.shards:
                 self.shards[unit] = bytes_.sharded_gradients
             return
-        reduces, ends, frees = (False, False, False) if only_keep else self._flags(unit, stage)
+        reduces, ends, frees = (False, False, False) if only_keep else self._rule(unit, stage)
         if not reduces:
             if frees:
                 self.gathered.pop(unit, None)
@@ -341,14 +342,10 @@ class _Walk:
             self.across += bytes_.reduce_output if casts else 0
         self.shards[unit] = bytes_.sharded_gradients
 
-    def _flags(self, unit: int, stage: int) -> tuple[bool, bool, bool]:
-        """(reduce, for the last time in this step, free the gathered parameters), as `staged_zero` and `data.before_backward` set them."""
+    def _rule(self, unit: int, stage: int) -> AfterBackward:
         if unit == ROOT:
-            mine = stage in self.ends
-            ends = mine and sum(self.left[end] for end in self.ends) == 1
-            return mine and (self.zero >= 2 or ends), ends, self.zero == 3 or sum(self.left.values()) == 1
-        ends = self.left[stage] == 1
-        return self.zero >= 2 or ends, ends, self.zero == 3 or ends
+            return of_root(self.zero, self.left, ran=stage, users=self.ends)
+        return of_block(self.zero, self.left, ran=stage, own=stage)
 
     # ---- messages -----------------------------------------------------------------------------------------------------------------------
 

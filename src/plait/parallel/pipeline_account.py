@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
-from plait.parallel.ledger import Ledger, StageCounts
+from plait.parallel.ledger import Ledger, StageCounts, local_rows
 from plait.parallel.schedule import Action, Kind, Schedule, messages
 from plait.parallel.stages import forward_costs, imbalance, stage_costs
+from plait.parallel.zero_rule import of_block, of_root
+from plait.shards import shard_length
 
 
 @dataclass(frozen=True)
@@ -93,14 +94,8 @@ def _shared_bytes(schedule: Schedule, rank: int, cut: StageCut, facts: ModelFact
 
 def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> int:
     """Bytes of a rank's part of a parameter that tp splits along `dim`, and dp_shard along the first dimension."""
-    rows, row = (parameter.shape[0] if parameter.shape else 1), prod(parameter.shape[1:])
-    if dim is not None:
-        length = parameter.shape[dim]
-        chunk = -(-length // int(ledger.tp[0]))
-        part = min(chunk, max(length - int(ledger.tp_rank[0]) * chunk, 0))
-        rows, row = (part, row) if dim == 0 else (rows, row // length * part)
-    chunk = -(-rows // int(ledger.dp_shard[0]))
-    return min(chunk, max(rows - int(ledger.shard_rank[0]) * chunk, 0)) * row * parameter.itemsize
+    rows, row = (int(count[0]) for count in local_rows(parameter.shape, dim, ledger))
+    return int(shard_length(rows, int(ledger.dp_shard[0]), int(ledger.shard_rank[0]))) * row * parameter.itemsize
 
 
 # ---- after every computation --------------------------------------------------------------------------------------------------------
@@ -135,17 +130,13 @@ def held_after(
         if zero == 3:
             is_gathered -= set(blocks[stage])
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            last_of_stage, last_of_rank = left[stage] == 1, sum(left.values()) == 1
-            last_of_root = sum(left[end] for end in ends) == 1
             has_gradient |= {*blocks[stage], *(name for name, users in root.items() if stage in users)}
-            if zero >= 2 or last_of_stage:
-                has_gradient -= set(blocks[stage])
-            if stage in ends and (zero >= 2 or last_of_root):
-                has_gradient -= set(root)
-            if zero == 3 or last_of_stage:
-                is_gathered -= set(blocks[stage])
-            if zero == 3 or last_of_rank:
-                is_gathered -= set(root)
+            for names, then in (
+                (blocks[stage], of_block(zero, left, ran=stage, own=stage)),
+                (root, of_root(zero, left, ran=stage, users=ends)),
+            ):
+                has_gradient -= set(names) if then.reduce else set()
+                is_gathered -= set(names) if then.free else set()
             left[stage] -= 1
         rows.append(Held(action, sum(gathered[name] for name in is_gathered), sum(gradients.get(name, 0) for name in has_gradient)))
     return rows

@@ -19,6 +19,7 @@ from plait._torch.units import sharded_modules
 from plait.parallel.reducer import Reducer
 from plait.parallel.schedule import Action, Kind, Schedule
 from plait.parallel.stage import StagedModel
+from plait.parallel.zero_rule import AfterBackward, of_block, of_root
 
 _ENDS = (Kind.BACKWARD, Kind.WEIGHT)
 """After these a micro-batch's gradients on a stage are complete."""
@@ -85,29 +86,16 @@ class StagedZero:
 
     def _set(self, stage: int, *, reduce: bool) -> None:
         """Flags for the end of a backward of `stage`."""
-        ends_stage, ends_rank = self._left[stage] == 1, sum(self._left.values()) == 1
+        later = AfterBackward(False, False, False)
         for unit in self._units:
-            mine = reduce and self._stage_of[unit] == stage
-            _flags(
-                unit,
-                reduce=mine and (self.zero >= 2 or ends_stage),
-                last=mine and ends_stage,
-                free=mine and (self.zero == 3 or ends_stage),
-            )
+            _flags(unit, of_block(self.zero, self._left, ran=stage, own=self._stage_of[unit]) if reduce else later)
         if self._root is not None:
             # By itself the root would gather ahead what ran last in a forward, which may be another stage.
             self._root.set_modules_to_backward_prefetch(self._of(stage)[-1:])
-            mine = reduce and stage in self._root_stages
-            ends_root = sum(self._left[index] for index in self._root_stages) == 1
-            _flags(
-                self._root,
-                reduce=mine and (self.zero >= 2 or ends_root),
-                last=mine and ends_root,
-                free=reduce and (self.zero == 3 or ends_rank),
-            )
+            _flags(self._root, of_root(self.zero, self._left, ran=stage, users=self._root_stages) if reduce else later)
 
 
-def _flags(unit: FSDPModule, *, reduce: bool, last: bool, free: bool) -> None:
-    unit.set_requires_gradient_sync(reduce, recurse=False)
-    unit.set_requires_all_reduce(last, recurse=False)
-    unit.set_reshard_after_backward(free, recurse=False)
+def _flags(unit: FSDPModule, then: AfterBackward) -> None:
+    unit.set_requires_gradient_sync(then.reduce, recurse=False)
+    unit.set_requires_all_reduce(then.last, recurse=False)
+    unit.set_reshard_after_backward(then.free, recurse=False)
