@@ -93,7 +93,7 @@ def predicted_and_measured() -> Iterator[list[str]]:
                     (facts,) = rank.stages
                     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
                     held = measure_activations(engine, {"input_ids": ids, "labels": ids})
-                    modes = engine.parts.block_modes
+                    modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
                     layout = "1 process" if tp == 1 else f"tp {tp}" + (", sequence parallel" if sequence else "")
                     figures = (facts.kept(modes), held["activations"], facts.modes["none"].head, held["logits"])
                     yield [kind, layout, mode, *(f"{figure:,}" for figure in figures)]
@@ -183,7 +183,7 @@ def budgets() -> Iterator[list[str]]:
                 batch = {"input_ids": ids, "labels": ids.clone()}
                 foretell_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
                 measured = max(held for _, held in measure_in_flight(engine, batch).after)
-            modes = engine.parts.block_modes
+            modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
             chosen = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
             held = max(held for _, held in at.held_after(modes))
             row = [plain, least, budget, at.most(modes), held, measured]

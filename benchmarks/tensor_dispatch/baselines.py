@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
 import plait
+from plait.parallel.styles import Region
 
 RANKS, LENGTH, WIDTH = 2, 8, 32
 
@@ -20,7 +21,7 @@ def by_plait(*, sequence: bool) -> nn.Module:
     model = llama("meta")
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"tp": RANKS, "sequence_parallel": sequence}}
     engine = plait.initialize(model, config)
-    region = engine.parts.tensor_region
+    region = engine.parts.noted(Region)
     assert region is not None
     region.length = LENGTH  # the door of the first block sets it; here a block runs alone
     model.model.layers[0]._forward_pre_hooks.clear()  # that door belongs to the model, not to a block

@@ -125,7 +125,7 @@ def _plait(workload: Any, *, stage: int, communication_data_type: str | None = N
         config["communication_data_type"] = communication_data_type
     engine = plait.initialize(build_model(workload), config, loss_fn=plait.causal_lm_loss)
 
-    print(engine.parts.communication, flush=True)  # to the log of the worker
+    print(engine.communication, flush=True)  # to the log of the worker
 
     def step(batch: Any) -> tuple[float, float]:
         result = engine.train_batch(batch)

@@ -13,6 +13,7 @@ import plait
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
 from plait.config.resolve import load, resolve
+from plait.engine.disk_optimizer import DiskTier
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.parallel.ledger import Ledger
@@ -25,7 +26,7 @@ from tests.parity.tensor_parallel import settings
 
 def bytes_in_files(engine: plait.Engine, batch: dict[str, torch.Tensor], *, kinds: set[str], whole: bool = True) -> int:
     """Of shards, gradients and states in a step; those of `kinds` are there, all of them if `whole`, and nothing of the others."""
-    model, tier, found = engine.model, engine.parts.disk_tier, {}
+    model, tier, found = engine.model, engine.hooks.of(DiskTier), {}
 
     def look() -> None:
         found["parameters"] = [buffer for module in sharded_modules(model) for buffer in shard_buffers(module)]

@@ -11,6 +11,7 @@ import torch
 from plait._torch.groups import delivered_at_once
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
+from plait.parallel.recompute import Recompute
 from plait.units import GIB
 from plait.verify.memory import measure_in_flight
 from tests.fake import pipelines
@@ -40,7 +41,7 @@ def check(start: FakeWorld, world: int, rank: int, config: dict[str, Any], share
     least, plain = at.least()[0], at.most(("none",) * at.blocks)
     budget = round(least + share * (plain - least))
     engine, *_ = pipelines.build(with_budget(config, max(budget, *(one.least()[0] for one in ranks))), world, layers=LAYERS, length=LENGTH)
-    chosen = engine.parts.block_modes
+    chosen = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
     assert at.most(chosen) <= engine.config.recompute.budget_bytes
     with delivered_at_once():
         measured = measure_in_flight(engine, data()).after

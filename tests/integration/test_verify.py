@@ -29,6 +29,7 @@ from plait.config.resolve import load
 from plait.engine.step import Stepper
 from plait.errors import ParityError
 from plait.parallel import materialise
+from plait.parallel.data import DataParallel
 from plait.parallel.pipeline import PipelineRank
 from plait.parallel.reducer import Reducer
 from plait.parallel.runtime import Runtime
@@ -121,9 +122,12 @@ def _attach_in_float32(self: Reducer) -> None:
     _attach(self)
 
 
-def _average(parts: Any) -> None:
-    if parts.reducer is not None:
-        parts.reducer.mean = True
+def _average(self: DataParallel, parts: Any, mesh: Any) -> Any:
+    hooks = _attach_hooks(self, parts, mesh)
+    for hook in hooks:
+        if isinstance(hook, Reducer):
+            hook.mean = True
+    return hooks
 
 
 def _scalars_stay_local(value: torch.Tensor, group: Any) -> Pending:
@@ -157,10 +161,11 @@ def _reversed_on_rank_1(self: Runtime, pieces: Any, **arguments: Any) -> None:
 
 
 _stage_model, _train = plait.parallel.pipeline.stage_model, Runtime.train
+_attach_hooks = DataParallel.attach
 _attach, _initialise, _step = Reducer.attach, materialise.initialise, Stepper.__call__
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (Reducer, "_launch", _launch_nothing),
-    "mean instead of sum": (plait.engine.build, "reduce_by_sum", _average),
+    "mean instead of sum": (DataParallel, "attach", _average),
     "wrong weight": (plait.engine.engine, "Pending", _scalars_stay_local),
     "unsynchronised weights": (materialise, "broadcast", lambda *_, **__: None),
     "initialised by rank": (materialise, "initialise", _initialise_by_rank),
@@ -168,7 +173,7 @@ DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "not clipped": (Stepper, "_rescale", _unclipped),
     "updated on rank 0 only": (Stepper, "__call__", _step_on_rank_0),
     "wrong stage cut": (plait.parallel.pipeline, "stage_model", _next_block),
-    "lost tied gradient": (PipelineRank, "reduce_shared", lambda _: None),
+    "lost tied gradient": (PipelineRank, "finish_reduction", lambda _: None),
     "micro-batches swapped": (Runtime, "train", _reversed_on_rank_1),
 }
 

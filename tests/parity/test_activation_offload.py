@@ -11,6 +11,8 @@ import plait
 from plait.config.resolve import load, resolve
 from plait.engine.dry_model import token_batch
 from plait.engine.rank_activations import rank_activations
+from plait.parallel.recompute import Recompute
+from plait.parallel.saved import OffloadedActivations
 from plait.verify.memory import measure_activations
 from plait.verify.parity import engine_trace
 from tests.parity import cases
@@ -33,7 +35,7 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], more: list
         axes = config["parallel"]
         model = build(kind, torch.float64, dropout=not axes.get("sequence_parallel"), layers=4 if axes.get("pp", 1) > 1 else None)
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
-        assert (engine.parts.activation_store is not None) == bool(section)
+        assert (engine.hooks.of(OffloadedActivations) is not None) == bool(section)
         dp = world // (axes.get("tp", 1) * axes.get("pp", 1))
         found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
     return found
@@ -93,7 +95,7 @@ def held(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, int],
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     ids = torch.arange(16).view(2, 8)
     measured = measure_activations(engine, {"input_ids": ids, "labels": ids})
-    modes = engine.parts.block_modes
+    modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
     assert facts.stored(modes) > 0
     return measured, {"activations": facts.kept(modes), "logits": facts.modes["none"].head}
 

@@ -89,7 +89,7 @@ def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
     engine = plait.initialize(net(), settings(world, stage, 1, 2, **SGD), loss_fn=loss)
     for step in range(STEPS):
         engine.train_batch(pieces(step, rank))
-    found = {"names": engine._buffers.names, "engine": buffers(engine.model), "ddp": under_ddp(rank, world)}
+    found = {"names": engine.hooks.of(ChangingBuffers).names, "engine": buffers(engine.model), "ddp": under_ddp(rank, world)}
     config = settings(world, stage, 1, 1)
     model = plait.parallelize(net(), config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -114,7 +114,7 @@ def constants(rank: int, world: int) -> list[dict[str, int]]:
     sent = []
     for _ in range(3):
         with count_traffic() as traffic:
-            watched.after_step()
+            watched.send()
         sent.append(dict(traffic.bytes()))
     return sent
 

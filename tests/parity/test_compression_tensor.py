@@ -19,7 +19,10 @@ from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
 from plait.comm.transport import Transport, connect
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise, trial, wiring
+from plait.parallel.hooks import StepEnd
+from plait.parallel.reducer import Reducer
 from plait.parallel.reduction import sharded_axes
+from plait.parallel.trial import Trial
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -111,8 +114,8 @@ def decided(rank: int, world: int, stage: int) -> int:
     """One tp coordinate's links seem slow, and only there compression would pay. Runs in a worker."""
     config = settings(world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch")
     engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
-    assert engine.parts.trial is not None
-    deciding, slow, clock = engine.parts.trial, engine.mesh.coordinates["tp"] == 1, 0.0
+    assert engine.hooks.of(Trial) is not None
+    deciding, slow, clock = engine.hooks.of(Trial), engine.mesh.coordinates["tp"] == 1, 0.0
 
     def now() -> float:
         nonlocal clock
@@ -123,8 +126,8 @@ def decided(rank: int, world: int, stage: int) -> int:
         for _ in range(60):
             if int(deciding.verdict) >= 0:
                 break
-            deciding.after_step({deciding.waits_for: 0.6} if slow else {})
-    return int(engine.parts.trial.verdict)
+            deciding.after_step(StepEnd(skipped=False, waited_seconds={deciding.waits_for: 0.6} if slow else {}))
+    return int(engine.hooks.of(Trial).verdict)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -144,10 +147,10 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
     with patch.object(wiring, "connect", half):
         engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
-    assert engine.parts.reducer is not None
+    assert engine.hooks.of(Reducer) is not None
     mesh: Mesh = engine.mesh
     agreed = wiring._agreed(mesh, (rank, rank * 10))
-    return type(engine.parts.reducer.reduction).__name__, engine.communication, agreed[0], str(agreed)
+    return type(engine.hooks.of(Reducer).reduction).__name__, engine.communication, agreed[0], str(agreed)
 
 
 def test_all_of_tp_sum_in_one_way(pool: Pool) -> None:

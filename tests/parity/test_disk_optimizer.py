@@ -10,6 +10,7 @@ import torch
 
 import plait
 from plait._torch.dtensor import local_tensor
+from plait.engine.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
@@ -27,7 +28,7 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], folder: st
         if size is not None:
             zero["offload_optimizer"] = {"device": "nvme", "nvme_path": folder, "buffer_size": size}
         engine = plait.initialize(build(kind, dtype, dropout=True), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
-        tier = engine.parts.disk_tier
+        tier = engine.hooks.of(DiskTier)
         assert (tier is not None) == (size is not None)
         dp = world // config["parallel"]["tp"]
         count = config["gradient_accumulation_steps"]
@@ -73,7 +74,7 @@ def shares(rank: int, world: int, config: dict[str, Any], folder: str, dtype: to
         engine = plait.initialize(build("llama", dtype, dropout=True), {**config, "zero_optimization": zero}, loss_fn=plait.causal_lm_loss)
         dp = world // config["parallel"]["tp"]
         seen = digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"])))
-        tier = engine.parts.disk_tier
+        tier = engine.hooks.of(DiskTier)
         filed = [
             name
             for name, parameter in engine.model.named_parameters()
@@ -111,7 +112,7 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, disk: li
     for in_files, engine in zip(disk, two_parts(world, config, zeros, f"{folder}/checkpoints-{disk}"), strict=True):
         if in_files:
             states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
-            assert states and all(engine.parts.disk_tier.arena.holds(local_tensor(value)) for value in states)
+            assert states and all(engine.hooks.of(DiskTier).arena.holds(local_tensor(value)) for value in states)
     return digest_of(engine)
 
 

@@ -20,6 +20,7 @@ from plait.comm.links import Cost, GroupLinks, Level, load, load_with_facts
 from plait.config.resolve import load as load_config
 from plait.config.resolve import resolve
 from plait.parallel import wiring
+from plait.parallel.reducer import Reducer
 from plait.units import MIB
 from tests.clock import Clock
 from tests.parity import cases
@@ -65,9 +66,9 @@ def started(
         engine = plait.initialize(
             cases.build("plain", tied=False), resolved.model_copy(update={"data_parallel": data}), loss_fn=plait.causal_lm_loss
         )
-    assert engine.parts.reducer is not None
+    assert engine.hooks.of(Reducer) is not None
     loss = float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
-    return engine.parts.communication, engine.parts.reducer.bucket_bytes, loss
+    return engine.communication, engine.hooks.of(Reducer).bucket_bytes, loss
 
 
 def test_a_start_measures_decides_alike_and_keeps(pool: Pool, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_two_levels_are_measured_and_every_rank_knows_the_same(pool: Pool) -> No
 def trained(rank: int, world: int, config: dict[str, Any]) -> tuple[str, float]:
     """(what is said of the communication, loss of a step). Runs in a worker."""
     engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
-    return engine.parts.communication, float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
+    return engine.communication, float(engine.train_batch(cases.steps_for("plain", world)[0][rank]))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import plait
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
+from plait.engine.disk_optimizer import DiskTier
 from plait.errors import ConfigError, ModelError
 from plait.verify.parity import engine_trace
 from tests.parity import cases
@@ -32,7 +33,7 @@ def in_files(zero: dict[str, Any], folder: str, sections: set[str], buffer: int)
 
 def are_in_files(engine: plait.Engine, sections: set[str]) -> None:
     """Everything that the sections name is, and nothing else."""
-    tier = engine.parts.disk_tier
+    tier = engine.hooks.of(DiskTier)
     shards = [buffer for unit in sharded_modules(engine.model) for buffer in shard_buffers(unit) if buffer.numel()]
     states = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
     assert states and (shards or "offload_param" not in sections)  # one process in its own dtype shards nothing by itself

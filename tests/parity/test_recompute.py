@@ -15,6 +15,7 @@ from plait.cluster.mesh import build_mesh
 from plait.engine.dry_model import token_batch
 from plait.engine.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
+from plait.parallel.recompute import Recompute
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB
 from plait.verify.keep_float64 import keeping_float64
@@ -109,7 +110,7 @@ def in_pipeline(rank: int, world: int, config: dict[str, Any], modes: list[dict[
         model = build("llama", torch.float64, dropout=True, layers=LAYERS)
         engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
         found.append(digest(engine_trace(engine, cases.ragged_steps(dp * config["gradient_accumulation_steps"]))))
-        chosen.append(engine.parts.block_modes)
+        chosen.append(engine.parts.noted(Recompute).modes(len(engine.parts.blocks)))
     return found, chosen
 
 
@@ -155,7 +156,7 @@ def with_uneven_slices(rank: int, world: int, pp: int) -> tuple[str, ...]:
     model = build("llama", torch.float32, dropout=False, layers=LAYERS if pp > 1 else None)
     engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     engine.train_batch(cases.ragged_steps(config["gradient_accumulation_steps"])[0])
-    return engine.parts.block_modes
+    return engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
 
 
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.proof)])

@@ -12,7 +12,6 @@ import plait
 from plait.comm.buckets import Flat
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.engine.loss import Weighted
-from plait.parallel import compression
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
@@ -27,7 +26,7 @@ def everything(engine: Any) -> dict[str, torch.Tensor]:
     found = {f"weight {index}": p.to_local().detach().clone() for index, p in enumerate(engine.model.parameters())}
     for index, state in enumerate(engine.optimizer.state.values()):
         found |= {f"moment {index} {name}": getattr(value, "to_local", lambda v=value: v)().clone() for name, value in state.items()}
-    found |= {f"carried {name}": value.clone() for name, value in compression.states(engine.parts).items()}
+    found |= {f"carried {name}": value.clone() for name, value in engine.hooks.state().items()}
     return found | {"random": torch.get_rng_state(), "rate": torch.tensor([*engine.get_lr(), engine.lr_scheduler.last_epoch])}
 
 

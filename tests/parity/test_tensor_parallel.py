@@ -104,7 +104,7 @@ def shortest(rank: int, world: int) -> tuple[str, int, list[float]]:
         loss_fn=plait.causal_lm_loss,
     )
     batch = cases.ragged_steps(1, steps=1, size=3)[0][0]
-    return str(engine.mesh.layout), engine.parts.stage, [float(engine.train_batch(batch)) for _ in range(5)]
+    return str(engine.mesh.layout), engine.config.data_parallel.stage, [float(engine.train_batch(batch)) for _ in range(5)]
 
 
 def test_the_shortest_file(pool: Pool) -> None:

@@ -21,6 +21,9 @@ from plait.comm.links import Cost, GroupLinks, Level
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
+from plait.parallel.hooks import StepEnd
+from plait.parallel.reducer import Reducer
+from plait.parallel.residuals import Residuals
 from plait.parallel.trial import Option, Trial, best_of
 from tests.clock import Clock
 from tests.parity import cases
@@ -77,15 +80,15 @@ def trained(
     batch = cases.steps_for("plain", world)[0][rank]
     with slowed(clock, slow), clock.instead():
         results = [engine.train_batch(batch) for _ in range(steps)]
-    assert engine.parts.reducer is not None
+    assert engine.hooks.of(Reducer) is not None
     return {
-        "said": engine.parts.communication,
+        "said": engine.hooks.said,
         "says_now": engine.communication,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
-        "compressed": isinstance(engine.parts.reducer.reduction, QuantisedBuckets),
-        "code": int(engine.parts.trial.verdict) if engine.parts.trial is not None else 0,
-        "trial": engine.parts.trial is not None,
+        "compressed": isinstance(engine.hooks.of(Reducer).reduction, QuantisedBuckets),
+        "code": int(engine.hooks.of(Trial).verdict) if engine.hooks.of(Trial) is not None else 0,
+        "trial": engine.hooks.of(Trial) is not None,
         "parameters": [p.detach().clone() for p in engine.model.parameters()],
     }
 
@@ -153,7 +156,7 @@ def on_a_clock(rank: int, world: int, seconds: list[float], waited: float) -> tu
     with patch.object(time, "perf_counter", lambda: now):
         for step in seconds:
             now += step
-            said.append(trial.after_step({"gradients": waited}))
+            said.append(trial.after_step(StepEnd(skipped=False, waited_seconds={"gradients": waited})))
     return int(trial.verdict), taken, [text for text in said if text]
 
 
@@ -192,6 +195,11 @@ def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
     return config
 
 
+def bits_of(engine: Any) -> set[int]:
+    residuals = engine.hooks.of(Residuals)
+    return {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
+
+
 def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, float], steps: int, folder: str) -> dict[str, Any]:
     """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
     worker."""
@@ -214,11 +222,11 @@ def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, floa
         other.load_checkpoint(folder)
         again = [float(one.train_batch(batch)) for one in (engine, other)]
     return {
-        "said": engine.parts.communication,
+        "said": engine.hooks.said,
         "decided": [result.decided for result in results],
         "losses": [float(result.loss) for result in results],
-        "bits": {scatter._bits for scatter in engine.parts.compressors.values()},
-        "others_bits": {scatter._bits for scatter in other.parts.compressors.values()},
+        "bits": bits_of(engine),
+        "others_bits": bits_of(other),
         "again": again,
     }
 
@@ -265,16 +273,16 @@ def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[f
     batch = cases.steps_for("plain", world)[0][rank]
     with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
         one = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
-        assert one.parts.trial is not None
+        assert one.hooks.of(Trial) is not None
         one.train_batch(batch)
-        one.parts.trial.conclude(8 if compress else 0)
+        one.hooks.of(Trial).conclude(8 if compress else 0)
         for _ in range(2):
             one.train_batch(batch)
         one.save_checkpoint(folder)
         other = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
         other.load_checkpoint(folder)
-    assert other.parts.reducer is not None
-    compresses = isinstance(other.parts.reducer.reduction, QuantisedBuckets)
+    assert other.hooks.of(Reducer) is not None
+    compresses = isinstance(other.hooks.of(Reducer).reduction, QuantisedBuckets)
     with patch.object(Trial, "conclude", side_effect=AssertionError("decided twice")):
         after = [[float(engine.train_batch(batch)) for _ in range(4)] for engine in (one, other)]
     return after[0], after[1], compresses

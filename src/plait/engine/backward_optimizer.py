@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from plait._torch.dtensor import local_tensor
 from plait.engine.disk_optimizer import is_elementwise
 from plait.engine.gradient_math import norms_of
-from plait.errors import ModelError
+from plait.errors import ModelError, PlaitError
+from plait.parallel.hooks import Lost, StepHook
 
 
-class BackwardOptimizer:
+class BackwardOptimizer(StepHook):
     """Drives `optimizer` from the gradients of its parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -36,7 +37,14 @@ class BackwardOptimizer:
         """Of this rank's parts of the gradients of the step that runs."""
         self._handles = [parameter.register_post_accumulate_grad_hook(self._update) for parameter in self._group_of]
 
-    def detach(self) -> None:
+    def on_error(self, lost: Lost) -> None:
+        """What was updated cannot be taken back."""
+        if lost == "step" and self.take_norms():
+            raise PlaitError(
+                "parallel.optimizer_in_backward: the step failed when some parameters were updated already; load a checkpoint, or use false"
+            )
+
+    def release(self) -> None:
         """Update no more."""
         for handle in self._handles:
             handle.remove()

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor
-from plait._torch.units import reduce_unused_parameters
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.cluster.topology import keep_host_memory, place
@@ -25,6 +23,7 @@ from plait.engine.batch import Forward, default_forward
 from plait.engine.check import CheckedModel, checked_model
 from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.engine.disk_files import build_disk_tier
+from plait.engine.disk_optimizer import DiskTier
 from plait.engine.engine import Engine
 from plait.engine.gradient_math import multiply_all
 from plait.engine.gradient_norm import clip_factor, global_norm
@@ -48,16 +47,16 @@ from plait.engine.step import Stepper
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.model.plans import TensorPlan, little_is_split
 from plait.parallel import materialise
-from plait.parallel.buffers import ChangingBuffers, bind_sync_batch_norm, synchronise_in_forward
-from plait.parallel.data import before_backward, free_after_evaluation, reduce_by_sum, watch_shards_of
+from plait.parallel.buffers import bind_sync_batch_norm
+from plait.parallel.data import free_after_evaluation, watch_shards_of
 from plait.parallel.full_state import accept_full_tensors
-from plait.parallel.held_once import hold_once
+from plait.parallel.hooks import Hooks
 from plait.parallel.loss_scale import LossScaler
 from plait.parallel.optimizer_states import refuse_cut_blocks
-from plait.parallel.order import apply_all
-from plait.parallel.pipeline import build_pipeline
+from plait.parallel.order import apply_all, attach_all
+from plait.parallel.pipeline import PipelineRank
+from plait.parallel.reducer import Reducer
 from plait.parallel.technique import Parts
-from plait.parallel.unused import UnusedTracker
 
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -132,15 +131,10 @@ def begin(
     named = {id(p): name for name, p in model.named_parameters()}
     mesh, parts, seed = _parallelize(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     resolved = with_callers_seed(resolved, seed)
-    reduce_by_sum(parts)
-    pipeline = build_pipeline(parts, mesh, track_unused=resolved.data_parallel.unused_parameters)
-    unused = None
-    dp_group = mesh.group("dp_replicate", "dp_shard")
-    if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and dp_group is not None:
-        unused = UnusedTracker(model, dp_group, device=mesh.device)
     made = _optimizer(optimizer, resolved, model, named)
-    if parts.disk_tier is not None:
-        parts.disk_tier.drive(made)
+    tier, pipeline = parts.hooks.of(DiskTier), parts.hooks.of(PipelineRank)
+    if tier is not None:
+        tier.drive(made)
     elif mesh.device.type == "cpu":
         keep_host_memory()  # who keeps states in files wants the rest for others
     configured = configured_groups(made)
@@ -150,6 +144,9 @@ def begin(
     if optimizer is not None or lr_scheduler is not None:
         refuse_different_optimizers(made, scheduler, mesh)
     precision = resolved.precision
+    in_backward = BackwardOptimizer(made) if resolved.data_parallel.update_in_backward else None
+    if in_backward is not None:  # the first, lest what it cannot take back is cleared
+        parts = parts.with_(hooks=Hooks((in_backward, *parts.hooks.all)))
     stepper = Stepper(
         parameters=list(model.parameters()),
         mesh=mesh,
@@ -161,8 +158,9 @@ def begin(
         counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
-        tier=parts.disk_tier,
-        in_backward=BackwardOptimizer(made) if resolved.data_parallel.update_in_backward else None,
+        tier=tier,
+        before_update=parts.hooks.before_update,
+        in_backward=in_backward,
     )
     torch.manual_seed(generator_seed(resolved.seed, mesh))
     return Engine(
@@ -170,8 +168,6 @@ def begin(
         mesh=mesh,
         resolved=resolved,
         stepper=stepper,
-        unused=unused,
-        pipeline=pipeline,
         loss_fn=loss_fn,
         forward=forward,
     )
@@ -207,21 +203,10 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
             raise ModelError(f"zero_optimization.offload_{section}: plait.parallelize makes no optimizer; use plait.initialize, or none")
     before = list(model.parameters())
     take_over(model)
-    mesh, parts, _ = _parallelize(checked_model(model, resolved), weights=weights)
-    if parts.reducer is not None:
-        parts.reducer.finish_with_backward()
-    if isinstance(model, FSDPModule) and resolved.data_parallel.unused_parameters and mesh.layout.dp > 1:
-        reduce_unused_parameters(model)
-    buffers = ChangingBuffers(model, parts.blocks, mesh)
-    buffers_end = synchronise_in_forward(model, buffers)
-    watch = StepWatch(model, before, parts.reducer)
+    mesh, parts, _ = _parallelize(checked_model(model, resolved), weights=weights, mean=True)
+    watch = StepWatch(model, before, parts.hooks.of(Reducer))
     free_after_evaluation(model)
-
-    def let_go() -> None:
-        watch.close()
-        buffers_end.remove()
-
-    remember(model, Owner(parts, mesh, let_go, buffers))
+    remember(model, Owner(parts.with_(hooks=Hooks((*parts.hooks.all, watch))), mesh, own_loop=True))
     return model
 
 
@@ -232,17 +217,18 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     Forward and backward of every micro-batch but the last go inside; the last one goes outside.
     """
     owner = recall(model)
-    if owner.buffers is None:
+    if not owner.own_loop:
         raise InputError(
             "plait.accumulate is for plait.parallelize; an engine counts micro-batches itself: engine.backward and engine.step"
         )
-    before_backward(owner.parts, last=False)
-    owner.buffers.accumulating = True
+    tell_all = owner.parts.hooks.before_microbatch
+    for tell in tell_all:
+        tell(False)
     try:
         yield
     finally:
-        before_backward(owner.parts, last=True)
-        owner.buffers.accumulating = False
+        for tell in tell_all:
+            tell(True)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -297,17 +283,21 @@ def _resolve(model: nn.Module, config: ConfigLike, *, total_steps: int | None = 
 
 
 def _parallelize(
-    checked: CheckedModel, *, weights: str | Path | None, loss_fn: Loss | None = None, forward: Forward = default_forward
+    checked: CheckedModel,
+    *,
+    weights: str | Path | None,
+    mean: bool = False,
+    loss_fn: Loss | None = None,
+    forward: Forward = default_forward,
 ) -> tuple[Mesh, Parts, int]:
-    """`split`, and weights."""
+    """`split`, weights, and what acts on a step. `mean`: see `ShardSettings`."""
     model, resolved = checked.model, checked.resolved
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        materialise.allocate(model, mesh.device, host_units=parts.offloaded_units if parts.masters_on_host else ())
-    parts = hold_once(parts)
-    tier = build_disk_tier(resolved, model, parts.offloaded_units)
+        materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.masters_on_host else ())
+    tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:
         filled = tier.put_parameter_away if tier is not None else lambda _: None
         if weights is None:
@@ -317,11 +307,10 @@ def _parallelize(
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.put_parameters_away()
-    if parts.reducer is not None:
-        parts.reducer.attach()
+    parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
     watch_shards_of(model)
-    return mesh, parts.with_(disk_tier=tier), seed
+    return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed
 
 
 def split(

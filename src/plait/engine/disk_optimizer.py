@@ -24,6 +24,7 @@ from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_mod
 from plait.engine.gradient_math import multiply_all
 from plait.errors import ModelError
 from plait.parallel.arena import Arena, in_pages
+from plait.parallel.hooks import StepHook
 from plait.parallel.placed import like_parameter
 from plait.parallel.shard_reader import ShardReader
 
@@ -65,7 +66,7 @@ class _Use:
     """Whether it is read again, so that what was written has to reach the disk."""
 
 
-class DiskTier:
+class DiskTier(StepHook):
     """Made before a model's weights are, given the optimizer afterwards."""
 
     def __init__(

@@ -29,6 +29,7 @@ from plait.parallel.schedule import Schedule
 from plait.parallel.split_backward import backward_inputs, backward_weights
 from plait.parallel.stage import Stage, StagedModel
 from plait.parallel.staged_zero import StagedZero
+from plait.parallel.styles import Region
 from plait.parallel.technique import Parts
 
 
@@ -91,9 +92,9 @@ class DryModel:
             self._factor = torch.ones((), dtype=torch.float64, device=device)
             self.piece = tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x, batch)
         self.forward = forward(fake)
-        region = self.parts.tensor_region
+        region = self.parts.noted(Region)
         if region is not None:
-            region.gather_logits = not (self.parts.loss_parallel and getattr(loss_fn, "split_logits", False))
+            region.serve(loss_fn)
 
     def trace(
         self, index: int = 0, received: Any = None, *, length: int = 0, splits: bool = False, first_unit: int = 0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from plait.cluster.mesh import Mesh
 from plait.comm.pending import Pending
+from plait.comm.waits import Waits
 from plait.config.batch import CALLERS, MICRO
 from plait.config.resolve import Resolved
 from plait.engine.batch import Forward, micro_batches, to_device
@@ -28,12 +29,11 @@ from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
 from plait.engine.weight_check import WeightCheck
 from plait.errors import InputError, PlaitError
-from plait.parallel import compression
-from plait.parallel.buffers import ChangingBuffers
-from plait.parallel.data import before_backward, free_after_evaluation, free_gathered
+from plait.parallel.data import free_after_evaluation, free_gathered
+from plait.parallel.hooks import Hooks, StepEnd
 from plait.parallel.pipeline import PipelineRank
+from plait.parallel.styles import Region
 from plait.parallel.technique import Parts
-from plait.parallel.unused import UnusedTracker
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,6 @@ class Engine(EngineFacts):
         mesh: Mesh,
         resolved: Resolved,
         stepper: Stepper,
-        unused: UnusedTracker | None,
-        pipeline: PipelineRank | None,
         loss_fn: Loss | None,
         forward: Forward,
     ) -> None:
@@ -84,13 +82,17 @@ class Engine(EngineFacts):
         self.loss_fn = loss_fn
         self.global_steps = 0
         self.skipped_steps = 0
-        self._unused = unused
-        self._pipeline = pipeline
+        self._pipeline = parts.hooks.of(PipelineRank)
+        self._region = parts.noted(Region)
+        self._waits = parts.noted(Waits) or Waits()
         self._forward = forward
         # None where the file gives no batch size: a step then takes what it is given.
         self._micro_batch_size = resolved.batch.micro_batch_size if resolved.sources.get(MICRO) != CALLERS else None
-        self._guard = Guard(parts, stepper=stepper, unused=unused, pipeline=pipeline)
-        self._owner = Owner(parts, mesh, self._guard.let_go)
+        self._guard = Guard(parts, stepper)
+        self.parts = parts = parts.with_(hooks=Hooks((*parts.hooks.all, self._guard)))
+        self.hooks = parts.hooks
+        """What acts on a step."""
+        self._owner = Owner(parts, mesh)
         remember(parts.model, self._owner)
         self._dp_group = mesh.group("dp_replicate", "dp_shard")
         self._loss_group = mesh.group("pp", "dp_replicate", "dp_shard")
@@ -100,11 +102,10 @@ class Engine(EngineFacts):
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._weight_check = WeightCheck()
-        self._buffers = ChangingBuffers(parts.model, parts.blocks, mesh)
         self._outcome: Outcome | None = None
         self.waited_seconds: dict[str, float] = {}
         """Exposed communication time of this rank in the last step (see `StepResult`)."""
-        self.communication = parts.communication
+        self.communication = self.hooks.said
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
 
@@ -145,7 +146,7 @@ class Engine(EngineFacts):
                     self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled, loss_fn=loss_fn)
             else:
                 for index, piece in enumerate(pieces):
-                    before_backward(self.parts, last=index == count - 1)
+                    self._before_microbatch(last=index == count - 1)
                     loss = scaled(self._forward(self.model, piece), piece)
                     with self._guard.backward():
                         loss.backward()
@@ -220,15 +221,14 @@ class Engine(EngineFacts):
     @contextmanager
     def _logits_for(self, loss_fn: Loss) -> Iterator[None]:
         """Logits stay split over the vocabulary where the loss can use them so."""
-        region = self.parts.tensor_region
-        if region is None:
+        if self._region is None:
             yield
             return
-        region.gather_logits = not (self.parts.loss_parallel and getattr(loss_fn, "split_logits", False))
+        self._region.serve(loss_fn)
         try:
             yield
         finally:
-            region.gather_logits = True
+            self._region.gather_logits = True
 
     def _loss(self) -> Loss:
         if self.loss_fn is None:
@@ -252,24 +252,20 @@ class Engine(EngineFacts):
     def _restart_step(self) -> None:
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
 
+    def _before_microbatch(self, *, last: bool) -> None:
+        for tell in self.hooks.before_microbatch:
+            tell(last)
+
     def _update(self, *, divisor: float = 1.0) -> Outcome:
         self._guard.check_update()
-        free_gathered(self.model)  # a forward between the last backward and this would keep the old values, or be read while they change
-        if self.parts.reducer is not None:
-            self.parts.reducer.finish()  # a rank whose loss reached no parameter still has to take part
-        if self._unused is not None:
-            self._unused.restore_none()
-        if self._pipeline is not None:
-            self._pipeline.reduce_shared()
+        for finish in self.hooks.finish_reduction:
+            finish()
         scale = self.stepper.loss_scale
         outcome = self._outcome = self.stepper(divisor=divisor)
-        self._buffers.after_step()
-        compression.settle(self.parts, skipped=outcome.skipped, factor=self.stepper.loss_scale / scale)
-        if self.parts.reducer is not None:
-            self.parts.reducer.start_step()
-        waited = self.parts.waits.take()
+        waited = self._waits.take()
+        end = StepEnd(skipped=outcome.skipped, rescaled=self.stepper.loss_scale / scale, waited_seconds=waited)
         self.waited_seconds = waited if self.device.type == "cpu" else {}
-        self._decided = self.parts.trial.after_step(waited) if self.parts.trial is not None else ""
+        self._decided = ". ".join([said for after in self.hooks.after_step if (said := after(end))])
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1
@@ -287,7 +283,7 @@ class Engine(EngineFacts):
             )
         self._settle()
         if torch.is_grad_enabled():
-            before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
+            self._before_microbatch(last=self.is_gradient_accumulation_boundary())
         with self._guard.running("forward"):
             return self.model(*args, **kwargs)
 
@@ -301,7 +297,7 @@ class Engine(EngineFacts):
         self._settle()
         if self._guard.backwards and bool(self._weights) != (weight is not None):
             raise InputError("backward(weight=...) must be given for every backward of a step, on every rank, or for none")
-        before_backward(self.parts, last=self.is_gradient_accumulation_boundary())
+        self._before_microbatch(last=self.is_gradient_accumulation_boundary())
         factor = self.stepper.loss_scale
         if weight is None:
             scaled = loss * (factor / (self.config.batch.accumulation * self.dp_size))
@@ -310,8 +306,8 @@ class Engine(EngineFacts):
             scaled = loss * (torch.as_tensor(weight, dtype=loss.dtype, device=loss.device) * factor)
         with self._guard.backward():
             scaled.backward()
-            if self.parts.reducer is not None and self.parts.reducer.synchronise:
-                self.parts.reducer.finish()
+            for complete in self.hooks.after_backward:
+                complete()
         return loss.detach()
 
     def step(self) -> None:
@@ -352,7 +348,7 @@ class Engine(EngineFacts):
     def zero_grad(self) -> None:
         """Drop the gradients of the step's micro-batches so far. `step` clears those that it used, so no loop has to call this."""
         self._settle()
-        self._guard.drop_gradients()
+        self._guard.drop()
         self._weights = []
 
     def train(self, mode: bool = True) -> Engine:
@@ -379,9 +375,7 @@ class Engine(EngineFacts):
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         self._settle()
-        found = load_engine(self, Path(folder), tag=tag, on_note=on_note)
-        self._buffers.look()
-        return found
+        return load_engine(self, Path(folder), tag=tag, on_note=on_note)
 
     def close(self) -> None:
         """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again."""

@@ -10,6 +10,7 @@ from torch import nn
 from plait.cluster.mesh import Mesh
 from plait.config.resolve import Resolved
 from plait.engine.step import Stepper
+from plait.parallel.hooks import Hooks
 from plait.parallel.technique import Parts
 
 
@@ -20,6 +21,7 @@ class EngineFacts:
     mesh: Mesh
     config: Resolved
     stepper: Stepper
+    hooks: Hooks
     global_steps: int
     skipped_steps: int
 

@@ -135,7 +135,7 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
     pipeline = given.noted(PipelineParts)
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
-        copied = given.with_(model=fake, compute_dtype=dtype)
+        copied = given.with_(model=fake).with_shard(compute_dtype=dtype)
         parts = apply_all((resolved.tensor_parallel, resolved.pipeline, recompute), copied, mesh)
         applied = parts.noted(PipelineParts)
         return parts, applied.staged if applied is not None else None

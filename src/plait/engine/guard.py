@@ -8,48 +8,40 @@ reach the user at once. Only a failure of all ranks can be cleared.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from plait._torch.passes import reset_failed_step
 from plait._torch.units import drop_gradients, has_unreduced
 from plait.engine.step import Stepper
-from plait.errors import InputError, PlaitError
-from plait.parallel import compression
-from plait.parallel.pipeline import PipelineRank
+from plait.errors import InputError
+from plait.parallel.data import DataParallel
+from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.reducer import Reducer
+from plait.parallel.styles import Region
 from plait.parallel.technique import Parts
-from plait.parallel.unused import UnusedTracker
-
-Lost = Literal["", "forward", "step"]
-"""What a failure has cost: nothing; a forward, which has added to no gradient; all gradients of the step."""
-
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 
 
-class Guard:
+class Guard(StepHook):
     """For one engine."""
 
-    def __init__(self, parts: Parts, *, stepper: Stepper, unused: UnusedTracker | None, pipeline: PipelineRank | None) -> None:
+    def __init__(self, parts: Parts, stepper: Stepper) -> None:
         self.replaced = False
         """Whether the engine has the model no more."""
-        self._parts, self._stepper, self._unused, self._pipeline = parts, stepper, unused, pipeline
-        self._lost: Lost = ""
+        self._parts, self._stepper = parts, stepper
+        self._lost: Lost | None = None
         self._known = {id(p): p for p in parts.model.parameters()}
         self._frozen = {name: p for name, p in parts.model.named_parameters() if not p.requires_grad}
+        self._in_buckets = parts.hooks.of(Reducer) is not None
         self.backwards = 0
         """Of the step so far."""
-        for listener in (parts.reducer, unused):
-            if listener is not None:
-                listener.accepts = False
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The model goes to somebody else, or the engine is closed."""
         self.replaced = True
-        if self._stepper.in_backward is not None:
-            self._stepper.in_backward.detach()
 
     @contextmanager
     def running(self, lost: Lost) -> Iterator[None]:
@@ -66,11 +58,7 @@ class Guard:
     def backward(self) -> Iterator[None]:
         """Around every backward of the engine's own."""
         self.backwards += 1
-        with ExitStack() as stack:
-            stack.enter_context(self.running("step"))
-            for listener in (self._parts.reducer, self._unused):
-                if listener is not None:
-                    stack.enter_context(listener.backward())
+        with self.running("step"), self._parts.hooks.backward():
             yield
 
     def settle(self) -> bool:
@@ -78,32 +66,20 @@ class Guard:
         failure, which all ranks had."""
         if self.replaced:
             raise InputError("this engine was closed, or its model given to another plait.initialize or plait.parallelize; use that one")
-        lost, self._lost = self._lost, ""
-        if not lost:
+        lost, self._lost = self._lost, None
+        if lost is None:
             return False
-        if lost == "step" and self._stepper.in_backward is not None and self._stepper.in_backward.take_norms():
-            raise PlaitError(
-                "parallel.optimizer_in_backward: the step failed when some parameters were updated already; load a checkpoint, or use false"
-            )
-        reset_failed_step(self._parts.model, keep_gradients=lost == "forward")
-        if self._pipeline is not None:
-            self._pipeline.forget()
-        if self._parts.activation_store is not None:
-            self._parts.activation_store.begin()
+        for clear in self._parts.hooks.on_error:
+            clear(lost)
         if lost == "step":
-            if self._parts.reducer is not None:
-                self._parts.reducer.abandon()
-            self.drop_gradients()
+            self.drop()
         return lost == "step"
 
-    def drop_gradients(self) -> None:
-        """Those of the step so far."""
-        if self._parts.reducer is not None:
-            self._parts.reducer.forget()
+    def drop(self) -> None:
+        """The gradients of the step so far."""
         drop_gradients(self._parts.model)
-        compression.settle(self._parts, skipped=True, factor=1.0)
-        if self._unused is not None:
-            self._unused.forget()
+        for forget in self._parts.hooks.drop_gradients:
+            forget()
         self.backwards = 0
 
     def _held(self, parameter: torch.Tensor) -> bool:
@@ -112,7 +88,7 @@ class Guard:
     def check_update(self) -> None:
         """Refuse an update that does not do what it seems to."""
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed and (self._parts.reducer is not None or not self._held(self._frozen[thawed[0]])):
+        if thawed and (self._in_buckets or not self._held(self._frozen[thawed[0]])):
             raise InputError(
                 f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called and requires a gradient now, "
                 "but it is not trained; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
@@ -141,14 +117,14 @@ class Guard:
 
 def _mixed(error: Exception, parts: Parts) -> str:
     """The message for code that computes with shards and full tensors together."""
-    ways = []
-    if parts.stage:
-        read = "read no weight there" if parts.stage == 3 else "read a weight after that"
+    ways, data = [], parts.noted(DataParallel)
+    if data is not None and data.stage:
+        read = "read no weight there" if data.stage == 3 else "read a weight after that"
         ways.append(
-            f"outside of the model's forward its parameters are shards (ZeRO stage {parts.stage}): let forward= call the model and not the "
+            f"outside of the model's forward its parameters are shards (ZeRO stage {data.stage}): let forward= call the model and not the "
             f"modules inside it, and {read}, or use ZeRO stage 0"
         )
-    if parts.tensor_region is not None:
+    if parts.noted(Region) is not None:
         ways.append(
             "parallel.tp splits parameters (read parameter.full_tensor(), or call the module) and logits until the loss has them (change "
             "them with parallel.loss_parallel = false)"

@@ -12,10 +12,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from plait._torch.units import has_unreduced
 from plait.errors import InputError
 from plait.parallel.data import free_gathered
+from plait.parallel.hooks import StepHook
 from plait.parallel.reducer import Reducer
 
 
-class StepWatch:
+class StepWatch(StepHook):
     """Checks every step of every torch optimizer of this process, until the model is deleted or passed to another engine."""
 
     def __init__(self, model: nn.Module, before: list[nn.Parameter], reducer: Reducer | None) -> None:
@@ -31,7 +32,7 @@ class StepWatch:
         for known in (self._now, self._replaced):
             weakref.finalize(model, known.clear).atexit = False
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Look no more."""
         self._handle.remove()
 

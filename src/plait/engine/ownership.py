@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, ModelError
-from plait.parallel.buffers import ChangingBuffers
+from plait.parallel.data import DataParallel
+from plait.parallel.saved import OffloadedActivations
 from plait.parallel.technique import Parts
 
 _ATTRIBUTE = "_plait"
@@ -28,10 +29,8 @@ class Owner:
 
     parts: Parts
     mesh: Mesh
-    let_go: Callable[[], None]
-    """The model goes to somebody else."""
-    buffers: ChangingBuffers | None = None
-    """In your own training loop."""
+    own_loop: bool = False
+    """Whether your own training loop trains it, and no engine."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nobody, ()  # a copy of the model, or one from a file, belongs to nobody
@@ -59,14 +58,9 @@ def release(model: nn.Module, owner: Owner) -> None:
     """`owner` has done with the model, if it still has it: a replicated one is as it was, but for its weights."""
     if getattr(model, _ATTRIBUTE, None) is not owner:
         return
-    owner.let_go()
-    if owner.parts.reducer is not None:
-        owner.parts.reducer.detach()
+    for end in owner.parts.hooks.release:
+        end()
     if not _is_cut(owner):
-        for name, mode in zip(owner.parts.blocks, owner.parts.block_modes, strict=False):
-            if mode != "none":
-                block = model.get_submodule(name)
-                block.forward = block.forward.__wrapped__  # type: ignore[attr-defined]  # recompute replaced it, and only that is undone
         object.__delattr__(model, _ATTRIBUTE)
 
 
@@ -79,9 +73,10 @@ def refuse_taken(model: nn.Module) -> None:
         )
     owner: Owner | None = getattr(model, _ATTRIBUTE, None)
     if owner is not None and _is_cut(owner):
-        layout = owner.mesh.layout
+        layout, data = owner.mesh.layout, owner.parts.noted(DataParallel)
+        stage = data.stage if data is not None else 0
         raise ModelError(
-            f"the model was already sharded by Plait (ZeRO stage {owner.parts.stage}, parallel.pp {layout.pp}, parallel.tp {layout.tp}), "
+            f"the model was already sharded by Plait (ZeRO stage {stage}, parallel.pp {layout.pp}, parallel.tp {layout.tp}), "
             "and its parameters are parts now; build it again (under torch.device('meta'), for nothing) and load its checkpoint, or go on "
             "with the engine that it has"
         )
@@ -101,12 +96,11 @@ def close(model: nn.Module, owner: Owner) -> None:
     """`owner` is closed: it lets go of the model, and its threads, files and process groups end, the default one where Plait made
     it and nobody else uses it."""
     release(model, owner)
-    for store in (owner.parts.disk_tier, owner.parts.activation_store):
-        if store is not None:
-            store.close()
+    for end in owner.parts.hooks.close:
+        end()
     owner.mesh.close()
 
 
 def _is_cut(owner: Owner) -> bool:
     layout, parts = owner.mesh.layout, owner.parts
-    return isinstance(parts.model, FSDPModule) or layout.pp > 1 or layout.tp > 1 or parts.activation_store is not None
+    return isinstance(parts.model, FSDPModule) or layout.pp > 1 or layout.tp > 1 or parts.noted(OffloadedActivations) is not None

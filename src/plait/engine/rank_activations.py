@@ -23,9 +23,11 @@ from plait.engine.loss import Loss, causal_lm_loss
 from plait.parallel.in_flight import ONE_STAGE, BlockMode, RankActivations, StageFacts, StageMode
 from plait.parallel.pipeline import PipelineParts
 from plait.parallel.recompute import Recompute
+from plait.parallel.saved import OffloadedActivations
 from plait.parallel.schedule import Kind
 from plait.parallel.stage import StagedModel, stage_model
-from plait.parallel.technique import Parts
+from plait.parallel.styles import Region
+from plait.parallel.technique import Parts, notes_of
 from plait.parallel.tensor import TensorParallel
 from plait.units import dtype_of
 
@@ -87,11 +89,11 @@ def rank_activations(
         store = CountingStore()
 
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
-            given = Parts(model=fake, blocks=blocks, activation_store=store if stored else None, offloaded_blocks=len(stored))
+            given = Parts(fake, blocks, notes=notes_of([OffloadedActivations(store, len(stored)) if stored else None]))
             parts = split.apply(given, mesh)
             staged = None
             if pipeline is not None:
-                staged = stage_model(fake, pipeline.cut, range(schedule.stages), region=parts.tensor_region, device=mesh.device)
+                staged = stage_model(fake, pipeline.cut, range(schedule.stages), region=parts.noted(Region), device=mesh.device)
             return alike.apply(parts.with_(blocks=order), mesh).with_(blocks=blocks), staged
 
         dry = DryModel(
@@ -107,7 +109,8 @@ def rank_activations(
         found, handed, length = [], None, 0
         for index, names in enumerate(by_stage):
             trace, handed = dry.trace(index, handed, length=length, splits=index in halved)
-            length = dry.parts.tensor_region.length if dry.parts.tensor_region is not None else 0
+            region = dry.parts.noted(Region)
+            length = region.length if region is not None else 0
             found.append((trace, tuple(store.bytes[order.index(name)] for name in names) if stored else ()))
         return found
 

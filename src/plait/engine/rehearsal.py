@@ -36,8 +36,9 @@ from plait.engine.optimizer import build_optimizer
 from plait.engine.peak import make_states
 from plait.errors import InputError, ModelError
 from plait.parallel import materialise
-from plait.parallel.data import before_backward, reduce_by_sum
-from plait.parallel.pipeline import PipelineRank, build_pipeline
+from plait.parallel.order import attach_all
+from plait.parallel.pipeline import PipelineRank
+from plait.parallel.styles import Region
 from plait.parallel.technique import Parts
 
 Tell = Callable[[str], None]
@@ -114,7 +115,6 @@ def rehearse(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
     try:
         mesh, parts, _ = split(checked_model(model, resolved))
-        pipeline = build_pipeline(parts, mesh, track_unused=False)
         watch: _Watch | _Profile = _Profile(mesh) if real else _Watch(mesh)
         fake: AbstractContextManager[Any] = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
         with ExitStack() as inside:
@@ -122,10 +122,8 @@ def rehearse(
             inside.enter_context(watch)
             inside.enter_context(rows_are_sequences())
             materialise.allocate(model, mesh.device)
-            if parts.reducer is not None:
-                parts.reducer.attach()
-            reduce_by_sum(parts)
-            run = _Run(model, parts, pipeline, resolved, samples, length, watch)
+            parts = attach_all(resolved.techniques, parts, mesh)
+            run = _Run(model, parts, parts.hooks.of(PipelineRank), resolved, samples, length, watch)
             built = time.perf_counter()
             tell(f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length} tokens on {mesh.device.type}")
             make_states(run.optimizer)
@@ -147,9 +145,9 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.optimizer = build_optimizer(self.resolved.optimizer, list(self.model.named_parameters()))
-        region = self.parts.tensor_region
+        region = self.parts.noted(Region)
         if region is not None:
-            region.gather_logits = not self.parts.loss_parallel
+            region.serve(causal_lm_loss)
 
     def step(self) -> Rehearsal:
         """A full step and its measurements."""
@@ -162,10 +160,8 @@ class _Run:
             with self.watch.phase("micro-batches"):
                 self._micro_batches(pieces)
             with self.watch.phase("reduction"):
-                if self.parts.reducer is not None:
-                    self.parts.reducer.finish()
-                if self.pipeline is not None:
-                    self.pipeline.reduce_shared()
+                for finish in self.parts.hooks.finish_reduction:
+                    finish()
             gradients = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
             with self.watch.phase("optimizer step"):
                 self.optimizer.step()
@@ -188,11 +184,15 @@ class _Run:
 
     def _micro_batches(self, pieces: list[Any]) -> None:
         if self.pipeline is not None:
-            self.pipeline.runtime.train(pieces, forward=default_forward, loss=lambda output, piece: causal_lm_loss(output, piece)[0])
+            with self.parts.hooks.backward():
+                self.pipeline.runtime.train(pieces, forward=default_forward, loss=lambda output, piece: causal_lm_loss(output, piece)[0])
             return
         for index, piece in enumerate(pieces):
-            before_backward(self.parts, last=index == len(pieces) - 1)
-            causal_lm_loss(default_forward(self.model, piece), piece)[0].backward()
+            for tell in self.parts.hooks.before_microbatch:
+                tell(index == len(pieces) - 1)
+            loss = causal_lm_loss(default_forward(self.model, piece), piece)[0]
+            with self.parts.hooks.backward():
+                loss.backward()
 
 
 class _Watch(LiveStorages):
@@ -345,11 +345,11 @@ def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) ->
     if width is None:
         raise ModelError(f"{type(model).__name__} has no config.hidden_size, so what passes between its stages is not known beforehand")
     samples, length = piece["input_ids"].shape
-    region = parts.tensor_region
+    region = parts.noted(Region)
     own = length
     if region is not None:
         region.length = length
         if region.sequence_parallel:
             own = -(-length // region.group.size())
-    dtype = parts.compute_dtype or next(model.parameters()).dtype
+    dtype = parts.shard.compute_dtype or next(model.parameters()).dtype
     return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)

@@ -14,7 +14,6 @@ from plait.cluster.mesh import Mesh
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
 from plait.errors import warn
-from plait.parallel import compression
 from plait.parallel.data import free_gathered
 
 
@@ -30,7 +29,7 @@ def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
         "scheduler": schedule_facts(stepper.scheduler, stepper.schedule_source),
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "layout": engine.mesh.layout.degrees,
-        "zero_stage": engine.parts.stage,
+        "zero_stage": engine.config.data_parallel.stage,
         "client_state": client,
     }
     free_gathered(engine.model)
@@ -41,7 +40,7 @@ def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
         optimizer=content.tensors,
         random=_random_states(engine),
         metadata=facts,
-        per_rank_state=compression.states(engine.parts),
+        per_rank_state=engine.hooks.state(),
     )
 
 
@@ -91,9 +90,10 @@ def load_engine(
             else "generators (dropout) are seeded anew from the seed and the step: the checkpoint has none for these devices"
         )
     saved = distributed.load_per_rank_state(found)
-    # Errors belong to a rank's own gradients: on another layout they start anew, which costs what one step loses.
-    if saved and same_layout and facts["zero_stage"] == engine.parts.stage:
-        compression.restore(engine.parts, saved, device=engine.device)
+    # What a rank keeps belongs to its own gradients: on another layout it starts anew, which costs what one step loses.
+    fits = same_layout and facts["zero_stage"] == engine.config.data_parallel.stage
+    for load in engine.hooks.load_state:
+        load(saved if fits else {})
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scaler is not None and facts["loss_scaler"] is not None:

@@ -50,7 +50,7 @@ class Stepper:
     tier: DiskTier | None = None
     """Where gradients and optimizer states are, if not in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
-    """Called with unscaled, clipped gradients in place, just before the optimizer (for inspection)."""
+    """Called with unscaled, clipped gradients in place, just before the optimizer: those of the hooks, and for inspection."""
     configured: list[dict[str, Any]] = field(default_factory=list)
     """The values of the optimizer's groups before any schedule or step changed them; a checkpoint keeps them (see `engine.resume`)."""
     schedule_source: ScheduleSource | None = None

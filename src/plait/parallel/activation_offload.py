@@ -18,8 +18,9 @@ from plait.errors import ConfigError, ModelError, Problem
 from plait.model.facts import ModelFacts
 from plait.parallel.activation_store import DiskStore, HostStore
 from plait.parallel.compile import Compile
+from plait.parallel.hooks import StepHook
 from plait.parallel.ledger import Ledger
-from plait.parallel.saved import Store
+from plait.parallel.saved import OffloadedActivations, Store
 from plait.parallel.schedule import Action, Kind
 from plait.parallel.stage import Stage
 from plait.parallel.technique import Context, Parts, Technique
@@ -84,7 +85,12 @@ class ActivationOffload(Technique):
         if not count:
             return parts
         store = HostStore(mesh.device) if self.device == "cpu" else DiskStore(Path(self.path or "."), mesh.device)
-        return parts.with_(activation_store=store, offloaded_blocks=count)
+        return parts.with_note(OffloadedActivations(store, count))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """What ends the store."""
+        found = parts.noted(OffloadedActivations)
+        return [] if found is None else [found]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Nothing: what blocks put into the store is in the measured activations, which `recompute` writes down."""

@@ -13,7 +13,7 @@ In a pipeline the lowest stage that changed a buffer outside of the blocks has t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from plait._torch.modules import is_persistent, own_buffers
 from plait._torch.storage import version_of
 from plait.cluster.mesh import Mesh
+from plait.parallel.hooks import StepEnd, StepHook
 
 _DATA = ("dp_replicate", "dp_shard")
 
@@ -48,14 +49,15 @@ class _Seen:
         return found or (self.leaf in ("running_mean", "running_var") and self.module.training)
 
 
-class ChangingBuffers:
-    """Call `after_step` once a step, on all ranks."""
+class ChangingBuffers(StepHook):
+    """`send` is called once a step, on all ranks."""
 
     def __init__(self, model: nn.Module, blocks: Collection[str], mesh: Mesh) -> None:
         self.names: tuple[str, ...] = ()
         """Those that are sent after every step."""
         self.accumulating = False
         """In your own training loop: the step continues after this micro-batch."""
+        self._in_forward: RemovableHandle | None = None
         self._mesh, self._blocks = mesh, tuple(blocks)
         real = mesh.layout.world_size > 1 and dist.get_backend() != "fake"
         self._data, self._stages = (mesh.group(*axes) if real else None for axes in (_DATA, ("pp",)))
@@ -81,8 +83,40 @@ class ChangingBuffers:
         for seen in self._seen.values():
             seen.changed()
 
-    def after_step(self) -> None:
-        """Send the first data-parallel rank's values. Collective."""
+    def before_microbatch(self, last: bool) -> None:
+        """See `accumulating`."""
+        self.accumulating = not last
+
+    def after_step(self, end: StepEnd) -> str:
+        """The next forward finds the same on all ranks."""
+        self.send()
+        return ""
+
+    def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """A checkpoint has written to buffers."""
+        self.look()
+
+    def release(self) -> None:
+        """See `send_in_forward`."""
+        if self._in_forward is not None:
+            self._in_forward.remove()
+
+    def send_in_forward(self, model: nn.Module) -> None:
+        """For your own training loop, whose steps Plait does not see: in training, before the first forward of every step but the first."""
+        due, mine = [False], weakref.ref(model)
+
+        def before(module: nn.Module, _: Any) -> None:
+            if module is not mine():
+                return  # a copy of the model has this hook too
+            if module.training and torch.is_grad_enabled():
+                if due[0]:
+                    self.send()
+                due[0] = not self.accumulating
+
+        self._in_forward = model.register_forward_pre_hook(before)
+
+    def send(self) -> None:
+        """The first data-parallel rank's values to the others. Collective."""
         if self._all is None:
             return
         self._new |= {name for name, seen in self._seen.items() if seen.changed()} - set(self.names)
@@ -160,19 +194,3 @@ def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             module.process_group = group
-
-
-def synchronise_in_forward(model: nn.Module, buffers: ChangingBuffers) -> RemovableHandle:
-    """For your own training loop, whose steps Plait does not see: in training, before the first forward of every step but the first. Ends
-    when the handle is removed."""
-    due, mine = [False], weakref.ref(model)
-
-    def before(module: nn.Module, _: Any) -> None:
-        if module is not mine():
-            return  # a copy of the model has this hook too
-        if module.training and torch.is_grad_enabled():
-            if due[0]:
-                buffers.after_step()
-            due[0] = not buffers.accumulating
-
-    return model.register_forward_pre_hook(before)

@@ -7,8 +7,8 @@ the replicas is torch's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from plait._torch.units import shard_shapes, sharded_modules
 from plait.cluster.mesh import Levels
 from plait.comm.buckets import Buckets, Flat
-from plait.comm.carried import Carried
 from plait.comm.compress import (
     POWERSGD_START,
     PowerSGDBuckets,
@@ -31,9 +30,6 @@ from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.parallel.ledger import Array
 from plait.policy import Policy
 from plait.units import MIB
-
-if TYPE_CHECKING:
-    from plait.parallel.technique import Parts
 
 MaybeBits = Literal[0, 4, 8]
 _POWERSGD_CODE = 1
@@ -100,55 +96,6 @@ class Compression(Policy):
                 module.set_custom_reduce_scatter(TimedReduceScatter(scatter, waits, "dp_shard"))
                 found[f"unit.{index}"] = scatter
         return found
-
-
-_VERDICT = "autotune.decision"
-
-
-def states(parts: Parts) -> dict[str, torch.Tensor]:
-    """What compression keeps from step to step on this rank, by name; the tensors themselves."""
-    found = dict(parts.reducer.reduction.state) if parts.reducer is not None else {}
-    if parts.trial is not None:
-        found[_VERDICT] = parts.trial.verdict
-    return found | {f"{name}.{key}": tensor for name, scatter in parts.compressors.items() for key, tensor in scatter.carried.state.items()}
-
-
-def restore(parts: Parts, saved: Mapping[str, torch.Tensor], *, device: torch.device) -> None:
-    """Put back what `states` gave, on the device of gradients, where it has the same form; the rest starts anew."""
-    decided = int(saved.get(_VERDICT, torch.tensor(-1)))
-    if parts.trial is not None and decided in (0, *(option.code for option in parts.trial.options)):
-        parts.trial.conclude(decided)
-    if parts.reducer is not None:
-        for name, tensor in parts.reducer.reduction.state.items():
-            if name in saved and saved[name].shape == tensor.shape:
-                tensor.copy_(saved[name])
-    for name, scatter in parts.compressors.items():
-        mine = {key.removeprefix(f"{name}."): tensor for key, tensor in saved.items() if key.startswith(f"{name}.")}
-        scatter.carried.state = {key: tensor.to(device) for key, tensor in mine.items()}
-
-
-def _carriers(parts: Parts) -> list[Carried]:
-    found = [scatter.carried for scatter in parts.compressors.values()]
-    if parts.reducer is not None and isinstance(parts.reducer.reduction, QuantisedBuckets | PowerSGDBuckets):
-        found.append(parts.reducer.reduction.carried)
-    return found
-
-
-def held(parts: Parts) -> list[torch.Tensor]:
-    """All that compression keeps in memory: `states`, and their second tensors."""
-    return [*states(parts).values(), *(tensor for carried in _carriers(parts) for tensor in carried.aside)]
-
-
-def settle(parts: Parts, *, skipped: bool, factor: float) -> None:
-    """A step has ended. One that was skipped leaves everything as it was. Gradients will be `factor` times as large: the loss scale has
-    changed, and errors are in its units."""
-    for carried in _carriers(parts):
-        carried.end_step(skipped=skipped)
-    if factor == 1.0:
-        return
-    for name, tensor in states(parts).items():
-        if not name.endswith((".right", "steps", _VERDICT)):
-            tensor.mul_(factor)
 
 
 # ---- in numbers -----------------------------------------------------------------------------------------------------------------------

@@ -27,16 +27,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from plait._torch.dtensor import local_tensor, sum_before_reading
-from plait._torch.units import sharded_modules
+from plait._torch.passes import reset_failed_step
+from plait._torch.units import reduce_unused_parameters, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
+from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.transport import TransportName
+from plait.comm.waits import Waits
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel import wiring
 from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
+from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compression import Compression, error_bytes, sent_bytes
+from plait.parallel.held_once import hold_once
+from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.ledger import Array, Ledger, local_rows
 from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.optimizer_states import state_bytes
@@ -44,7 +50,10 @@ from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtype
 from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.precision import Precision
 from plait.parallel.reducer import Reducer
+from plait.parallel.residuals import Residuals
 from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.unused import UnusedTracker
+from plait.parallel.wiring import Sharing, Summing
 from plait.shards import shard_length, shard_size
 from plait.units import MIB
 
@@ -99,12 +108,13 @@ class DataParallel(Technique):
         refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp > 1)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Shard in place, or attach the gradient reducer."""
-        parts = parts.with_(stage=self.stage)
-        if parts.compute_dtype is not None or parts.reduce_dtype is not None:
+        """Shard in place, or make the gradient reducer."""
+        shard, waits = parts.shard, Waits()
+        parts = parts.with_note(self).with_note(waits)
+        if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
-        whole = mesh.layout.dp_shard == 1 and parts.compute_dtype is None
-        if whole and not parts.masters_on_host and not parts.always_shard:  # nothing to shard, nothing to cast
+        whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
+        if whole and not shard.masters_on_host and not shard.always_shard:  # nothing to shard, nothing to cast
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
@@ -115,17 +125,49 @@ class DataParallel(Technique):
                 bucket_bytes=summing.way.bucket_bytes,
                 make_buckets=summing.way.make_buckets,
                 separate_vectors=self.compression.gradients,
-                reduce_dtype=parts.reduce_dtype,
+                reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
-                waits=parts.waits,
+                waits=waits,
             )
-            trial = summing.trial_of(reducer, wiring.deciding_groups(mesh))
-            return parts.with_(reducer=reducer, trial=trial, communication=summing.said)
+            reducer.said = summing.said
+            return parts.with_note(reducer).with_note(summing)
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
-        sharing = wiring.sharded(self, parts, mesh)
-        return parts.with_(
-            compressors=sharing.compressors, trial=sharing.trial, communication=sharing.said, parameter_host=sharing.parameter_host
-        )
+        return parts.with_note(wiring.sharded(self, parts, mesh, waits))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """The reduction of gradients, what becomes of parameters that a step did not use, and buffers that a forward changes."""
+        model, mean, hooks = parts.model, parts.shard.mean, list[StepHook]()
+        reducer, summing, sharing = parts.noted(Reducer), parts.noted(Summing), parts.noted(Sharing)
+        if reducer is not None and summing is not None:
+            reducer.mean = reducer.accepts = mean
+            reducer.attach()
+            if mean:
+                reducer.finish_with_backward()
+            trial = summing.trial_of(reducer, wiring.deciding_groups(mesh))
+            hooks += [reducer, *([trial] if trial is not None else [])]
+        if isinstance(model, FSDPModule):
+            hooks.append(ShardedSteps(model, self.stage))
+            if not mean:
+                reduce_by_sum(model)
+            group = mesh.group("dp_replicate", "dp_shard")
+            if self.unused_parameters and group is not None:
+                if mean:
+                    reduce_unused_parameters(model)
+                else:
+                    hooks.append(UnusedTracker(model, group, device=mesh.device))
+        units: dict[str, QuantisedReduceScatter] = {}
+        if sharing is not None:
+            units, waits = sharing.compressors, parts.noted(Waits)
+            assert waits is not None
+            words = hold_once(model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
+            hooks[0].said = ". ".join(filter(None, (sharing.said, words)))
+            hooks += [sharing.trial] if sharing.trial is not None else []
+        if self.compresses:
+            hooks.append(Residuals(reducer, units, device=mesh.device))
+        buffers = ChangingBuffers(model, parts.blocks, mesh)
+        if mean:
+            buffers.send_in_forward(model)
+        return [*hooks, buffers]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""
@@ -135,7 +177,7 @@ class DataParallel(Technique):
 def _gradient_bytes(parts: Parts) -> int:
     """What this rank sums in a step."""
     trainable = [p for p in parts.model.parameters() if p.requires_grad]
-    return sum(local_tensor(p.detach()).numel() * (parts.reduce_dtype or p.dtype).itemsize for p in trainable)
+    return sum(local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize for p in trainable)
 
 
 def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
@@ -144,10 +186,10 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
 
     def offload(unit: str) -> OffloadPolicy:
-        here = parts.masters_on_host and unit in parts.offloaded_units
-        return CPUOffloadPolicy(pin_memory=parts.pin_masters) if here else OffloadPolicy()
+        here = parts.shard.masters_on_host and unit in parts.shard.offloaded_units
+        return CPUOffloadPolicy(pin_memory=parts.shard.pin_masters) if here else OffloadPolicy()
 
-    policy = MixedPrecisionPolicy(param_dtype=parts.compute_dtype, reduce_dtype=parts.reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
     for name in parts.blocks:
         block = parts.model.get_submodule(name)
         fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
@@ -182,23 +224,34 @@ def _refuse_unshardable(parts: Parts) -> None:
 # ---- the reduction, step by step ------------------------------------------------------------------------------------------------
 
 
-def reduce_by_sum(parts: Parts) -> None:
-    """Make reductions sums: the engine has divided every loss by the global weight already. torch's default is the mean over ranks."""
-    if parts.reducer is not None:
-        parts.reducer.mean = False
-    for module in sharded_modules(parts.model):
+def reduce_by_sum(model: nn.Module) -> None:
+    """Make the reductions of shards sums: the engine has divided every loss by the global weight already. torch's default is the mean over
+    ranks."""
+    for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
 
 
-def before_backward(parts: Parts, *, last: bool) -> None:
-    """Say whether the coming micro-batch is the last of its step, before its forward. Gives every stage its meaning."""
-    if parts.reducer is not None:
-        parts.reducer.synchronise = last
-    if isinstance(parts.model, FSDPModule):
-        parts.model.set_requires_gradient_sync(last or parts.stage >= 2)
-        parts.model.set_requires_all_reduce(last)
-        parts.model.set_reshard_after_backward(last or parts.stage == 3)
+class ShardedSteps(StepHook):
+    """Gives every ZeRO stage its meaning from micro-batch to micro-batch."""
+
+    def __init__(self, model: FSDPModule, stage: Stage) -> None:
+        assert isinstance(model, nn.Module)
+        self.model, self.stage, self._root = model, stage, model
+
+    def before_microbatch(self, last: bool) -> None:
+        """Which gradients are reduced, and which parameters are freed."""
+        self.model.set_requires_gradient_sync(last or self.stage >= 2)
+        self.model.set_requires_all_reduce(last)
+        self.model.set_reshard_after_backward(last or self.stage == 3)
+
+    def finish_reduction(self) -> None:
+        """Nothing gathered is left."""
+        free_gathered(self._root)  # a forward between the last backward and this would keep the old values, or be read while they change
+
+    def on_error(self, lost: Lost) -> None:
+        """Everything is sharded, and nothing awaited."""
+        reset_failed_step(self._root, keep_gradients=lost == "forward")
 
 
 def watch_shards_of(model: nn.Module) -> None:

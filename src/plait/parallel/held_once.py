@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.gathering import gather_in_place
@@ -12,20 +13,14 @@ from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_mod
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_parameters import HostParameters
 from plait.comm.waits import Waits
-from plait.parallel.technique import Parts
 
 
-def hold_once(parts: Parts) -> Parts:
-    """Put every unit's shards where all ranks of `parts.parameter_host` see them; a unit that finds no memory, or mixes dtypes, is gathered
-    as before. Collective over `dp_shard`; before anyone keeps a rank's part of a parameter."""
-    if parts.parameter_host is None:
-        return parts
-    units = sharded_modules(parts.model)
-    gathered = [why for unit in units if (why := _hold(unit, parts.parameter_host, parts.waits))]
-    if not gathered:
-        return parts
-    words = f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}"
-    return parts.with_(communication=f"{parts.communication}. {words}")
+def hold_once(model: nn.Module, host: Host, waits: Waits) -> str:
+    """Put every unit's shards where all ranks of `host` see them; a unit that finds no memory, or mixes dtypes, is gathered as before.
+    Returns a description of that, if there is one. Collective over `dp_shard`; before anyone keeps a rank's part of a parameter."""
+    units = sharded_modules(model)
+    gathered = [why for unit in units if (why := _hold(unit, host, waits))]
+    return f"{len(gathered)} of {len(units)} units are gathered all the same: {gathered[0]}" if gathered else ""
 
 
 def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:

@@ -8,17 +8,24 @@ from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
-from plait.parallel.data import DataParallel
+from plait.parallel.data import DataParallel, ShardedSteps
+from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.ledger import Ledger
 from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.parameter_offload import ParameterOffload
-from plait.parallel.pipeline import Pipeline
+from plait.parallel.pipeline import Pipeline, PipelineRank
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
+from plait.parallel.reducer import Reducer
+from plait.parallel.residuals import Residuals
+from plait.parallel.saved import OffloadedActivations
 from plait.parallel.technique import Context, Parts, Technique, notes_of
 from plait.parallel.tensor import TensorParallel
+from plait.parallel.trial import Trial
+from plait.parallel.unused import UnusedTracker
 
 ORDER: tuple[type[Technique], ...] = (
     Precision,
@@ -40,6 +47,21 @@ def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
     """Sort by ORDER. Raises KeyError for a technique that is not in it."""
     position = {kind: index for index, kind in enumerate(ORDER)}
     return tuple(sorted(techniques, key=lambda technique: position[type(technique)]))
+
+
+HOOKS: tuple[type[StepHook], ...] = (
+    ShardedSteps,
+    Reducer,
+    UnusedTracker,
+    PipelineRank,
+    OffloadedActivations,
+    ChangingBuffers,
+    Trial,
+    Residuals,
+)
+"""The order in which a step calls hooks; others come after these. A gradient is summed over the data-parallel ranks, then None is put back
+where no rank used the parameter, then tied parameters are summed over the stages that hold them: each asks for what the one before left.
+What chooses the collectives comes before what is carried in them, so that a checkpoint's residuals find theirs."""
 
 
 def check_all(context: Context) -> dict[type, object]:
@@ -67,6 +89,13 @@ def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Part
             if key not in vars(parameter):
                 setattr(parameter, key, value)
     return parts
+
+
+def attach_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
+    """Attach every technique to the steps of a model that has its weights; the hooks are in their order."""
+    hooks = [hook for technique in in_order(techniques) for hook in technique.attach(parts, mesh)]
+    position = {kind: index for index, kind in enumerate(HOOKS)}
+    return parts.with_(hooks=Hooks(sorted(hooks, key=lambda hook: position.get(type(hook), len(HOOKS)))))
 
 
 def account_all(techniques: Iterable[Technique], ledger: Ledger, facts: ModelFacts) -> Ledger:

@@ -51,7 +51,7 @@ class ParameterOffload(Technique):
         """Ask for shards, also of one process: the engine moves them into files afterwards."""
         if self.device != "nvme" or self.with_states:
             return parts
-        return parts.with_(always_shard=True)
+        return parts.with_shard(always_shard=True)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Of the parameters that others priced, what is in files, and what of it is in memory while the model computes. In host memory they

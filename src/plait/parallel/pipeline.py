@@ -17,6 +17,7 @@ from torch import nn
 from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.comm.messages import Messenger
+from plait.comm.waits import Waits
 from plait.errors import ConfigError, Problem
 from plait.model.dataflow import Skeleton
 from plait.model.facts import ModelFacts, model_facts
@@ -24,12 +25,16 @@ from plait.model.stages import StageCut, block_list, cut_model
 from plait.parallel.activation_offload import StagedStore
 from plait.parallel.cut_check import CutCheck
 from plait.parallel.data import DataParallel
+from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.ledger import Ledger
+from plait.parallel.reducer import Reducer
 from plait.parallel.runtime import Runtime
+from plait.parallel.saved import OffloadedActivations
 from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.stage import StagedModel, stage_model
 from plait.parallel.staged_zero import StagedZero
 from plait.parallel.stages import cut, forward_costs
+from plait.parallel.styles import Region
 from plait.parallel.technique import Context, Parts, Technique
 
 
@@ -50,7 +55,7 @@ class Pipeline(Technique):
             return parts
         schedule, found = plan.schedule, plan.cut
         rank = mesh.coordinates["pp"]
-        staged = stage_model(parts.model, found, schedule.stages_of(rank), region=parts.tensor_region, device=mesh.device)
+        staged = stage_model(parts.model, found, schedule.stages_of(rank), region=parts.noted(Region), device=mesh.device)
         own = tuple(name for stage in staged.stages.values() for name in stage.blocks)
         return parts.with_(blocks=own).with_note(replace(plan, staged=staged))
 
@@ -86,6 +91,11 @@ class Pipeline(Technique):
             bounds.append(bounds[-1] + count)
         return tuple(bounds)
 
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """The runtime of this rank."""
+        plan = parts.noted(PipelineParts)
+        return [] if plan is None else [_rank_of(plan, parts, mesh)]
+
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Messages between stages, and the sum of shared gradients; `ledger.stage` and `facts` are of one rank (`pipeline_account`)."""
         if ledger.stage is None:
@@ -107,7 +117,7 @@ class PipelineParts:
 
 
 @dataclass
-class PipelineRank:
+class PipelineRank(StepHook):
     """What the engine calls on a rank of a pipeline."""
 
     runtime: Runtime
@@ -126,12 +136,12 @@ class PipelineRank:
         """Whether the last stage is here."""
         return self.runtime.messenger.rank == self.output_rank
 
-    def forget(self) -> None:
+    def on_error(self, lost: Lost) -> None:
         """Clear what a step that failed on all ranks has left."""
         self.zero.forget()
         self.runtime.messenger.forget()
 
-    def reduce_shared(self) -> None:
+    def finish_reduction(self) -> None:
         """Sum the gradients of shared parameters over the stages that hold them. After all other reductions. Collective."""
         for parameter, group in self.shared.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -142,20 +152,17 @@ class PipelineRank:
             parameter.grad = gradient if not self.track_unused or bool(used) else None
 
 
-def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineRank | None:
-    """The runtime of this rank, once the model is sharded and has its weights. Collective. None without a pipeline."""
-    plan = parts.noted(PipelineParts)
-    if plan is None:
-        return None
+def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     staged, schedule, found = plan.staged, plan.schedule, plan.cut
-    upwards = mesh.group("pp")
-    assert staged is not None and upwards is not None and mesh.reverse_pp is not None
-    zero = StagedZero(staged, schedule, zero=parts.stage, reducer=parts.reducer)
-    messenger = Messenger(upwards, mesh.reverse_pp, device=mesh.device, waits=parts.waits)
+    upwards, data, waits = mesh.group("pp"), parts.noted(DataParallel), parts.noted(Waits)
+    assert staged is not None and upwards is not None and mesh.reverse_pp is not None and data is not None and waits is not None
+    zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
+    messenger = Messenger(upwards, mesh.reverse_pp, device=mesh.device, waits=waits)
     check = CutCheck(plan.skeleton, found)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
-    if parts.activation_store is not None:
-        runtime.observers.append(StagedStore(parts.activation_store, staged.stages, parts.blocks[: parts.offloaded_blocks]))
+    offloaded = parts.noted(OffloadedActivations)
+    if offloaded is not None:
+        runtime.observers.append(StagedStore(offloaded.store, staged.stages, parts.blocks[: offloaded.blocks]))
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()
     groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
@@ -173,4 +180,4 @@ def build_pipeline(parts: Parts, mesh: Mesh, *, track_unused: bool) -> PipelineR
             shared[own[name]] = group
             if mesh.coordinates["pp"] != min(ranks):
                 counted.add(own[name])
-    return PipelineRank(runtime, zero, shared, frozenset(counted), track_unused, schedule.stage_ranks[-1])
+    return PipelineRank(runtime, zero, shared, frozenset(counted), data.unused_parameters, schedule.stage_ranks[-1])

@@ -40,7 +40,7 @@ class Precision(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Leave the dtypes for the technique that shards."""
-        return parts.with_(
+        return parts.with_shard(
             compute_dtype=dtype_of(self.compute) if self.compute else None,
             reduce_dtype=dtype_of(self.reduction) if self.reduction else None,
         )

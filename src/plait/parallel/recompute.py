@@ -24,9 +24,10 @@ from plait.model.facts import ModelFacts
 from plait.parallel import selective
 from plait.parallel.changed_buffers import ChangedBuffers
 from plait.parallel.compile import Compile
+from plait.parallel.hooks import StepHook
 from plait.parallel.in_flight import Assignment, BlockMode, RankActivations
 from plait.parallel.ledger import Ledger
-from plait.parallel.saved import SavedTensors, Store
+from plait.parallel.saved import OffloadedActivations, SavedTensors, Store
 from plait.parallel.styles import Region
 from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor import TensorParallel
@@ -100,20 +101,24 @@ class Recompute(Technique):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Replace the forward of the blocks that recompute, and of those whose saved tensors go elsewhere."""
         modes = self.modes(len(parts.blocks))
-        parts = parts.with_(block_modes=modes)
-        kept = selective.kept(self.keep)
-        partition = parts.tensor_region.group if self.partition_inputs and parts.tensor_region is not None else None
+        kept, region, offloaded = selective.kept(self.keep), parts.noted(Region), parts.noted(OffloadedActivations)
+        partition = region.group if self.partition_inputs and region is not None else None
         for index, (name, mode) in enumerate(zip(parts.blocks, modes, strict=True)):
             block = parts.model.get_submodule(name)
-            store = parts.activation_store if index < parts.offloaded_blocks else None
-            if parts.activation_store is not None and index == parts.offloaded_blocks:
-                _announce(block, parts.activation_store)
+            store = offloaded.store if offloaded is not None and index < offloaded.blocks else None
+            if offloaded is not None and index == offloaded.blocks:
+                _announce(block, offloaded.store)
             if mode == "none" and store is None:
                 continue
             saved = SavedTensors(block, store=store, partition=partition if mode != "none" else None, index=index)
             contexts = selective.contexts(kept) if mode == "selective" else None
-            _wrap(block, mode=mode, contexts=contexts, saved=saved, region=parts.tensor_region)
-        return parts
+            _wrap(block, mode=mode, contexts=contexts, saved=saved, region=region)
+        return parts.with_note(self)
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """What brings the blocks' own forward back, should the model go to somebody else."""
+        modes = (parts.noted(Recompute) or self).modes(len(parts.blocks))  # a budget was solved before
+        return [Recomputed([parts.model.get_submodule(name) for name, mode in zip(parts.blocks, modes, strict=True) if mode != "none"])]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes that one micro-batch keeps, and the traffic that recomputation repeats; nothing where no activations were measured."""
@@ -133,6 +138,19 @@ class Recompute(Technique):
         for collective, sent in stage.repeated_traffic(modes).items():
             ledger = ledger.add_traffic(collective, ledger.accumulation * sent)
         return ledger
+
+
+class Recomputed(StepHook):
+    """Blocks whose forward was replaced."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = blocks
+
+    def release(self) -> None:
+        """They have their own again."""
+        for block in self.blocks:
+            block.forward = block.forward.__wrapped__  # type: ignore[attr-defined]  # recompute replaced it, and only that is undone
+        self.blocks = ()
 
 
 def _refuse_unfit(model: nn.Module, blocks: Sequence[str], *, setting: str) -> None:

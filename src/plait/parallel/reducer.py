@@ -28,7 +28,9 @@ from plait.comm.failures import naming
 from plait.comm.pending import Pending
 from plait.comm.waits import Waits
 from plait.errors import InputError, ModelError
+from plait.parallel.bucket import Bucket, Slot
 from plait.parallel.bucket_account import partition
+from plait.parallel.hooks import Lost, StepEnd, StepHook
 from plait.parallel.memory_layout import dims_in_memory, like_in_memory
 from plait.parallel.placed import like_parameter
 from plait.parallel.unused import FOREIGN_BACKWARD
@@ -37,37 +39,10 @@ GRADIENTS = "all_reduce dp_replicate"
 """The name of its waits."""
 
 
-@dataclass(eq=False)
-class _Bucket:
-    """Gradients that are reduced together. `flat` [numel] holds them, one after the other, each in its parameter's memory layout."""
-
-    parameters: list[nn.Parameter]
-    flat: torch.Tensor
-    wire: torch.Tensor
-    """What is summed over the ranks: `flat` itself, or a buffer in the reduction's dtype."""
-    index: int
-    slots: range
-    """Those of its parameters."""
-    missing: set[int] = field(default_factory=set)
-    """Slots whose gradient has not arrived in this round."""
-    launched: bool = False
-    reduced: torch.Tensor | None = None
-    """What earlier rounds of the step have summed, while another one runs."""
-
-
-@dataclass(frozen=True)
-class _Slot:
-    bucket: _Bucket
-    view: torch.Tensor
-    grad: torch.Tensor
-    """What the parameter's `grad` is set to: the view, or for a parameter split over tp a DTensor around it."""
-    index: int
-
-
 @dataclass
-class Reducer:
+class Reducer(StepHook):
     """All-reduces the gradients of `model` over `group`, once attached: buckets start in the last backward of a step as they are complete,
-    and `finish` ends the sums.
+    and `finish_reduction` ends the sums.
 
     `mean` divides by the group's size (what DistributedDataParallel does); otherwise gradients are summed. `reduce_dtype` is the dtype on
     the wire. With `track_unused`, a parameter that no rank used keeps `grad = None`, and ranks may get gradients in different numbers of
@@ -89,9 +64,9 @@ class Reducer:
     """Whether the coming backward is the last of its step; the others only accumulate."""
     accepts: bool = True
     """Whether gradients are expected now; one that comes all the same is refused."""
-    buckets: list[_Bucket] = field(default_factory=list, init=False)
+    buckets: list[Bucket] = field(default_factory=list, init=False)
     reduction: Buckets = field(init=False)
-    _slots: dict[nn.Parameter, _Slot] = field(default_factory=dict, init=False)
+    _slots: dict[nn.Parameter, Slot] = field(default_factory=dict, init=False)
     _used: list[bool] = field(default_factory=list, init=False)
     """By slot: whether it has a gradient of this step that has been launched."""
     _late: set[int] = field(default_factory=set, init=False)
@@ -102,7 +77,7 @@ class Reducer:
     _nested: bool = field(default=False, init=False)
     """Whether gradients of one round came from several backwards, ever: reentrant checkpoints run one inside another."""
     _listens: bool = field(default=False, init=False)
-    """Whether the end of a backward finishes the sums, because nobody calls `finish`."""
+    """Whether the end of a backward finishes the sums, because nobody calls `finish_reduction`."""
     _queued: bool = field(default=False, init=False)
     _done: bool = field(default=False, init=False)
     _handles: list[Any] = field(default_factory=list, init=False)
@@ -121,7 +96,7 @@ class Reducer:
         if not is_compiled(self.model):  # inside a compiled call hooks would be compiled too
             self._handles.append(self.model.register_forward_hook(_OutputHook(self)))
 
-    def detach(self) -> None:
+    def release(self) -> None:
         """Listen no more and let go of the buckets; the parameters' gradients are dropped."""
         for handle in self._handles:
             handle.remove()
@@ -172,10 +147,31 @@ class Reducer:
         locals_ = [local_tensor(p.detach()) for p in members]
         flat = wire if wire.dtype == members[0].dtype else torch.zeros_like(wire, dtype=members[0].dtype)
         views = [like_in_memory(part, t) for part, t in zip(flat.split([t.numel() for t in locals_]), locals_, strict=True)]
-        bucket = _Bucket(members, flat, wire, len(self.buckets), range(len(self._slots), len(self._slots) + len(members)))
+        bucket = Bucket(members, flat, wire, len(self.buckets), range(len(self._slots), len(self._slots) + len(members)))
         self.buckets.append(bucket)
         for parameter, view in zip(members, views, strict=True):
-            self._slots[parameter] = _Slot(bucket, view, like_parameter(view, parameter), len(self._slots))
+            self._slots[parameter] = Slot(bucket, view, like_parameter(view, parameter), len(self._slots))
+
+    # ---- a step's calls -----------------------------------------------------------------------------------------------------------------
+
+    def before_microbatch(self, last: bool) -> None:
+        """The others of a step only accumulate."""
+        self.synchronise = last
+
+    def after_backward(self) -> None:
+        """The caller reads sums after the last backward."""
+        if self.synchronise:
+            self.finish_reduction()
+
+    def after_step(self, end: StepEnd) -> str:
+        """See `start_step`."""
+        self.start_step()
+        return ""
+
+    def on_error(self, lost: Lost) -> None:
+        """What was launched ends on every rank."""
+        if lost == "step":
+            self.abandon()
 
     # ---- during a backward ------------------------------------------------------------------------------------------------------------
 
@@ -202,7 +198,7 @@ class Reducer:
             self._begin_round()
         if self.synchronise and not self._queued:
             self._queued = True
-            after_backward(self.finish)
+            after_backward(self.finish_reduction)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self.accepts:
@@ -243,7 +239,7 @@ class Reducer:
             parameter.grad = slot.grad
         return True
 
-    def _send(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         bucket.launched = True
         for parameter in bucket.parameters:
             if self._collect(parameter):
@@ -251,7 +247,7 @@ class Reducer:
                 parameter.grad = None  # later gradients must not change what is being sent
         self._launch(bucket)
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if bucket.wire is not bucket.flat:
             bucket.wire.copy_(bucket.flat)
         with self.waits.during(GRADIENTS), naming("all-reduce of gradients over dp_replicate"):  # compression may wait here
@@ -260,8 +256,9 @@ class Reducer:
 
     # ---- at its end -------------------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Reduce what is left and wait; gradients are then the sum (or mean) over the group. Safe to call twice for one backward."""
+    def finish_reduction(self) -> None:
+        """Reduce what is left, also on a rank whose loss reached no parameter, and wait; gradients are then the sum (or mean) over the
+        group. Safe to call twice for one backward."""
         if self._done:
             return
         for bucket in self.buckets[self._next :]:
@@ -325,7 +322,7 @@ class Reducer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there are gradients that no `finish` has summed."""
+        """Whether there are gradients that no `finish_reduction` has summed."""
         return not self._done and any(parameter.grad is not None for parameter in self._slots)
 
     def abandon(self) -> None:
@@ -336,9 +333,9 @@ class Reducer:
                 self._launch(bucket)
             for index in range(len(self.buckets)):
                 self._receive(index)
-        self.forget()
+        self.drop_gradients()
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients of the step so far. Between two backwards."""
         for parameter in self._slots:
             parameter.grad = None
@@ -364,7 +361,7 @@ class Reducer:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward of a step whose end is told by `finish`. What has been summed already is set aside, to be added again."""
+        """Around a backward of a step that ends with `finish_reduction`. What has been summed already is set aside, to be added again."""
         if self._done:
             self._set_aside()
         self.accepts = True

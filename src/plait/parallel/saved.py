@@ -22,6 +22,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.operators import FakeTensor, tree_leaves
 from plait._torch.storage import storage_id, version_of
 from plait.comm.collectives import all_gather_dim, shard_range
+from plait.parallel.hooks import Lost, StepHook
 
 _PLAIN = (torch.Tensor, FakeTensor)
 """Other subclasses know what their storage means; they stay."""
@@ -56,6 +57,21 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Nothing is put there any more: end threads, free what waits to be used again."""
+
+
+class OffloadedActivations(StepHook):
+    """The first `blocks` blocks of a rank put what they save into `store`."""
+
+    def __init__(self, store: Store, blocks: int) -> None:
+        self.store, self.blocks = store, blocks
+
+    def on_error(self, lost: Lost) -> None:
+        """What the failed step put there is forgotten."""
+        self.store.begin()
+
+    def close(self) -> None:
+        """Nothing is put there any more."""
+        self.store.close()
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class Region:
     is."""
     gather_logits: bool = True
     """Whether the head gathers its logits over the vocabulary (any caller can use them) or leaves them sharded for the loss."""
+    loss_parallel: bool = True
+    """Whether a loss that can may have them so."""
     own_random: Literal["parts", "blocks", "nothing"] = "parts"
     """Where a rank draws random numbers of its own: from a column-parallel layer to the row-parallel one after it, or in all of a block
     that works on sequence shards."""
@@ -53,6 +55,10 @@ class Region:
 
     def __post_init__(self) -> None:
         self.stream = SplitStream(self.group.rank())
+
+    def serve(self, loss_fn: object) -> None:
+        """The head leaves its logits split over the vocabulary where `loss_fn` can use them so."""
+        self.gather_logits = not (self.loss_parallel and getattr(loss_fn, "split_logits", False))
 
     def enter_part(self, module: nn.Module, like: torch.Tensor, *, read: torch.Tensor) -> None:
         """`module`, a column-split layer, has computed its part `like` of what it reads."""

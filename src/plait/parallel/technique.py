@@ -9,26 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
-from plait.comm.waits import Waits
 from plait.model.facts import ModelFacts
+from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.ledger import Ledger
 from plait.policy import Policy
-
-if TYPE_CHECKING:
-    from plait.comm.compress import QuantisedReduceScatter
-    from plait.comm.host import Host
-    from plait.parallel.in_flight import BlockMode
-    from plait.parallel.reducer import Reducer
-    from plait.parallel.saved import Store
-    from plait.parallel.styles import Region
-    from plait.parallel.trial import Trial
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound="Technique")
@@ -62,6 +53,27 @@ def notes_of(found: Iterable[object | None]) -> dict[type, object]:
 
 
 @dataclass(frozen=True)
+class ShardSettings:
+    """What the one call that shards a model is told, and what its gradients are."""
+
+    compute_dtype: torch.dtype | None = None
+    """What parameters are cast to for forward and backward; None keeps their own dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
+    masters_on_host: bool = False
+    """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
+    pin_masters: bool = False
+    """Whether that memory is pinned, so that copies overlap with computation."""
+    offloaded_units: frozenset[str] = frozenset()
+    """Blocks, and "" for what is outside of them, whose master weights, gradients and states are not in the device's memory."""
+    always_shard: bool = False
+    """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
+    mean: bool = False
+    """Whether reduced gradients are means, complete when the backward ends: for your own training loop, as under DistributedDataParallel.
+    Otherwise sums: whoever runs the step has divided every loss before."""
+
+
+@dataclass(frozen=True)
 class Parts:
     """A model that is transformed from one process to a layout."""
 
@@ -69,50 +81,20 @@ class Parts:
     """Changed in place; the object a user holds stays the one that trains."""
     blocks: tuple[str, ...]
     """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
+    shard: ShardSettings = ShardSettings()
+    """Left by those before the technique that shards."""
+    hooks: Hooks = field(default_factory=Hooks)
+    """What acts on a step, once everything is attached."""
     notes: Mapping[type, object] = field(default_factory=dict)
     """What one technique has found or made for those after it (a plan, the tp region), by its type."""
-    compute_dtype: torch.dtype | None = None
-    """What parameters are cast to for forward and backward; None keeps their own dtype."""
-    reduce_dtype: torch.dtype | None = None
-    """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
-    tensor_region: Region | None = None
-    """What the modules that are split over tp share; None without tensor parallelism."""
-    loss_parallel: bool = False
-    """Whether a loss that can may take logits that are split over the vocabulary."""
-    block_modes: tuple[BlockMode, ...] = ()
-    """What every block recomputes; empty before that is decided."""
-    activation_store: Store | None = None
-    """Where the first blocks put what they save for backward; None leaves it where it is."""
-    offloaded_blocks: int = 0
-    """How many blocks do."""
-    masters_on_host: bool = False
-    """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
-    offloaded_units: frozenset[str] = frozenset()
-    """Blocks, and "" for what is outside of them, whose master weights, gradients and states are not in the device's memory."""
-    pin_masters: bool = False
-    """Whether that memory is pinned, so that copies overlap with computation."""
-    always_shard: bool = False
-    """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
-    disk_tier: Any = None
-    """The engine's files for master weights, gradients and optimizer states, where they are not in memory."""
-    reducer: Reducer | None = None
-    """The stage 0 gradient reducer, where one is needed."""
-    stage: int = 0
-    """ZeRO stage that was applied."""
-    compressors: Mapping[str, QuantisedReduceScatter] = field(default_factory=dict)
-    """Compressed collectives of sharded units that may keep errors, by name."""
-    parameter_host: Host | None = None
-    """Ranks over `dp_shard` that see the same memory and can hold parameters once there."""
-    waits: Waits = field(default_factory=Waits)
-    """Exposed communication time of this rank."""
-    trial: Trial | None = None
-    """The steps that decide whether gradients are compressed, where that is open."""
-    communication: str = ""
-    """A description of how data-parallel ranks exchange gradients and parameters, with the reason."""
 
     def with_(self, **changes: Any) -> Parts:
         """A copy with some fields replaced."""
         return replace(self, **changes)
+
+    def with_shard(self, **changes: Any) -> Parts:
+        """A copy with some settings of the shards replaced."""
+        return replace(self, shard=replace(self.shard, **changes))
 
     def noted(self, kind: type[T]) -> T | None:
         """The note of a type, if there is one."""
@@ -135,6 +117,10 @@ class Technique(Policy):
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Do it to the model, in place. Parameter names stay as they are; a pipeline's rank keeps its own parameters only."""
         raise NotImplementedError
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """What acts on a training step, once the model has its weights. Collective."""
+        return []
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Do it to the numbers. Fields may be arrays of candidates (see `sweep`)."""

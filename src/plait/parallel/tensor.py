@@ -51,7 +51,13 @@ class TensorParallel(Technique):
         plan = parts.noted(TensorPlan) or self._plan(parts.model, parts.blocks, tp=mesh.layout.tp)
         group = mesh.group("tp")
         assert group is not None
-        region = Region(group, mesh.sub("tp"), sequence_parallel=self.sequence_parallel, overlap=self.tensor_overlap)
+        region = Region(
+            group,
+            mesh.sub("tp"),
+            sequence_parallel=self.sequence_parallel,
+            overlap=self.tensor_overlap,
+            loss_parallel=self.loss_parallel,
+        )
         _split_parameters(parts.model, plan, region.mesh)
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
@@ -60,7 +66,7 @@ class TensorParallel(Technique):
         _end_parts(parts.model, region, parts.blocks)
         _gather_what_is_returned(parts.model, plan, region, parts.blocks)
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
-        return parts.with_(tensor_region=region, loss_parallel=self.loss_parallel)
+        return parts.with_note(region)
 
     def check(self, context: Context) -> TensorPlan | None:
         """The plan; None for one rank. Raises ModelError or ConfigError where the model cannot be split so."""

@@ -18,6 +18,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from plait.parallel.hooks import StepEnd, StepHook
+
 SHARE = 0.05
 """Of a step, which has to be saved."""
 _WHOLE = "uncompressed"
@@ -45,9 +47,12 @@ class Option:
     """Go by it from the next step on. Between two steps, on every rank of the group."""
 
 
+_VERDICT = "autotune.decision"
+
+
 @dataclass
-class Trial:
-    """Call `after_step` once a step, between two of them."""
+class Trial(StepHook):
+    """Counts steps, between two of them."""
 
     groups: tuple[dist.ProcessGroup, ...]
     """One along each axis whose ranks must take the same decision (see `deciding_groups`)."""
@@ -71,14 +76,24 @@ class Trial:
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _before: float | None = None
 
-    def after_step(self, waited_seconds: Mapping[str, float]) -> str:
+    def state(self) -> dict[str, torch.Tensor]:
+        """The decision."""
+        return {_VERDICT: self.verdict}
+
+    def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """A decision that was saved holds, if its candidate is one here."""
+        decided = int(saved.get(_VERDICT, torch.tensor(-1)))
+        if decided in (0, *(option.code for option in self.options)):
+            self.conclude(decided)
+
+    def after_step(self, end: StepEnd) -> str:
         """Count a step with its exposed communication time by collective. Returns a description of the decision after the step that takes
         it, else nothing. Collective over the group, at the end of every candidate's steps."""
         if int(self.verdict) >= 0:
             return ""
         now = time.perf_counter()
         if self._before is not None:
-            self._steps.append((now - self._before, waited_seconds.get(self.waits_for, 0.0)))
+            self._steps.append((now - self._before, end.waited_seconds.get(self.waits_for, 0.0)))
         self._before = now
         if len(self._steps) < _UNCOUNTED + _COUNTED:
             return ""

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules
 from plait.errors import InputError
+from plait.parallel.hooks import StepHook
 
 FOREIGN_BACKWARD = (
     "loss.backward() was called on a model of plait.initialize: it does not divide by the number of micro-batches and ranks; call "
@@ -27,14 +28,14 @@ FOREIGN_BACKWARD = (
 )
 
 
-class UnusedTracker:
-    """Call `restore_none` once a step, after the last backward and before gradients are read."""
+class UnusedTracker(StepHook):
+    """`finish_reduction` is called once a step, after the last backward and before gradients are read."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.group = group
         self._device = device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.accepts = True
+        self.accepts = False
         """Whether gradients are expected now; one that comes all the same is refused."""
         self._used = [False] * len(self.parameters)
         self._index = {p: i for i, p in enumerate(self.parameters)}
@@ -57,8 +58,8 @@ class UnusedTracker:
         finally:
             self.accepts = False
 
-    def forget(self) -> None:
-        """The gradients of the step so far were dropped."""
+    def drop_gradients(self) -> None:
+        """What used them so far does not count."""
         self._used = [False] * len(self.parameters)
 
     def _mark(self, index: int, _: torch.Tensor) -> None:
@@ -66,7 +67,7 @@ class UnusedTracker:
             raise InputError(FOREIGN_BACKWARD)
         self._used[index] = True
 
-    def restore_none(self) -> None:
+    def finish_reduction(self) -> None:
         """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
         flags = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)

@@ -24,7 +24,7 @@ from plait.comm.host import Host
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links, refine
 from plait.comm.transport import Transport, connect
-from plait.comm.waits import TimedAllGather, TimedReduceScatter
+from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.compression import Compression
 from plait.parallel.reducer import GRADIENTS, Reducer
@@ -217,7 +217,7 @@ class Sharing:
     """Ranks that can hold parameters once, in the memory that they share."""
 
 
-def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
+def sharded(technique: DataParallel, parts: Parts, mesh: Mesh, waits: Waits) -> Sharing:
     """Collective over `dp_shard` and tp."""
     group = mesh.group("dp_shard")
     if group is None:
@@ -230,33 +230,34 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh) -> Sharing:
     all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
     for module in sharded_modules(parts.model):
         if mesh.device.type == "cpu":
-            module.set_custom_all_gather(TimedAllGather(all_gather, parts.waits, "dp_shard"))
-    whole = partial(_reduce_whole, parts, way)
+            module.set_custom_all_gather(TimedAllGather(all_gather, waits, "dp_shard"))
+    whole = partial(_reduce_whole, parts, way, waits)
     whole()
     compression = technique.compression
     # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
-    as_they_are = parts.compute_dtype is None and not parts.offloaded_units and not parts.always_shard
+    shard = parts.shard
+    as_they_are = shard.compute_dtype is None and not shard.offloaded_units and not shard.always_shard
     host = way.host if all_gather is not None and as_they_are and not compression.weight_bits else None
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
     gathered = f"gathered {names[compression.weight_bits]}" if host is None else "stored once in shared memory"
     said = f"parameters are {gathered}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
     open_, words = _open_to_compression(technique, mesh, in_memory=way.name == "shared-memory")
     levels = mesh.levels("dp_shard") if compression.gradient_bits or open_ else None
-    compressors = compression.install(parts.model, levels, parts.waits)
+    compressors = compression.install(parts.model, levels, waits)
 
     def take(to: Compression | None) -> None:
         compressors.clear()
         if to is None:
             whole()
         else:
-            compressors.update(to.install(parts.model, levels, parts.waits))
+            compressors.update(to.install(parts.model, levels, waits))
 
     options = tuple(Option(to.name, to.code, partial(take, to)) for to in open_)
     trial = Trial(deciding_groups(mesh), "reduce_scatter dp_shard", partial(take, None), options) if options else None
     return Sharing(f"{said}{words}", compressors, trial, host)
 
 
-def _reduce_whole(parts: Parts, way: Transport) -> None:
+def _reduce_whole(parts: Parts, way: Transport, waits: Waits) -> None:
     if way.reduce_scatter is not None:
         for module in sharded_modules(parts.model):
-            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, parts.waits, "dp_shard"))
+            module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, waits, "dp_shard"))

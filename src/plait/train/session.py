@@ -271,7 +271,7 @@ def _job(checked: ValidatedRun, engine: Engine, stop: StopRequest, emit: Listene
             parameters=checked.parameters,
             layout=str(resolved.layout),
             folder=str(checked.folder.path),
-            communication=engine.parts.communication,
+            communication=engine.communication,
             resumed=tuple(notes),
         ),
         stop=stop,

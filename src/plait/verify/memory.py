@@ -21,10 +21,12 @@ from plait.engine.engine import Engine
 from plait.engine.live import LiveStorages
 from plait.engine.peak import step_tensors
 from plait.engine.recorder import BACKWARD, Recorder, watch
-from plait.parallel.compression import held as held_by_compression
-from plait.parallel.data import before_backward, free_gathered
+from plait.parallel.data import free_gathered
 from plait.parallel.ledger import MEMORY_KINDS
 from plait.parallel.moments import BESIDE, HEAD
+from plait.parallel.reducer import Reducer
+from plait.parallel.residuals import Residuals
+from plait.parallel.saved import OffloadedActivations
 from plait.parallel.schedule import Action, Kind, Message, Payload
 
 
@@ -42,12 +44,13 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
         micro_batches_seen += 1
         return forward(model, piece)
 
+    residuals = engine.hooks.of(Residuals)
     parameters = list(engine.model.parameters())  # in a backward, the model would name gathered ones
 
     def before_update() -> None:
         held["parameters"] = storage_bytes(parameters)
         held["gradients"] = max(held["gradients"], storage_bytes(p.grad for p in parameters if p.grad is not None))
-        held["compression"] = storage_bytes(held_by_compression(engine.parts))
+        held["compression"] = storage_bytes(residuals.held()) if residuals is not None else 0
 
     def before_one(_: torch.nn.Parameter) -> None:
         before_update()
@@ -71,7 +74,7 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
 def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
     """Run forward and loss of one micro-batch, for real and without a backward, and return the bytes that it keeps for one: `activations`
     and `logits` of `ledger.ACTIVATION_KINDS`, and `blocks`, those of the blocks alone."""
-    model, blocks = engine.model, engine.parts.blocks
+    model, blocks, offloaded = engine.model, engine.parts.blocks, engine.hooks.of(OffloadedActivations)
     piece = to_device(piece, engine.device)
     known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(piece) if isinstance(leaf, torch.Tensor))]
     factor = torch.ones((), dtype=torch.float64, device=engine.device)
@@ -79,13 +82,14 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
     unwatch = watch(model, {name: index for index, name in enumerate(blocks)}, live)
     try:
         with live:
-            before_backward(engine.parts, last=True)
+            for tell in engine.hooks.before_microbatch:
+                tell(True)
             loss_fn = engine._loss()
             with engine._logits_for(loss_fn):
                 total = loss_fn(engine._forward(model, piece), piece)[0]
                 total = total * factor.to(total.dtype)  # as the engine scales it
-            if engine.parts.activation_store is not None:
-                engine.parts.activation_store.drain()
+            if offloaded is not None:
+                offloaded.store.drain()
             live.forget(unsharded_parameters(model))
             kept = dict(live.bytes)
             del total
@@ -124,7 +128,7 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
     """Run one `train_batch` of a pipeline whose parameters are not sharded. Messages in flight between stages do not count, nor do
     gradients of parameters."""
     assert engine._pipeline is not None
-    model, runtime = engine.model, engine._pipeline.runtime
+    model, runtime, offloaded = engine.model, engine._pipeline.runtime, engine.hooks.of(OffloadedActivations)
     known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))]
     live = Recorder(known=known)
     unwatch = watch(model, {name: index for index, name in enumerate(engine.parts.blocks)}, live)
@@ -156,8 +160,8 @@ def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
                     live.claim_storage(key, BACKWARD)
             return
         messenger.forget_delivered()
-        if engine.parts.activation_store is not None:
-            engine.parts.activation_store.drain()
+        if offloaded is not None:
+            offloaded.store.drain()
         found.append((action, live.total - live.bytes[_APART] - before))
 
     messenger.receive = received  # type: ignore[method-assign]
@@ -187,13 +191,13 @@ class MeasuredPeak:
 def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:
     """Run three `train_batch`: one that makes the optimizer's states, and one under each tracker."""
     engine.train_batch(batch)
-    existing = step_tensors(engine.model, engine.optimizer, engine.parts.reducer, batch)
+    existing = step_tensors(engine.model, engine.optimizer, engine.hooks.of(Reducer), batch)
     tracker = StorageTracker()
     tracker.track_external(*[local_tensor(tensor.detach()) for tensor in existing])
     with tracker:
         engine.train_batch(batch)
     own = LiveStorages()
-    own.hold(step_tensors(engine.model, engine.optimizer, engine.parts.reducer, batch))
+    own.hold(step_tensors(engine.model, engine.optimizer, engine.hooks.of(Reducer), batch))
     with own:
         engine.train_batch(batch)
     return MeasuredPeak(tracker.peak_bytes(engine.device.type), own.peak)

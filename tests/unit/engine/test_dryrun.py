@@ -138,12 +138,13 @@ def test_a_budget_in_the_engine() -> None:
         model, {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}}, loss_fn=plait.causal_lm_loss
     )
     try:
-        assert set(engine.parts.block_modes) != {"none"}
-        assert rank.most(engine.parts.block_modes) <= budget
+        modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+        assert set(modes) != {"none"}
+        assert rank.most(modes) <= budget
         batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
         held = measure_activations(engine, batch)
-        assert held["activations"] == facts.kept(engine.parts.block_modes)
-        assert held["activations"] + held["logits"] + facts.returning(engine.parts.block_modes) <= budget
+        assert held["activations"] == facts.kept(modes)
+        assert held["activations"] + held["logits"] + facts.returning(modes) <= budget
     finally:
         engine.close()
 

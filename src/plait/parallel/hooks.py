@@ -1,0 +1,121 @@
+"""What acts on a training step besides forward, backward and the optimizer: a technique attaches it, the step calls it.
+
+A step is: for every micro-batch `before_microbatch`, its forward, its backward inside of `backward`; then `finish_reduction`, the norm and
+the decision to update or to skip, `before_update`, the optimizer, `after_step`. A hook overrides what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+
+Lost = Literal["forward", "step"]
+"""What a failure has cost: a forward, which has added to no gradient, or all gradients of the step."""
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """How a step has ended."""
+
+    skipped: bool
+    """Gradients were not finite; nothing was updated."""
+    rescaled: float = 1.0
+    """The next gradients are so many times as large: the loss scale has changed."""
+    waited_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Exposed communication time of this rank by collective (see `comm.waits`)."""
+
+
+class StepHook:
+    """Does nothing anywhere; subclasses override."""
+
+    said: str = ""
+    """A description of what it does on this machine, with the reason, where that was decided at the start."""
+
+    def before_microbatch(self, last: bool) -> None:
+        """Before the forward of a micro-batch. `last`: of its step."""
+
+    def backward(self) -> AbstractContextManager[Any]:
+        """Around every backward that the engine runs."""
+        return nullcontext()
+
+    def after_backward(self) -> None:
+        """After a backward whose gradients the caller may read before the step ends."""
+
+    def finish_reduction(self) -> None:
+        """After the last backward: gradients are the sums over all ranks when all hooks have done this. Collective."""
+
+    def before_update(self) -> None:
+        """Gradients are unscaled and clipped, and the optimizer is next. Not called in a step that is skipped."""
+
+    def after_step(self, end: StepEnd) -> str:
+        """The step has ended, skipped or not. Returns a description of what it has decided for the next ones; mostly nothing."""
+        return ""
+
+    def drop_gradients(self) -> None:
+        """The gradients of the step so far are dropped."""
+
+    def on_error(self, lost: Lost) -> None:
+        """A failure of all ranks is cleared, before the model is used again; where the step was lost, `drop_gradients` follows.
+        Collective."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps from step to step, by name, for a checkpoint; the tensors themselves."""
+        return {}
+
+    def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """A checkpoint was loaded. `saved` holds what `state` of all hooks gave on this rank; nothing where that was on another layout."""
+
+    def release(self) -> None:
+        """The model goes to somebody else: listen to it no more."""
+
+    def close(self) -> None:
+        """After `release`, where the engine is closed: end threads and files."""
+
+
+Hook = TypeVar("Hook", bound=StepHook)
+
+
+class Hooks:
+    """The hooks of a model, in the order in which they are called. Each list has the calls of those that override the method, made once."""
+
+    def __init__(self, hooks: Iterable[StepHook] = ()) -> None:
+        self.all: tuple[StepHook, ...] = tuple(hooks)
+        self.before_microbatch: list[Callable[[bool], None]] = self._bound("before_microbatch")
+        self.around_backward: list[Callable[[], AbstractContextManager[Any]]] = self._bound("backward")
+        self.after_backward: list[Callable[[], None]] = self._bound("after_backward")
+        self.finish_reduction: list[Callable[[], None]] = self._bound("finish_reduction")
+        self.before_update: list[Callable[[], None]] = self._bound("before_update")
+        self.after_step: list[Callable[[StepEnd], str]] = self._bound("after_step")
+        self.drop_gradients: list[Callable[[], None]] = self._bound("drop_gradients")
+        self.on_error: list[Callable[[Lost], None]] = self._bound("on_error")
+        self.load_state: list[Callable[[Mapping[str, torch.Tensor]], None]] = self._bound("load_state")
+        self.release: list[Callable[[], None]] = self._bound("release")
+        self.close: list[Callable[[], None]] = self._bound("close")
+
+    def _bound(self, name: str) -> list[Callable[..., Any]]:
+        return [getattr(hook, name) for hook in self.all if getattr(type(hook), name) is not getattr(StepHook, name)]
+
+    def of(self, kind: type[Hook]) -> Hook | None:
+        """The first hook of a kind."""
+        return next((hook for hook in self.all if isinstance(hook, kind)), None)
+
+    @property
+    def said(self) -> str:
+        """A description of what all of them decided at the start."""
+        return ". ".join(hook.said for hook in self.all if hook.said)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward."""
+        with ExitStack() as stack:
+            for around in self.around_backward:
+                stack.enter_context(around())
+            yield
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Of all of them."""
+        return {name: tensor for hook in self.all for name, tensor in hook.state().items()}
