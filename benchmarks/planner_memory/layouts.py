@@ -113,7 +113,7 @@ def compare(case: Case) -> list[Compared]:
     }
     request = Request(Model(from_config(fields), {"config": fields}), cluster("cpu", world), micro * steps * dp, LENGTH)
     ranks = [0] if pp == 1 else [0, world // pp * (pp - 1)]
-    return [Compared(case, dry_run(request, tree, rank=rank, whole_step=True, quiet=True)) for rank in ranks]
+    return [Compared(case, dry_run(request, tree, rank=rank, full_step=True, quiet=True)) for rank in ranks]
 
 
 def describe(case: Case) -> str:

@@ -40,7 +40,7 @@ class StepDone:
     tokens: int
     seconds: float
     memory_bytes: int
-    waited_seconds: dict[str, float] = field(default_factory=dict)
+    exposed_communication_seconds: dict[str, float] = field(default_factory=dict)
     """Exposed communication time of this rank, by collective and axis, as far as it is measured (docs/communication.md)."""
 
 
@@ -90,8 +90,8 @@ class RunEnded:
     folder: str
     steps_seconds: float = 0.0
     """Of the steps that this start of the run took."""
-    waited_seconds: dict[str, float] = field(default_factory=dict)
-    """The sums of what they waited."""
+    exposed_communication_seconds: dict[str, float] = field(default_factory=dict)
+    """Summed over those steps."""
 
 
 Event = RunStarted | StepDone | CommunicationDecided | Validated | CheckpointSaved | Sampled | RunEnded

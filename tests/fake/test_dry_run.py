@@ -90,8 +90,8 @@ def test_a_file_that_fixes_its_layout_is_run_as_it_is(tmp_path: Path, capsys: py
 def test_a_whole_step_has_more_calls_and_the_same_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--model", config(tmp_path), *PLAN, "--fix", "tp=1,pp=1,stage=3,dp_shard=2,dp_replicate=4,micro_batch=1")
     common = tuple("32" if text == "16" else text for text in common)
-    part, whole = told(capsys, *common), told(capsys, *common, "--whole-step")
-    assert (part["micro_batches_walked"], whole["micro_batches_walked"]) == (2, 4)
+    part, whole = told(capsys, *common), told(capsys, *common, "--full-step")
+    assert (part["micro_batches_run"], whole["micro_batches_run"]) == (2, 4)
     assert part["bytes"]["peak"]["dry_run"] == pytest.approx(whole["bytes"]["peak"]["dry_run"], rel=0.01)
     assert part["flops"] * 2 == whole["flops"]
 

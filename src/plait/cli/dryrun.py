@@ -39,8 +39,8 @@ def dryrun(
     rank: Annotated[
         int | None, typer.Option(metavar="R", min=0, help="Which rank. (default: the one that needs most memory)", rich_help_panel=_HOW)
     ] = None,
-    whole_step: Annotated[
-        bool, typer.Option("--whole-step", help="Run every micro-batch, not only up to the peak.", rich_help_panel=_HOW)
+    full_step: Annotated[
+        bool, typer.Option("--full-step", help="Run every micro-batch, not only up to the peak.", rich_help_panel=_HOW)
     ] = False,
     on_device: Annotated[
         bool,
@@ -66,7 +66,7 @@ def dryrun(
         precision=precision,
         fixed=parse_fixed(fix or []),
     )
-    how: dict[str, Any] = {"rank": rank, "whole_step": whole_step, "on_device": on_device}
+    how: dict[str, Any] = {"rank": rank, "full_step": full_step, "on_device": on_device}
     if own_layout(file, asked.tree):
         said, tree = f"{file} fixes its layout, which is run as it is; nothing was searched", asked.base
     else:

@@ -170,9 +170,9 @@ def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None
         if any(peak.kinds[kind] for peak in found)
     ]
     rows.append(["peak", *(format_bytes(peak.peak_bytes) for peak in found)])
-    rows.append(["moment", *(peak.moment for peak in found)])
+    rows.append(["timeline point", *(peak.moment for peak in found)])
     rows += [
-        [f"most in {phase}", *(format_bytes(peak.phases[phase]) for peak in found)] for phase in ("forward", "backward", "optimizer step")
+        [f"peak of {phase}", *(format_bytes(peak.phases[phase]) for peak in found)] for phase in ("forward", "backward", "optimizer step")
     ]
     _table(console, columns, rows)
 

@@ -52,7 +52,7 @@ class StepResult:
     """The rate of this step."""
     loss_scale: float
     """The scale of this step; 1 without float16."""
-    waited_seconds: Mapping[str, float] = field(default_factory=dict)
+    exposed_communication_seconds: Mapping[str, float] = field(default_factory=dict)
     """Exposed communication time of this rank by collective and axis, such as `all_reduce dp_replicate`; empty on GPUs (see
     `comm.waits`)."""
     decided: str = ""
@@ -103,7 +103,7 @@ class Engine(EngineFacts):
         self._weights: list[Any] = []
         self._weight_check = WeightCheck()
         self._outcome: Outcome | None = None
-        self.waited_seconds: dict[str, float] = {}
+        self.exposed_communication_seconds: dict[str, float] = {}
         """Exposed communication time of this rank in the last step (see `StepResult`)."""
         self.communication = self.hooks.said
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
@@ -157,7 +157,7 @@ class Engine(EngineFacts):
         total, returned = everywhere.value()
         self._weight_check(loss_fn, divided_by=targets, returned=returned, step=self.global_steps)
         loss = total / targets
-        return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self.waited_seconds, self._decided)
+        return StepResult(loss, targets, outcome.grad_norm, outcome.skipped, rate, scale, self.exposed_communication_seconds, self._decided)
 
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> tuple[float, float]:
@@ -264,7 +264,7 @@ class Engine(EngineFacts):
         outcome = self._outcome = self.stepper(divisor=divisor)
         waited = self._waits.take()
         end = StepEnd(skipped=outcome.skipped, rescaled=self.stepper.loss_scale / scale, waited_seconds=waited)
-        self.waited_seconds = waited if self.device.type == "cpu" else {}
+        self.exposed_communication_seconds = waited if self.device.type == "cpu" else {}
         self._decided = ". ".join([said for after in self.hooks.after_step if (said := after(end))])
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"

@@ -147,10 +147,10 @@ class ProgressLines:
 
 def _waiting(event: RunEnded) -> str:
     """How much of the steps this rank waited, the longest first."""
-    total = sum(event.waited_seconds.values())
+    total = sum(event.exposed_communication_seconds.values())
     if not total or not event.steps_seconds:
         return ""
-    each = sorted(event.waited_seconds.items(), key=lambda item: -item[1])
+    each = sorted(event.exposed_communication_seconds.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{what} {seconds / event.steps_seconds:.1%}" for what, seconds in each)
     return f"; exposed communication {total / event.steps_seconds:.1%} of the step time: {parts}"
 

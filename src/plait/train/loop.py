@@ -97,7 +97,7 @@ def train(context: TrainingContext, start: Position) -> int:
             done = _step_done(taken, context, seconds=now - mark)
             context.emit(done)
             steps_seconds += done.seconds
-            waited.update(done.waited_seconds)
+            waited.update(done.exposed_communication_seconds)
             if taken.result.decided:
                 context.emit(CommunicationDecided(taken.step, taken.result.decided))
             mark = now
@@ -147,7 +147,7 @@ def _step_done(taken: _Taken, context: TrainingContext, *, seconds: float) -> St
         tokens=context.loader.batch * context.loader.sequences.length,
         seconds=seconds,
         memory_bytes=peak_memory_bytes(context.engine.device),
-        waited_seconds=dict(result.waited_seconds),
+        exposed_communication_seconds=dict(result.exposed_communication_seconds),
     )
     # A loss scaler skips steps that overflow and goes on; without a skip the parameters have taken the step and hold NaN now.
     if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):

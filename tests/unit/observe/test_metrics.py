@@ -43,7 +43,7 @@ def test_each_event_is_a_line(tmp_path: Path) -> None:
         "tokens": 12,
         "seconds": 0.5,
         "memory_bytes": 1024,
-        "waited_seconds": {"all_reduce dp_replicate": 0.25},
+        "exposed_communication_seconds": {"all_reduce dp_replicate": 0.25},
         "tokens_per_second": 24.0,
     }
 

@@ -51,7 +51,7 @@ class FakeEngine:
             skipped=self.skipped,
             learning_rate=0.1,
             loss_scale=1.0,
-            waited_seconds=self.waits(step),
+            exposed_communication_seconds=self.waits(step),
             decided=self.decides(step),
         )
 
@@ -119,11 +119,11 @@ def test_waits_are_told_step_by_step_and_in_all_and_a_decision_after_its_step(tm
     engine = FakeEngine(waits=lambda step: {"all_reduce dp_replicate": float(step)}, decides=lambda step: "int8" if step == 2 else "")
     _, events = _run(tmp_path, engine, steps=3)
     steps = [event for event in events if isinstance(event, StepDone)]
-    assert [event.waited_seconds for event in steps] == [{"all_reduce dp_replicate": float(step)} for step in (1, 2, 3)]
+    assert [event.exposed_communication_seconds for event in steps] == [{"all_reduce dp_replicate": float(step)} for step in (1, 2, 3)]
     assert _told(events)[1:5] == [("StepDone", 1), ("StepDone", 2), ("CommunicationDecided", 2), ("StepDone", 3)]
     end = events[-1]
     assert isinstance(end, RunEnded)
-    assert end.waited_seconds == {"all_reduce dp_replicate": 6.0}
+    assert end.exposed_communication_seconds == {"all_reduce dp_replicate": 6.0}
     assert end.steps_seconds == sum(event.seconds for event in steps)
 
 
@@ -227,7 +227,14 @@ def test_on_a_gpu_numbers_are_read_one_step_late_and_none_is_lost(tmp_path: Path
         loss = Loss()
         loss.step = len(engine.batches)
         return SimpleNamespace(
-            loss=loss, weight=1.0, grad_norm=1.0, skipped=False, learning_rate=0.1, loss_scale=1.0, waited_seconds={}, decided=""
+            loss=loss,
+            weight=1.0,
+            grad_norm=1.0,
+            skipped=False,
+            learning_rate=0.1,
+            loss_scale=1.0,
+            exposed_communication_seconds={},
+            decided="",
         )
 
     engine.train_batch = train_batch  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ class DryRun:
     predicted: Mapping[str, float]
     """Bytes by the names of `found`: parameters, optimizer, peak. Empty where the planner prices no such rank."""
     moment: str
-    walked: int
+    micro_batches_run: int
     """Micro-batches of the step that was run."""
     accumulation: int
     """Micro-batches of the planned step."""
@@ -61,7 +61,7 @@ class DryRun:
             | {"gradients": {"predicted": None, "dry_run": self.found.gradients, "ratio": None}},
             "peak_predicted_during": self.moment,
             "peak_during": self.found.peak_during,
-            "micro_batches_walked": self.walked,
+            "micro_batches_run": self.micro_batches_run,
             "micro_batches_of_a_step": self.accumulation,
             "flops": self.found.flops,
             "operators": [asdict(operator) for operator in self.found.operators],
@@ -84,7 +84,7 @@ def dry_run(
     tree: Mapping[str, Any],
     *,
     rank: int | None = None,
-    whole_step: bool = False,
+    full_step: bool = False,
     on_device: bool = False,
     quiet: bool = False,
 ) -> DryRun:
@@ -114,16 +114,16 @@ def dry_run(
     elif layout is not None:
         notes.append("no memory is predicted: the planner prices the first and the last rank of a pipeline, and this one is between")
     count = full.batch.accumulation
-    walked = count if whole_step else _enough(full)
+    micro_batches_run = count if full_step else _enough(full)
     resolved = full
-    if walked < count:
+    if micro_batches_run < count:
         fewer = copy.deepcopy(dict(tree))
-        fewer["gradient_accumulation_steps"] = walked
-        fewer["train_batch_size"] = walked * full.batch.micro_batch_size * full.layout.dp
+        fewer["gradient_accumulation_steps"] = micro_batches_run
+        fewer["train_batch_size"] = micro_batches_run * full.batch.micro_batch_size * full.layout.dp
         resolved = resolve(load(fewer), world_size=world)
         notes.append(
-            f"{walked} of the step's {count} micro-batches were run, with which its peak is reached; operators and traffic are of those "
-            "(--whole-step runs all)"
+            f"{micro_batches_run} of the step's {count} micro-batches were run, enough for its peak; operators and traffic are of those "
+            "(--full-step runs all)"
         )
     model = _model(tree)
     if any("drop" in name and value for name, value in _dropouts(tree).items()):
@@ -137,7 +137,7 @@ def dry_run(
             print(f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}", file=sys.stderr, flush=True)
 
     found = rehearse(model, resolved, rank=rank, samples=full.batch.micro_batch_size, length=request.sequence, real=on_device, tell=tell)
-    return DryRun(rank, world, stage, found, predicted, moment, walked, count, tuple(notes))
+    return DryRun(rank, world, stage, found, predicted, moment, micro_batches_run, count, tuple(notes))
 
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:

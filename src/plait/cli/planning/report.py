@@ -41,8 +41,8 @@ def write_trace(path: Path, found: Plan, *, calibration: Calibration | None = No
 
     best = found.best[0]
     try:
-        walked = timeline(found.request, best, calibration=calibration)
+        simulated = timeline(found.request, best, calibration=calibration)
     except InputError as error:
         raise InputError(f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix another schedule") from None
-    trace = chrome_trace(walked, title=describe(best.layout), after=beyond(best, walked))
+    trace = chrome_trace(simulated, title=describe(best.layout), after=beyond(best, simulated))
     write_text("--trace", path, json.dumps(trace) + "\n")
