@@ -21,14 +21,14 @@ from tests.pool import Pool
 
 STEPS, MEAN_OF, BIGRAM_STEPS = 240, 20, 150
 RUNS: tuple[tuple[str, int, dict[str, Any], str], ...] = (
-    ("whole gradients", 0, {}, "black"),
+    ("uncompressed", 0, {}, "black"),
     ("int8, stage 0", 0, {"compress_gradients": "int8"}, "tab:blue"),
     ("int8 gradients and weights, stage 2", 2, {"compress_gradients": "int8", "compress_weights": "int8"}, "tab:cyan"),
     ("int4 with error feedback, stage 0", 0, {"compress_gradients": "int4", "error_feedback": True}, "tab:green"),
     ("int4 without, stage 0", 0, {"compress_gradients": "int4", "error_feedback": False}, "tab:red"),
     ("PowerSGD, rank 4", 0, {"compress_gradients": "powersgd"}, "tab:orange"),
 )
-BIGRAMS = ("whole gradients", "int8, stage 0", "int4 with error feedback, stage 0", "int4 without, stage 0")
+BIGRAMS = ("uncompressed", "int8, stage 0", "int4 with error feedback, stage 0", "int4 without, stage 0")
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "compression_loss.svg"
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     left.set(title="Llama of 0.15 M parameters, AdamW", xlabel="step", ylabel=f"loss, mean of {MEAN_OF} steps", ylim=(1.9, 4.0))
     for name, values in bigrams.items():
         right.plot(values, color=colors[name], label=name, linewidth=1.2)
-    last = bigrams["whole gradients"][-1]
+    last = bigrams["uncompressed"][-1]
     right.set(title="a table of bigrams, gradient descent, nothing random", xlabel="step", ylabel="loss", ylim=(last - 0.02, last + 0.3))
     for axis in (left, right):
         axis.grid(alpha=0.3)

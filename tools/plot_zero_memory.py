@@ -24,11 +24,11 @@ from plait.units import GIB
 
 RANKS = 2 ** np.arange(11)
 KINDS = {
-    "parameters": ("parameters (float32 masters)", "tab:blue", "-"),
+    "parameters": ("parameters (float32 master weights)", "tab:blue", "-"),
     "gradients": ("gradients at the optimizer step (float32)", "tab:green", "--"),
     "optimizer": ("AdamW states", "tab:red", "-"),
     "gathered_parameters": ("between micro-batches: bfloat16 copy", "tab:orange", "-"),
-    "unsharded_gradients": ("between micro-batches: whole gradients", "tab:purple", ":"),
+    "unsharded_gradients": ("between micro-batches: unsharded gradients", "tab:purple", ":"),
 }
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     axes[0].set_ylabel("GiB per rank")
     handles, labels = axes[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False)
-    figure.suptitle(f"Model states per rank, Llama-3.1-8B ({facts.numel / 1e9:.2f} B parameters), bfloat16 compute, float32 masters")
+    figure.suptitle(f"Model states per rank, Llama-3.1-8B ({facts.numel / 1e9:.2f} B parameters), bfloat16 compute, float32 master weights")
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     target = Path(__file__).parent.parent / "docs" / "figures" / "zero_memory.svg"
     figure.savefig(target, metadata={"Date": None})

@@ -1,6 +1,6 @@
 """The command: `python -m benchmarks.chooser`. Scenes of ranks and links; each is measured as a run does it at its start, and its choice
-for messages of a size that was not measured is refined as a run does it. Then it is judged: every way of summing is timed afresh,
-interleaved, and the chosen one is compared with the best.
+for messages of a size that was not measured is refined as a run does it. Then it is checked: every all-reduce algorithm is timed again,
+interleaved, and the selected one is compared with the best.
 
 Prints a table and writes it with every number. Exit code 0, 1 when fewer than 90 % of the points are within 5 % of the best, 2 where
 nothing could be measured. Scenes on two nodes need root and iproute2 and are left out without, with a note.
@@ -123,7 +123,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chooser", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fit-seconds", type=float, default=2.0, help="how long links are measured in a scene (default: 2)")
     parser.add_argument("--refine-seconds", type=float, default=1.0, help="how long near ways are compared at a size (default: 1)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long a size is judged (default: 2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a size is timed (default: 2)")
     parser.add_argument("--rounds", type=int, nargs=2, default=(7, 60), metavar=("LEAST", "MOST"), help="rounds of a size (default: 7 60)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the scenes whose title has the text; writes nothing")
     parser.add_argument("--quick", action="store_true", help="a minute, to see that everything runs; writes nothing")
@@ -151,7 +151,7 @@ def _team(ranks: int, nodes: int, found: Lab | None, logs: Path) -> Iterator[Wor
 
 
 def _points(worker_group: WorkerGroup, views: Sequence[Scene], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The scenes of one worker group at one rate: one measurement and one judgement, of which each scene sees its ways."""
+    """The scenes of one worker group at one rate: one measurement and one check, of which each scene sees its algorithms."""
     say(f"{views[-1].title}: measuring")
     fitted: GroupLinks = worker_group.ask(("fit", {"seconds": options.fit_seconds}), timeout_seconds=120)[0]
     points = []
@@ -160,7 +160,7 @@ def _points(worker_group: WorkerGroup, views: Sequence[Scene], options: argparse
         meter = ForeignMeter(worker_group.pids)
         meter.start()
         message = {"nbytes": nbytes, "seconds": options.seconds, "rounds": tuple(options.rounds)}
-        answers = worker_group.ask(("judge", message), timeout_seconds=300)
+        answers = worker_group.ask(("time_all", message), timeout_seconds=300)
         foreign = meter.stop()
         # A round lasts as long as its slowest rank.
         times = {way: median(map(max, zip(*(answer[way] for answer in answers), strict=True))) for way in answers[0]}
@@ -169,7 +169,7 @@ def _points(worker_group: WorkerGroup, views: Sequence[Scene], options: argparse
 
 
 def _chosen(worker_group: WorkerGroup, scene: Scene, nbytes: int, fitted: GroupLinks, options: argparse.Namespace) -> tuple[Choice, Choice]:
-    """What the links say, and what was refined beside the ways that come near it."""
+    """What the links say, and the choice after timing the algorithms that come near it."""
     costs = {way: cost for way, cost in fitted.whole.costs.items() if scene.shared or way != "shared-memory"}
     links = GroupLinks(fitted.axis, fitted.machines, fitted.per_machine, Level(fitted.ranks, costs))
     first = choose_all_reduce(nbytes, links)

@@ -37,7 +37,7 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
     def compare(*, names: Sequence[str], nbytes: int, seconds: float) -> dict[str, float]:
         return compare_ways(names, nbytes, group, levels, device=device, seconds=seconds, shared_memory=alone)
 
-    def judge(*, nbytes: int, seconds: float, rounds: tuple[int, int]) -> dict[str, list[float]]:
+    def time_all(*, nbytes: int, seconds: float, rounds: tuple[int, int]) -> dict[str, list[float]]:
         """Way to its times, one a round; the order rotates. The first round is not counted."""
         ways = ways_of(group, levels, device=device, shared_memory=alone, lossy=False)(nbytes)
         names = list(ways)
@@ -57,5 +57,5 @@ def start(argument: tuple[int, tuple[str, str] | None]) -> Callable[[tuple[str, 
             dist.broadcast(going, 0)
         return times
 
-    handlers: dict[str, Callable[..., Any]] = {"fit": fit, "compare": compare, "judge": judge}
+    handlers: dict[str, Callable[..., Any]] = {"fit": fit, "compare": compare, "time_all": time_all}
     return lambda message: handlers[message[0]](**message[1])

@@ -1,8 +1,8 @@
 """The command: `python -m benchmarks.largest_model`. For every baseline, the most layers of a Llama that one device trains, and tokens a
 second there and at the most that all of them train.
 
-On a GPU the device's memory is the limit, Plait and DeepSpeed keep masters and states on the host. On CPUs the limit is `--memory-gib` of
-anonymous memory, and Plait keeps them in files. Every attempt is a process of its own. Prints a table and writes
+On a GPU the device's memory is the limit, Plait and DeepSpeed keep master weights and states on the host. On CPUs the limit is
+`--memory-gib` of anonymous memory, and Plait keeps them in files. Every attempt is a process of its own. Prints a table and writes
 `results/largest_model_<device>.json`. Exit code 0, 1 when a baseline failed for another reason than memory.
 """
 

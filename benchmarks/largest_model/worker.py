@@ -102,7 +102,7 @@ def _torch(attempt: dict[str, Any], device: torch.device, folder: str) -> tuple[
 
 
 def _plait(attempt: dict[str, Any], device: torch.device, folder: str) -> tuple[Step, int]:
-    """Built on meta. Masters, gradients and states on the host of a GPU, in files of a CPU; blocks recomputed, no whole logits."""
+    """Built on meta. Master weights, gradients and states on the host of a GPU, in files of a CPU; blocks recomputed, chunked loss."""
     import plait
 
     on_gpu = device.type == "cuda"

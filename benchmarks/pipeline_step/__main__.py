@@ -1,7 +1,7 @@
 """The command: `python -m benchmarks.pipeline_step`. For each layout: start its worker groups, run the rounds, print and write the result.
 
 Exit code 0 when every baseline was measured and agreed, 1 when one failed, disagreed or never had an undisturbed turn, 2 for a wrong
-argument. A ratio above the target is said, and is no failure. A layout measured alone replaces that layout's result only.
+argument. A ratio above the target is reported, and is not a failure. A layout measured alone replaces that layout's result only.
 """
 
 from __future__ import annotations

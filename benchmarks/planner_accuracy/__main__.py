@@ -1,6 +1,6 @@
 """Measures the planner against published runs and writes the table of the docs.
 
-    python -m benchmarks.planner_accuracy            errors with whole sources left out, and with 12 rows given back: minutes
+    python -m benchmarks.planner_accuracy            errors with full sources held out, and calibrated on 12 rows: minutes
     python -m benchmarks.planner_accuracy --learn    learn the constants that ship, from all sources, first
 
 Nothing runs but arithmetic; the result is the same on every machine.

@@ -1,4 +1,5 @@
-"""Errors on rows that nothing was fitted to: whole sources left out, and then at most 12 of their rows per GPU and framework given back.
+"""Errors on rows that nothing was fitted to: full sources held out, and then a calibration on at most 12 of their rows per GPU and
+framework.
 
 Which rows are measured first is chosen without looking at any measurement: each next one is that whose prediction is least certain given
 those before, as someone with twelve runs to spend would.

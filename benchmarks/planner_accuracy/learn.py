@@ -1,7 +1,7 @@
 """Learns the planner's constants from published runs: medians for new machines, and how much to trust them.
 
 Every source counts about alike, however many rows it has; what one source is slower or faster than the constants say is an offset of its
-own and moves no constant. `learn` can leave whole sources out, which is how the errors in the docs are measured.
+own and moves no constant. `learn` can leave sources out, which is how the errors in the docs are measured.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def _not_priced(result: dict[str, Any]) -> list[str]:
 
 
 def _misses(result: dict[str, Any]) -> list[str]:
-    """Aims that are missed of the aims, in words."""
+    """The aims that are missed."""
     lines = ["## Aims that are missed", ""]
     for name, aims in _TARGETS.items():
         for table in ("runs", "sweep"):

@@ -117,7 +117,7 @@ def compare(case: Case) -> list[Compared]:
 
 
 def describe(case: Case) -> str:
-    """A case in words."""
+    """A description of a case."""
     name, what, small = case
     words = [f"{key} {value}" if not isinstance(value, bool) else key for key, value in what.items()]
     return f"{name}{', vocabulary 512' if small else ''}: {', '.join(words)}"

@@ -23,8 +23,8 @@ def by_plait(*, sequence: bool) -> nn.Module:
     engine = plait.initialize(model, config)
     region = engine.parts.noted(Region)
     assert region is not None
-    region.length = LENGTH  # the door of the first block sets it; here a block runs alone
-    model.model.layers[0]._forward_pre_hooks.clear()  # that door belongs to the model, not to a block
+    region.length = LENGTH  # the input of the first block sets it; here a block runs alone
+    model.model.layers[0]._forward_pre_hooks.clear()  # that gather belongs to the model, not to a block
     return model
 
 
@@ -61,7 +61,7 @@ def by_hand(*, sequence: bool) -> nn.Module:
 
 
 def step(model: nn.Module, *, sequence: bool) -> None:
-    """One forward and backward of the first block; gradients are whole sums afterwards."""
+    """One forward and backward of the first block; gradients are complete sums afterwards."""
     block = model.model.layers[0]
     hidden = torch.ones(2, LENGTH // RANKS if sequence else LENGTH, WIDTH, requires_grad=True)
     positions = model.model.rotary_emb(torch.ones(2, LENGTH, WIDTH), torch.arange(LENGTH)[None])

@@ -25,7 +25,7 @@ def ddp(workload: Workload) -> Step:
 
 
 def zero_redundancy(workload: Workload, *, parameters_as_bucket_view: bool = False) -> Step:
-    """DDP for the gradients, optimizer states sharded by whole parameters, updated parameters broadcast by their owners."""
+    """DDP for the gradients, optimizer states sharded parameter by parameter, updated parameters broadcast by their owners."""
     model = _replicated(workload)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),

@@ -25,7 +25,7 @@ from benchmarks.two_nodes.network import Lab, NoLab, lab
 
 RATES: dict[str, str | None] = {"100mbit": "100mbit", "1gbit": "1gbit", "unshaped": None}
 WARM_STEPS = 29
-"""Before the first clock: PowerSGD sends whole gradients for ten, and who adapts has decided after 26."""
+"""Before the first clock: PowerSGD sends uncompressed gradients for ten steps, and autotuning has decided after 26."""
 RESULT = Path(__file__).parents[1] / "results" / "two_nodes.json"
 
 

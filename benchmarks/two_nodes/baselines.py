@@ -64,9 +64,9 @@ ALL = (
         options={"stage": 2, "compress_gradients": "auto"},
         adapts=True,
     ),
-    Baseline("plait-tp", "Plait tensor parallel, sums waited for", tensor=True, options={"stage": 0, "tp": 2}),
+    Baseline("plait-tp", "Plait tensor parallel, no overlap", tensor=True, options={"stage": 0, "tp": 2}),
     Baseline(
-        "plait-tp-overlap", "Plait tensor parallel, sums beside products", tensor=True, options={"stage": 0, "tp": 2, "tensor_overlap": 4}
+        "plait-tp-overlap", "Plait tensor parallel, all-reduces overlapped", tensor=True, options={"stage": 0, "tp": 2, "tensor_overlap": 4}
     ),
     Baseline("plait-0-bf16", "Plait ZeRO 0, bf16 on the wire", compressed=True, options={"stage": 0, "communication_data_type": "bf16"}),
     Baseline("plait-0-int8", "Plait ZeRO 0, int8", compressed=True, options={"stage": 0, "compress_gradients": "int8"}),

@@ -36,7 +36,7 @@ class Lab:
     nodes: tuple[str, str]
 
     def shape(self, rate: str | None) -> None:
-        """Limit both directions to `rate` (tc's notation, `100mbit`); None lifts the limit."""
+        """Limit both directions to `rate` (tc's notation, `100mbit`); None removes the limit."""
         for node in self.nodes:
             _ip("netns", "exec", node, "tc", "qdisc", "del", "dev", INTERFACE, "root", check=False)
             if rate is not None:

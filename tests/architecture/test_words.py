@@ -19,6 +19,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCE = sorted((ROOT / "src" / "plait").rglob("*.py"))
+TOOLS = sorted(path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FULL = r"gradients?|parameters?|weights?|tensors?|logits|blocks?|matri(x|ces)|sums?|shapes?|steps?|states?|units?|layers?|vocabulary"
@@ -144,11 +145,14 @@ def test_what_pages_are_made_from() -> None:
 
 
 @pytest.mark.parametrize("kind", ["messages", "docstrings and comments"])
-def test_texts_of_the_package(kind: str) -> None:
+def test_texts_of_the_sources(kind: str) -> None:
     """Messages are all strings, hence the help of the commands and the names of metrics and keys too."""
     which = ["messages", "docstrings and comments"].index(kind)
     bad = [
-        f"{_name(path)}:{line}: {found}" for path in SOURCE for line, text in _prose(path)[which] for found in _found(_without_code(text))
+        f"{_name(path)}:{line}: {found}"
+        for path in [*SOURCE, *TOOLS]
+        for line, text in _prose(path)[which]
+        for found in _found(_without_code(text))
     ]
     assert not bad, f"{len(bad)}:\n" + "\n".join(bad)
 

@@ -89,7 +89,7 @@ def test_the_peak_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert totals[0] < totals[1]
     assert run(tmp_path, "--peak", "--sequence-length", "64") == 0
     shown = capsys.readouterr().out
-    assert "activations of all micro-batches in flight" in shown and "timeline point" in shown and "peak of in optimizer step" in shown
+    assert "activations of all micro-batches in flight" in shown and "timeline point" in shown and "peak of optimizer step" in shown
 
 
 def test_what_is_in_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
