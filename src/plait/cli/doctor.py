@@ -50,7 +50,7 @@ def doctor(
 def _refuse_without_links(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise InputError(f"{name} {value}: says how links are measured; add --links, or leave it out")
+            raise InputError(f"{name} {value}: is for the measurement of links; add --links, or leave it out")
 
 
 def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:

@@ -254,7 +254,7 @@ def _refuse_without_hostfile(given: dict[str, object]) -> None:
 
 
 def _refuse_with_hostfile(given: dict[str, object]) -> None:
-    rule = "given together with --hostfile, which says the machines and their ranks"
+    rule = "given together with --hostfile, which defines the machines and their ranks"
     problems = [Problem(name, value, rule, "leave one of them out") for name, value in given.items() if value is not None]
     if problems:
         raise ConfigError(*problems)

@@ -52,7 +52,7 @@ def layout(
     from plait.verify.model_under_test import transformers_model
 
     if cluster is not None and (nnodes != 1 or nproc_per_node is not None):
-        raise InputError(f"--cluster {cluster}: says the machines; leave --nnodes and --nproc-per-node out")
+        raise InputError(f"--cluster {cluster}: defines the machines; leave --nnodes and --nproc-per-node out")
     if sequence_length is not None and not peak:
         raise InputError(f"--sequence-length {sequence_length}: is for --peak only; add --peak, or leave it out")
     config = load(file, override or ())

@@ -24,7 +24,7 @@ from plait.version import __version__
 VERBS = {
     "plan": ("plait.cli.plan", "Find the layout that fits and is fastest, before you rent GPUs."),
     "calibrate": ("plait.cli.calibrate", "Fit the planner to this machine, or to a table of measured runs."),
-    "train": ("plait.cli.train", "Train a model as one JSON file says."),
+    "train": ("plait.cli.train", "Train a model from one JSON file."),
     "launch": ("plait.cli.launch", "Run a script on every device of one or several machines."),
     "layout": ("plait.cli.layout", "Show the ranks on the machines, the split of every parameter, the bytes of a rank."),
     "dryrun": ("plait.cli.dryrun", "Build and step one rank of a layout without its peers, and without GPUs."),

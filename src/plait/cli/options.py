@@ -22,7 +22,7 @@ MEETING = "Several machines"
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")]
 Nproc = Annotated[int | None, typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Processes here. (default: one a GPU, else two)")]
-Nnodes = Annotated[int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines, all alike.")]
+Nnodes = Annotated[int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines with the same number of devices.")]
 NodesOfRun = Annotated[
     int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines; the same command runs on each.", rich_help_panel=MEETING)
 ]

@@ -138,7 +138,7 @@ def _check_files(file: Path | None, out: Path | None, report: Path | None, trace
     require_writable("--trace", trace)
     if out is None:
         if force:
-            raise InputError("--force: says that --out may replace a file; add --out, or leave it out")
+            raise InputError("--force: is for --out; add --out, or leave it out")
         return
     if out.suffix != ".json":
         raise InputError(f"--out {out}: the configuration is written as JSON; give a name that ends in .json")

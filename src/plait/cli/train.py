@@ -73,12 +73,12 @@ def train(
 
 
 def _refuse_beside_launcher(given: dict[str, Any]) -> None:
-    rule = "this process was started by a launcher (torchrun, plait launch, srun), which says the processes and machines"
+    rule = "this process was started by a launcher (torchrun, plait launch, srun), which sets the processes and machines"
     _refuse(given, rule, "leave it out")
 
 
 def _refuse_alone(given: dict[str, Any]) -> None:
-    rule = "says where machines meet, and --nnodes is 1"
+    rule = "sets where machines meet, and --nnodes is 1"
     _refuse(given, rule, "add --nnodes, or leave it out")
 
 

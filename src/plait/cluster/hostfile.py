@@ -74,7 +74,7 @@ def select(hosts: tuple[Host, ...], *, include: str = "", exclude: str = "") -> 
     """
     if include and exclude:
         raise ConfigError(
-            Problem("--exclude", exclude, "given together with --include, which already says what is used", "leave one of them out")
+            Problem("--exclude", exclude, "given together with --include, which already selects what is used", "leave one of them out")
         )
     if not include and not exclude:
         return hosts

@@ -72,7 +72,7 @@ class Nccl(Policy):
                 rule = f"the process group exists, and NCCL reads {variable} when it is made"
                 remedy = f"set {variable} before that, or let plait make the group"
             elif said is not None and said.lower() != value.lower():
-                rule, remedy = f"the environment says {variable}={said}", "set it in one place"
+                rule, remedy = f"the environment sets {variable}={said}", "set it in one place"
             else:
                 environment[variable] = value
                 continue

@@ -9,7 +9,7 @@ adjoint.
     gather_sum         all-gather along dim             reduce-scatter                    sequence-sharded input of a column-split layer
     leave_scatter      reduce-scatter along dim         all-gather                        partial output back to sequence shards
 
-`gather` and `split` assume that what follows (came before) is computed alike on every rank; `gather_sum` sums what differs. Shards follow
+`gather` and `split` assume that what follows (came before) is computed on every rank; `gather_sum` sums what differs. Shards follow
 `plait.shards`: torch.chunk's rule, so sizes need not divide. With `group=None` (an axis of degree 1) each is the identity.
 """
 

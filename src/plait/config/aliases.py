@@ -84,7 +84,7 @@ ALIASES: dict[str, Alias] = {
     "pipeline_parallel.size": Alias("parallel.pp", "the number of pipeline stages"),
     "pipeline_parallel.pp_size": Alias("parallel.pp", "the number of pipeline stages"),
     "pipeline_model_parallel_size": Alias("parallel.pp", _MEGATRON),
-    "pipeline_parallel_size": Alias("parallel.pp", "a name without a meaning in DeepSpeed, taken for what it says"),
+    "pipeline_parallel_size": Alias("parallel.pp", "a name that DeepSpeed does not read"),
     "pipe_parallel_size": Alias("parallel.pp", "GPT-NeoX's name; 0 leaves pipeline parallelism off", _zero_is_off),
     "pp_size": Alias("parallel.pp", _ACCELERATE),
     "context_parallel_size": Alias("parallel.cp", _MEGATRON),

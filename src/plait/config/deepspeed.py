@@ -304,7 +304,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        "parallel.recompute says which blocks are recomputed; there is nothing else to arrange",
+        "parallel.recompute selects the recomputed blocks; there is nothing else to arrange",
         {
             "activation_checkpointing.number_checkpoints": "whole",
             "activation_checkpointing.synchronize_checkpoint_boundary": "flag",

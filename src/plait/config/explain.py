@@ -145,7 +145,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     (
         ("parallel.links", "parallel.measure_seconds"),
         lambda r: r.data_parallel.all_reduce != "by-machines" or r.data_parallel.compression.gradients,
-        "all_reduce or compress_gradients says how gradients are summed",
+        "all_reduce or compress_gradients selects how gradients are reduced",
     ),
     (
         ("parallel.all_reduce", "parallel.links", "parallel.measure_seconds"),

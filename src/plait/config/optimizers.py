@@ -128,7 +128,7 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
     found = [_unknown(kind, name, names) for name in params if names is not None and name not in names]
     for name, value in params.items():
         if value == "auto" and name not in AUTO:
-            found.append(f"`{name}` is `auto`, and nothing says what that is; write a value")
+            found.append(f"`{name}` is `auto`, and nothing determines its value; write one")
         elif name in ONLY and value != ONLY[name][0] and names is not None:
             only, why, remedy = ONLY[name]
             found.append(f"`{name}` can only be {only!r}, because {why}; {remedy}")

@@ -40,4 +40,4 @@ class Provenance:
         if not names:
             return None
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return f"{self.name}: ignored are {shown}; `plait config explain` says why"
+        return f"{self.name}: ignored are {shown}; `plait config explain` has the reasons"

@@ -226,7 +226,7 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
             try:
                 auto_value(name)
             except KeyError:
-                found.append(f"`{name}` is `auto`, and nothing says what that is; write a value")
+                found.append(f"`{name}` is `auto`, and nothing determines its value; write one")
         elif name in names:
             found += _value_problems(kind, name, value)
     return found

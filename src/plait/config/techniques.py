@@ -142,7 +142,7 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
     decided = gradients == "auto" or isinstance(gradients, list)
     if decided and not stage and parallel.all_reduce != "auto":
         rule = f"parallel.all_reduce is {parallel.all_reduce}, which leaves nothing to decide"
-        raise ConfigError(Problem(path, gradients, rule, 'set parallel.all_reduce = "auto", or say "int8" or "none"'))
+        raise ConfigError(Problem(path, gradients, rule, 'set parallel.all_reduce = "auto", or this to "int8" or "none"'))
     if gradients != "none" and stage == 0 and not buckets:
         rule = "at ZeRO stage 0 with bf16 or fp16, torch reduces gradients block by block and cannot be given another collective"
         raise ConfigError(Problem(path, gradients, rule, "use zero_optimization.stage 1, or compute in the model's own dtype"))
@@ -307,7 +307,7 @@ def activation_offload(found: Findings) -> ActivationOffload:
     problems = []
     if to_host and recomputes(found.config):
         if (given and fraction != 1) or section.device != "cpu":
-            rule = f"it means {path}.fraction = 1 on cpu, and the file says {fraction:g} on {section.device}"
+            rule = f"it means {path}.fraction = 1 on cpu, and the file sets {fraction:g} on {section.device}"
             problems.append(Problem(name, "true", rule, "keep one of them"))
         fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
     if fraction and section.device == "disk" and section.path is None:

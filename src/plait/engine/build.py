@@ -193,7 +193,7 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
         )
     if resolved.data_parallel.may_compress:
         rule = "full steps are timed to decide it, and plait sees none in your own training loop"
-        raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or say "int8" or "none"'))
+        raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or set it to "int8" or "none"'))
     if resolved.loss_chunk_tokens:
         _chunked(None, resolved.loss_chunk_tokens)
     if resolved.data_parallel.update_in_backward:

@@ -122,7 +122,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
     name = head_name(model)
     if name is None:
         raise ModelError(
-            f"parallel.loss_chunk_tokens: {type(model).__name__} does not tell which layer makes its logits; give it a method "
+            f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer that makes its logits; give it a method "
             "get_output_embeddings that returns it, or use 0"
         )
 

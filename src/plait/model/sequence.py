@@ -87,7 +87,7 @@ def _look_at_block(
     dropout = _dropout(module, block)
     gathered = any(style in _GATHERED and name.startswith(f"{block}.") for name, style in styles.items())
     if dropout and gathered:
-        reasons.append(f"{dropout}, and a part of {block} is computed alike on every rank, on which each would drop other places")
+        reasons.append(f"{dropout}, and a part of {block} is computed on every rank, on which each would drop other places")
 
 
 def _region_reasons(model: nn.Module, region: str, inside: Mapping[str, Style]) -> list[str]:

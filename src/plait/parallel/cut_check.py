@@ -79,7 +79,7 @@ class CutCheck:
                     raise ModelError(
                         f"parallel.pp: on this batch stage {min(lacking)} of {name} {verb} {parameter}, which belongs to stage "
                         f"{', '.join(map(str, sorted(self.cut.owners.get(parameter, ())))) or 'none'}: the model was cut by a forward of "
-                        "token ids alone, and this batch takes another way through it; use parallel.pp = 1"
+                        "token ids alone, and this batch takes another path through it; use parallel.pp = 1"
                     )
         found = dict(missing)
         return Verdict(found, trace.flow.values or (trace.flow.decides and self._shapes_differ(run, trace, training)))

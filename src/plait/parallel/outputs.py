@@ -38,7 +38,7 @@ def mark_heads(module: nn.Module, *, heads: int, group: ProcessGroup) -> None:
 
 
 def gather_outputs(module: nn.Module, group: ProcessGroup) -> None:
-    """Gather every marked tensor in what `module` returns. What reads it is computed alike on every rank, so a rank's part of its gradient
+    """Gather every marked tensor in what `module` returns. What reads it is computed on every rank, so a rank's part of its gradient
     is the gradient of the part."""
 
     def after(_module: nn.Module, _args: object, output: Any) -> Any:

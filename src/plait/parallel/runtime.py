@@ -269,7 +269,7 @@ class _Pass:
             raise ModelError(
                 f"parallel.pp: stage {action.stage} sent {agreed.summary()} for a batch of these shapes before, and now "
                 f"{boundary.summary()}: what the model passes between blocks follows from more than the batch's shapes and from what it "
-                "looks at outside of its blocks; pad the batch alike, or use parallel.pp = 1"
+                "looks at outside of its blocks; pad every batch to one length, or use parallel.pp = 1"
             )
         self._send(message, tensors)
         return tensors

@@ -185,7 +185,7 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     if waiting:
         stuck = [f"rank {rank} at {schedule.ranks[rank][at[rank]]} for {message}" for message, ranks in waiting.items() for rank in ranks]
         more = f" (and {len(stuck) - 4} more)" if len(stuck) > 4 else ""
-        raise _malformed(schedule, f"ranks wait for ever: {'; '.join(stuck[:4])}{more}")
+        raise _malformed(schedule, f"ranks deadlock: {'; '.join(stuck[:4])}{more}")
 
 
 def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:

@@ -173,6 +173,6 @@ def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluste
     """The same from a cluster file or a machine that was found. Raises InputError where its machines are not alike."""
     counts = sorted({node.devices for node in topology.nodes})
     if len(counts) > 1:
-        raise InputError(f"the cluster has machines with {' and '.join(map(str, counts))} devices; plan for those that are alike")
+        raise InputError(f"the cluster has machines with {' and '.join(map(str, counts))} devices; plan for machines of one kind")
     memory = changes.pop("memory_bytes", None) or topology.memory_bytes
     return cluster(name, topology.world_size, devices_per_node=counts[0], memory_bytes=memory, **changes)

@@ -199,7 +199,7 @@ def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> 
         return known
     match = re.match(r"(\d+)\s*/\s*(\d+)(?:\s*\(\+(\d+)[^)]*\))?", row.get("moe") or "")
     if not match:
-        raise NotPriced(f"experts {row.get('moe')!r} say neither their number nor how many a token goes to")
+        raise NotPriced(f"experts {row.get('moe')!r} give neither their number nor how many a token uses")
     count, active, shared = int(match[1]), int(match[2]), int(match[3] or 0)
     return replace(found, experts=count, active=active, expert_ffn=found.ffn, shared_ffn=shared * found.ffn)
 

@@ -168,7 +168,7 @@ _LOOKED_AT = 200
 
 def _sections(config: Config) -> tuple[ModelSection, DataSection]:
     missing = [
-        Problem(name, None, "the file does not say it, and plait train builds the run from it", f"add it, for example {example}")
+        Problem(name, None, "the file does not have it, and plait train needs it", f"add it, for example {example}")
         for name, section, example in (
             ("model", config.model, '"model": {"config": {"model_type": "llama", "hidden_size": 320}}'),
             ("data", config.data, '"data": {"source": "python-stdlib"}'),

@@ -67,7 +67,7 @@ def test_bad_tables_are_refused_with_the_reason(tmp_path: Path, capsys: pytest.C
     write(none, {**good, "gpu": "TPU"})
     broken.write_text("a,b\n1,2\n")
     for arguments, words in (
-        ((few,), "1 rows of h100 can be priced and say a time, and a calibration needs at least 3"),
+        ((few,), "1 rows of h100 can be predicted and have a time, and a calibration needs at least 3"),
         ((mixed,), "choose with --gpu"),
         ((mixed, "--gpu", "b200"), "only; name one of them"),
         ((none,), "no row names a device of the catalogue"),

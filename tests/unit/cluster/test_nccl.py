@@ -26,7 +26,7 @@ def test_variables_are_set_before_the_group() -> None:
     [
         ("cpu", False, {}, "talk through gloo, which does not read NCCL_ALGO; leave it out"),
         ("cuda", True, {}, "the process group exists, and NCCL reads NCCL_ALGO when it is made; set NCCL_ALGO before that"),
-        ("cuda", False, {"NCCL_ALGO": "Tree"}, "the environment says NCCL_ALGO=Tree; set it in one place"),
+        ("cuda", False, {"NCCL_ALGO": "Tree"}, "the environment sets NCCL_ALGO=Tree; set it in one place"),
     ],
 )
 def test_what_would_not_be_read_is_refused(device_type: str, group_exists: bool, environment: dict[str, str], why: str) -> None:

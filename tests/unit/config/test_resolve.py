@@ -310,7 +310,7 @@ def test_the_warning_names_the_keys_that_mean_nothing() -> None:
     values = {**dict.fromkeys(names, True), "sub_group_size": 1e9}
     assert load({"zero_optimization": values}).provenance.warning() == (
         "the configuration: ignored are zero_optimization.overlap_comm, zero_optimization.contiguous_gradients, "
-        "zero_optimization.sub_group_size, zero_optimization.reduce_scatter and 1 more; `plait config explain` says why"
+        "zero_optimization.sub_group_size, zero_optimization.reduce_scatter and 1 more; `plait config explain` has the reasons"
     )
 
 

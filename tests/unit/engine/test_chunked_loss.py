@@ -149,7 +149,7 @@ def test_refusals() -> None:
     batch = cases.ragged_steps(1, keys=())[0][0]
     with pytest.raises(ModelError, match="does `__getitem__` to its logits"):
         deferred(default_forward, Cut(tied=False))(Cut(tied=False), batch)
-    with pytest.raises(ModelError, match="does not tell which layer"):
+    with pytest.raises(ModelError, match="does not name the layer"):
         deferred(default_forward, cases.PlainModel(tied=False))
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"loss_chunk_tokens": 8}}
     for loss in (None, per_sample(lambda output, batch: output.logits.sum())):

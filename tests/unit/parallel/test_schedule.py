@@ -157,7 +157,7 @@ def test_a_deadlock_is_found(data: st.DataObject, schedule: Schedule) -> None:
     row[one], row[two] = row[two], row[one]
     mixed = changed(schedule, rank, row)
     if stuck(mixed):
-        with pytest.raises(InputError, match=f"pp {schedule.pp} and {schedule.microbatches} micro-batches: ranks wait for ever: rank "):
+        with pytest.raises(InputError, match=f"pp {schedule.pp} and {schedule.microbatches} micro-batches: ranks deadlock: rank "):
             mixed.check()
     else:
         mixed.check()

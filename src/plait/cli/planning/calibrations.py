@@ -84,7 +84,7 @@ def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
     usable = {variant.row for variant in runs.variants if measured_seconds(runs.rows[variant.row]) is not None}
     if len(usable) < FEWEST_ROWS:
         reasons = "".join(f"; row {index + 1}: {reason}" for index, reason in list(runs.reasons.items())[:3])
-        rule = f"{len(usable)} rows of {wanted} can be priced and say a time, and a calibration needs at least {FEWEST_ROWS}"
+        rule = f"{len(usable)} rows of {wanted} can be predicted and have a time, and a calibration needs at least {FEWEST_ROWS}"
         raise InputError(f"{table}: {rule}; measure more layouts{reasons}")
     return runs, Origin(wanted, machine, {"from": table.name, "rows": len(usable)})
 
@@ -192,7 +192,7 @@ def print_calibration(found: Calibration, runs: Runs, *, known: Knowledge | None
             rows.append([name, shipped_text, measured, f"{value:.3g} ±{100 * deviation:.0f} %", shipped[name].meaning])
     print_table(Console(soft_wrap=True, highlight=False), ["constant", "shipped", "rates measured", "fitted", "meaning"], rows)
     if kept:
-        print(f"{kept} constants of which these runs say nothing stay as shipped\n")
+        print(f"{kept} constants that these runs do not determine stay as shipped\n")
     if runs.reasons:
         print(f"{len(runs.reasons)} rows are left out; the first: {next(iter(runs.reasons.values()))}\n")
     lines = [("before", errors_with(runs, uncalibrated())), ("after", errors_with(runs, found)), ("left out", errors_left_out(runs, known))]

@@ -151,7 +151,7 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     names = {name: SCHEDULES.index(key) for key, name in SCHEDULE_NAMES.items()}
     pipeline = resolved.pipeline
     if recompute.mode not in modes or recompute.every != 1:
-        return None, "the planner prices recomputation of every block alike"
+        return None, "the planner models the same recomputation for every block"
     if resolved.activation_offload.fraction > 0:
         return None, "the planner prices no activations on the host"
     if resolved.parameter_offload.device == "nvme":

@@ -207,12 +207,12 @@ def cluster_for(
     if file is not None:
         for name, count in (("--world-size", gpus), ("--nproc-per-node", per_node)):
             if count is not None:
-                raise InputError(f"{name} {count}: --cluster {file} says how many there are; leave one of the two out")
+                raise InputError(f"{name} {count}: --cluster {file} sets their number; leave one of the two out")
         from plait.cluster.machines import load
 
         topology = load(file)
         if gpu is None and topology.device_type == "cuda":
-            raise InputError(f"{file}: a cluster file does not say which GPUs they are; add --gpu, for example --gpu h100")
+            raise InputError(f"{file}: a cluster file does not name the GPU model; add --gpu, for example --gpu h100")
         return cluster_of(topology, gpu or "cpu", **changes)
     if gpu is not None:
         if gpus is None:
