@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${VERSIONS:-build/versions}
 mkdir -p "$folder"
-[[ $# -gt 0 ]] || set -- 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+[[ $# -gt 0 ]] || set -- 2.13.0 2.14.1 2.15.0
 failed=()
 
 make_environment() { # folder, torch

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
 from rich.text import Text
 
 from plait.errors import InputError
+from plait.observe.templating import render
 from plait.parallel.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
 from plait.parallel.timeline import Durations, Span, Timeline, peak_in_flight
 
@@ -205,67 +205,55 @@ def svg(timeline: Timeline, *, window: tuple[float, float] | None = None, unit: 
     heading = summary(timeline, unit=unit)
     if window != (0.0, timeline.total):
         heading += f"; from {window[0]:.4g} to {window[1]:.4g}{unit}"
-    height = _TOP + _ROW * schedule.pp + 44
-    size = f"{_LEFT + _WIDTH + _RIGHT} {height}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="system-ui, sans-serif" font-size="12">',
-        f"<title>{escape(heading)}</title>",
-        f'<rect class="paper" width="100%" height="{height}" fill="#ffffff"/>',
-        f'<text class="ink" x="{_LEFT}" y="20" font-size="15" fill="#1a1a1a">{escape(heading)}</text>',
-        *_key(schedule),
-        *_axis(window, unit, height),
-        *_rows(timeline, window, unit),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    (first, last), peaks = window, peak_in_flight(schedule)
+    return str(
+        render(
+            "timeline.svg",
+            width=_LEFT + _WIDTH + _RIGHT,
+            height=_TOP + _ROW * schedule.pp + 44,
+            left=_LEFT,
+            right=_LEFT + _WIDTH,
+            top=_TOP,
+            row_height=_ROW - 4,
+            heading=heading,
+            unit=unit,
+            key=list(_key(schedule)),
+            ticks=[(_LEFT + _WIDTH * tick / 8, first + (last - first) * tick / 8) for tick in range(9)],
+            rows=[_drawn(timeline, rank, peaks[rank], window, unit) for rank in range(schedule.pp)],
+        )
+    )
 
 
-def _key(schedule: Schedule) -> Iterator[str]:
+def _key(schedule: Schedule) -> Iterator[tuple[int, str, str]]:
+    """(place, colour, meaning) of every kind of action."""
     kinds = {action.kind for row in schedule.ranks for action in row}
     entries = [(_FILLS[kind][0], f"{kind} {MEANINGS[kind]}") for kind in Kind if kind in kinds]
     if schedule.stages > schedule.pp:
         entries.append((_FILLS[Kind.FORWARD][1], "light: a later stage of the rank"))
     at = _LEFT
     for fill, words in entries:
-        yield f'<rect class="key" x="{at}" y="34" width="12" height="12" fill="{fill}"/>'
-        yield f'<text class="ink" x="{at + 17}" y="44" fill="#1a1a1a">{words}</text>'
+        yield at, fill, words
         at += 40 + 7 * len(words)
 
 
-def _axis(window: tuple[float, float], unit: str, height: int) -> Iterator[str]:
-    bottom = height - 36
-    for tick in range(9):
-        x = _LEFT + _WIDTH * tick / 8
-        yield f'<line x1="{x:.2f}" y1="{_TOP - 6}" x2="{x:.2f}" y2="{bottom}" class="grid" stroke="#dddddd"/>'
-        time = window[0] + (window[1] - window[0]) * tick / 8
-        yield f'<text class="muted" x="{x:.2f}" y="{bottom + 16}" text-anchor="middle" fill="#555555">{time:.4g}{unit}</text>'
-
-
-def _rows(timeline: Timeline, window: tuple[float, float], unit: str) -> Iterator[str]:
-    schedule = timeline.schedule
-    peaks = peak_in_flight(schedule)
-    first, last = window
+def _drawn(timeline: Timeline, rank: int, peak: float, window: tuple[float, float], unit: str) -> dict[str, Any]:
+    """A rank's row."""
+    top, (first, last) = _TOP + _ROW * rank, window
     scale = _WIDTH / (last - first)
-    for rank, row in enumerate(timeline.ranks):
-        top = _TOP + _ROW * rank
-        middle = top + _ROW / 2 + 4
-        yield f'<text class="ink" x="{_LEFT - 10}" y="{middle:.2f}" text-anchor="end" fill="#1a1a1a">rank {rank}</text>'
-        for span in row:
-            if (span.end <= first and span.start < first) or span.start >= last:
-                continue
-            start, end = max(span.start, first), min(span.end, last)
-            width = (end - start) * scale
-            later = _later(schedule, span)
-            x = _LEFT + (start - first) * scale
-            tip = f"{span.action}: {MEANINGS[span.action.kind]} of stage {span.action.stage}, micro-batch {span.action.microbatch}"
-            fill = _FILLS[span.action.kind][later]
-            place = f'x="{x:.3f}" y="{top}" width="{width:.3f}" height="{_ROW - 4}"'
-            tip = f"{tip}, {span.start:.6g} to {span.end:.6g}{unit}"
-            yield f'<rect class="action" {place} fill="{fill}" stroke="#ffffff" stroke-width="0.6"><title>{tip}</title></rect>'
-            label = str(span.action.microbatch)
-            if width >= 7 * len(label) + 3:
-                colour = "#1a1a1a" if later else "#ffffff"
-                place = f'x="{x + width / 2:.3f}" y="{middle:.2f}" text-anchor="middle"'
-                yield f'<text {place} fill="{colour}" pointer-events="none">{label}</text>'
-        note = f"idle {100 * timeline.bubble(rank):.1f} %, {peaks[rank]:.4g} in flight"
-        yield f'<text class="muted" x="{_LEFT + _WIDTH + 8}" y="{middle:.2f}" fill="#555555">{note}</text>'
+    spans = []
+    for span in timeline.ranks[rank]:
+        if (span.end <= first and span.start < first) or span.start >= last:
+            continue
+        start, end = max(span.start, first), min(span.end, last)
+        later, action = _later(timeline.schedule, span), span.action
+        spans.append({
+            "x": _LEFT + (start - first) * scale,
+            "width": (end - start) * scale,
+            "fill": _FILLS[action.kind][later],
+            "tip": f"{action}: {MEANINGS[action.kind]} of stage {action.stage}, micro-batch {action.microbatch}, "
+            f"{span.start:.6g} to {span.end:.6g}{unit}",
+            "label": str(action.microbatch),
+            "ink": "#1a1a1a" if later else "#ffffff",
+        })  # fmt: skip
+    note = f"idle {100 * timeline.bubble(rank):.1f} %, {peak:.4g} in flight"
+    return {"top": top, "middle": top + _ROW / 2 + 4, "spans": spans, "note": note}

@@ -105,7 +105,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
-        """End the ranks. torch's own shutdown follows and finds none left; before torch 2.13 its patience is 30 seconds, not to be set.
+        """End the ranks. torch's own shutdown follows and finds none left.
 
         Without a signal received the ranks are ended because others failed or the machines changed: they cannot go on together, and a long
         grace would only delay the restart.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import ceil, cos, floor, hypot, log10, pi, sin
 
 from markupsafe import Markup
 
-from plait.observe.report.page import join
+from plait.observe.templating import part, render
 
 
 @dataclass(frozen=True)
@@ -41,28 +41,7 @@ class Bar:
 def bars(rows: Sequence[Bar], *, limit: tuple[float, str] | None = None) -> Markup:
     """Bars under each other on one scale from 0; `limit` is a line across them, with its name."""
     ends = [row.high if row.high is not None else row.size for row in rows] + [limit[0] if limit else 0.0]
-    scale = 100 / (max(ends) * 1.02)
-    line = Markup("")
-    if limit is not None:
-        line = Markup('<span class="limit" style="left:{}%" title="{}"></span>').format(_short(limit[0] * scale), limit[1])
-    return Markup('<div class="bars">\n{}</div>\n').format(join(_bar(row, scale, line) for row in rows))
-
-
-def _bar(row: Bar, scale: float, line: Markup) -> Markup:
-    part = Markup('<span class="part {}" style="width:{}%" title="{}" data-size="{}"></span>')
-    parts = join(part.format(p.colour, _short(p.size * scale), p.title, repr(p.size)) for p in row.parts if p.size > 0)
-    interval = Markup("")
-    if row.high is not None:
-        low = row.size if row.low is None else row.low
-        where = (_short(low * scale), _short((row.high - low) * scale))
-        interval = Markup('<span class="interval" style="left:{}%;width:{}%" title="90 % interval"></span>').format(*where)
-    return Markup('<div class="row"><div class="label">{}</div><div class="bar">{}{}{}</div><div class="value">{}</div></div>\n').format(
-        row.label, parts, interval, line, row.value
-    )
-
-
-def _short(number: float) -> str:
-    return f"{number:.3f}".rstrip("0").rstrip(".")
+    return part("bars", rows, 100 / (max(ends) * 1.02), limit)
 
 
 @dataclass(frozen=True)
@@ -91,36 +70,30 @@ def plane(dots: Sequence[Dot], *, x_name: str, y_name: str, x_limit: tuple[float
     def up(value: float) -> float:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * log10(value / low) / log10(high / low)
 
-    edge, bottom = across(x_limit[0]), _HEIGHT - _BOTTOM
-    parts = [
-        Markup('<rect class="beyond" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
-            edge, _TOP, _WIDTH - _RIGHT - edge, bottom - _TOP
-        ),
-        *_grid(right, low, high, across, up),
-        Markup('<line class="limit" x1="{0:.1f}" y1="{1}" x2="{0:.1f}" y2="{2}"/>').format(edge, _TOP, bottom),
-        Markup('<text class="ink" x="{:.1f}" y="{}">{}</text>').format(edge + 6, _TOP + 14, x_limit[1]),
-        Markup('<text class="muted" x="{}" y="{}" text-anchor="middle">{}</text>').format((_LEFT + _WIDTH) / 2, _HEIGHT - 8, x_name),
-        Markup('<text class="muted" transform="translate(16 {}) rotate(-90)" text-anchor="middle">{}</text>').format(
-            (_TOP + bottom) / 2, y_name
-        ),
-        *(_dot(dot, across, up) for dot in dots if not dot.mark),
-        *_marks([dot for dot in dots if dot.mark], across, up),
-    ]
-    frame = Markup('<div class="wide"><svg class="plane" viewBox="0 0 {} {}" role="img" aria-label="{}">\n{}\n</svg></div>\n')
-    return frame.format(_WIDTH, _HEIGHT, title, Markup("\n").join(parts))
+    return render(
+        "plane.svg",
+        width=_WIDTH,
+        height=_HEIGHT,
+        left=_LEFT,
+        right=_WIDTH - _RIGHT,
+        top=_TOP,
+        bottom=_HEIGHT - _BOTTOM,
+        title=title,
+        x_name=x_name,
+        y_name=y_name,
+        edge=across(x_limit[0]),
+        limit=x_limit[1],
+        columns=[(across(value), value) for value in _columns(right)],
+        rows=[(up(value), value) for value in ticks(low, high)],
+        dots=[(dot, across(dot.x), up(dot.y)) for dot in dots if not dot.mark],
+        marks=list(_marks([(dot, across(dot.x), up(dot.y)) for dot in dots if dot.mark])),
+    )
 
 
-def _dot(dot: Dot, across: Callable[[float], float], up: Callable[[float], float]) -> Markup:
-    circle = Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="4"><title>{}</title></circle>')
-    return circle.format(dot.colour, across(dot.x), up(dot.y), dot.title)
-
-
-def _marks(dots: Sequence[Dot], across: Callable[[float], float], up: Callable[[float], float]) -> Iterator[Markup]:
-    """A disc with its mark for every marked point, moved to a free place near it where others are."""
+def _marks(dots: Sequence[tuple[Dot, float, float]]) -> Iterator[tuple[Dot, float, float, float, float]]:
+    """Every marked point (dot, x, y) with a free place near it for the disc with its mark."""
     taken: list[tuple[float, float]] = []
-    discs = []
-    for dot in dots:
-        x, y = across(dot.x), up(dot.y)
+    for dot, x, y in dots:
         place = next(
             (x + dx, y + dy)
             for dx, dy in _places()
@@ -129,15 +102,7 @@ def _marks(dots: Sequence[Dot], across: Callable[[float], float], up: Callable[[
             and all(hypot(x + dx - p, y + dy - q) > 21 for p, q in taken)
         )
         taken.append(place)
-        yield Markup('<line class="lead" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>').format(x, y, *place)
-        yield Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="3"/>').format(dot.colour, x, y)
-        discs.append(
-            Markup('<g class="disc"><circle class="{0}" cx="{1:.1f}" cy="{2:.1f}" r="10"/><text x="{1:.1f}" y="{3:.1f}">{4}</text>').format(
-                dot.colour, *place, place[1] + 4.5, dot.mark
-            )
-            + Markup("<title>{}</title></g>").format(dot.title)
-        )
-    yield from discs
+        yield dot, x, y, *place
 
 
 def _places() -> Iterator[tuple[float, float]]:
@@ -148,19 +113,11 @@ def _places() -> Iterator[tuple[float, float]]:
             yield 22 * ring * cos(turn * pi / 6), 22 * ring * sin(turn * pi / 6)
 
 
-def _grid(right: float, low: float, high: float, across: Callable[[float], float], up: Callable[[float], float]) -> Iterator[Markup]:
+def _columns(right: float) -> list[float]:
+    """Round numbers from 0 to `right`, at most eleven."""
     step = 10 ** floor(log10(right / 4))
     step *= next(factor for factor in (1, 2, 5, 10) if right / (step * factor) <= 10)
-    for index in range(floor(right / step) + 1):
-        x = across(index * step)
-        yield Markup('<line class="grid" x1="{0:.1f}" y1="{1}" x2="{0:.1f}" y2="{2}"/>').format(x, _TOP, _HEIGHT - _BOTTOM)
-        yield Markup('<text class="muted" x="{:.1f}" y="{}" text-anchor="middle">{:g}</text>').format(
-            x, _HEIGHT - _BOTTOM + 18, index * step
-        )
-    for value in ticks(low, high):
-        y = up(value)
-        yield Markup('<line class="grid" x1="{0}" y1="{2:.1f}" x2="{1}" y2="{2:.1f}"/>').format(_LEFT, _WIDTH - _RIGHT, y)
-        yield Markup('<text class="muted" x="{}" y="{:.1f}" text-anchor="end">{:g}</text>').format(_LEFT - 8, y + 4, value)
+    return [index * step for index in range(floor(right / step) + 1)]
 
 
 def ticks(low: float, high: float) -> list[float]:

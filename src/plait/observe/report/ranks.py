@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 
@@ -14,6 +15,7 @@ from plait.cluster.layout import AXES, Layout
 from plait.cluster.placement import crossings, warning
 from plait.cluster.topology import Topology
 from plait.observe.report import page
+from plait.observe.templating import part
 
 _MOST_ROWS = 16
 """More machines than this are drawn as one row for each run of alike ones."""
@@ -36,8 +38,7 @@ def rank_grid(layout: Layout, topology: Topology) -> Markup:
     """The drawing, what of it crosses machines, and a key to the axes."""
     found = runs(layout, topology)
     shown = found[:_MOST_RUNS]
-    parts = [page.join(_row(run, layout) for run in shown)]
-    grid = Markup('<div class="wide"><div class="ranks">\n{}</div></div>\n').format(page.join(parts))
+    grid = part("ranks", [_machine(run, layout) for run in shown])
     lines = [page.note(line) for line in _said(layout, topology, found, shown)]
     wide = warning(layout, topology)
     return page.join([*lines, page.warning(wide) if wide else Markup(""), grid])
@@ -76,33 +77,33 @@ def _said(layout: Layout, topology: Topology, found: Sequence[Run], shown: Seque
     return lines
 
 
-def _row(run: Run, layout: Layout) -> Markup:
+def _machine(run: Run, layout: Layout) -> dict[str, Any]:
+    """What the row of a run shows."""
     several = run.last_node > run.first_node
-    name = f"machines {run.first_node} to {run.last_node}" if several else f"machine {run.first_node}"
     places = [layout.coordinates(rank) for rank in run.ranks]
     shared = [axis for axis in AXES if getattr(layout, axis) > 1 and len({at[axis] for at in places}) == 1]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in run.ranks:
-        at = layout.coordinates(rank)
-        groups.setdefault(tuple(at[axis] for axis in AXES if axis != "tp"), []).append(rank)
-    frame = Markup('<span class="group{}">{}</span>')
-    cells = page.join(
-        frame.format(" framed" if layout.tp > 1 else "", page.join(_cell(rank, layout, shared) for rank in ranks))
-        for ranks in groups.values()
-    )
-    beside = ", ".join(_named(axis, places[0][axis]) for axis in shared if axis == "pp" or not several)
-    return Markup('<div class="machine"><span class="label">{}<small>{}</small></span>{}</div>\n').format(name, beside, cells)
+    groups: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for rank, at in zip(run.ranks, places, strict=True):
+        groups.setdefault(tuple(at[axis] for axis in AXES if axis != "tp"), []).append(_cell(rank, layout, shared))
+    return {
+        "name": f"machines {run.first_node} to {run.last_node}" if several else f"machine {run.first_node}",
+        "beside": ", ".join(_named(axis, places[0][axis]) for axis in shared if axis == "pp" or not several),
+        "groups": list(groups.values()),
+        "framed": layout.tp > 1,
+    }
 
 
 def _named(axis: str, place: int) -> str:
     return f"{_SHORT.get(axis, axis)} {place}"
 
 
-def _cell(rank: int, layout: Layout, shared: Sequence[str]) -> Markup:
+def _cell(rank: int, layout: Layout, shared: Sequence[str]) -> dict[str, Any]:
     """A rank with its place on the axes; those that the whole row shares are in its title alone."""
     at = layout.coordinates(rank)
     used = [axis for axis in AXES if getattr(layout, axis) > 1]
-    colour = f"stage-{at['pp'] % _COLOURS}"
-    text = Markup('<span class="rank {}" title="rank {}: {}"><b>{}</b>{}</span>')
-    words = page.join(Markup("<small>{}</small>").format(_named(axis, at[axis])) for axis in used if axis not in shared)
-    return text.format(colour, rank, ", ".join(_named(axis, at[axis]) for axis in used) or "alone", rank, words)
+    return {
+        "number": rank,
+        "stage": at["pp"] % _COLOURS,
+        "title": ", ".join(_named(axis, at[axis]) for axis in used) or "alone",
+        "words": [_named(axis, at[axis]) for axis in used if axis not in shared],
+    }
