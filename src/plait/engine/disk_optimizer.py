@@ -340,8 +340,7 @@ class DiskTier(StepHook):
             self._take(optimizer, part, optimizer.state.pop(stand_in, {}))
 
     def _take(self, optimizer: Optimizer, part: _Slice, found: dict[str, Any]) -> None:
-        """The states of a slice into those of its parameter. What counts steps moves on with the last slice: the others must see it as it
-        was."""
+        """The states of a slice into those of its parameter. Step counts advance with the last slice: the others must see the old ones."""
         parameter, states = part.parameter, optimizer.state[part.parameter]
         count = local_tensor(parameter.detach()).numel()
         for name, value in found.items():
