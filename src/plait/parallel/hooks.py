@@ -1,4 +1,4 @@
-"""What acts on a training step besides forward, backward and the optimizer: a technique attaches it, the step calls it.
+"""Hooks of a training step, besides forward, backward and the optimizer: a technique attaches them, the step calls them.
 
 A step is: for every micro-batch `before_microbatch`, its forward, its backward inside of `backward`; then `finish_reduction`, the norm and
 the decision to update or to skip, `before_update`, the optimizer, `after_step`. A hook overrides what it needs.
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 Lost = Literal["forward", "step"]
-"""What a failure has cost: a forward, which has added to no gradient, or all gradients of the step."""
+"""What a failure has lost: a forward, which has not changed gradients, or all gradients of the step."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class StepEnd:
     skipped: bool
     """Gradients were not finite; nothing was updated."""
     rescaled: float = 1.0
-    """The next gradients are so many times as large: the loss scale has changed."""
+    """The factor by which the loss scale, and so the next gradients, have changed."""
     waited_seconds: Mapping[str, float] = field(default_factory=dict)
     """Exposed communication time of this rank by collective (see `comm.waits`)."""
 
 
 class StepHook:
-    """Does nothing anywhere; subclasses override."""
+    """A hook that does nothing; subclasses override its methods."""
 
     said: str = ""
     """A description of what it does on this machine, with the reason, where that was decided at the start."""
@@ -52,7 +52,7 @@ class StepHook:
         """Gradients are unscaled and clipped, and the optimizer is next. Not called in a step that is skipped."""
 
     def after_step(self, end: StepEnd) -> str:
-        """The step has ended, skipped or not. Returns a description of what it has decided for the next ones; mostly nothing."""
+        """The step has ended, skipped or not. Returns a description of a decision about the next steps; empty where there is none."""
         return ""
 
     def drop_gradients(self) -> None:
@@ -63,14 +63,14 @@ class StepHook:
         Collective."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this rank keeps from step to step, by name, for a checkpoint; the tensors themselves."""
+        """This rank's state between steps, by name, for a checkpoint; the tensors themselves."""
         return {}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
         """A checkpoint was loaded. `saved` holds what `state` of all hooks gave on this rank; nothing where that was on another layout."""
 
     def release(self) -> None:
-        """The model goes to somebody else: listen to it no more."""
+        """The model is passed to another owner: remove all hooks from it."""
 
     def close(self) -> None:
         """After `release`, where the engine is closed: end threads and files."""

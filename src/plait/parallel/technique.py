@@ -1,4 +1,4 @@
-"""The contract of a technique, and what passes through the ordered list of them.
+"""The contract of a technique, and the data that passes through the ordered list of techniques.
 
 The engine applies the list to modules (`apply` on Parts), the planner applies the same list to numbers (`account` on a Ledger). A technique
 never changes parameter names. Settings that belong to one call of torch (precision and sharding both go to `fully_shard`) are kept in Parts
@@ -27,23 +27,23 @@ Kind = TypeVar("Kind", bound="Technique")
 
 @dataclass(frozen=True)
 class Context:
-    """What is known before a process group exists: what is asked for and, once it is built, the model."""
+    """The settings and, once it is built, the model: everything that is known before a process group exists."""
 
     layout: Layout
     """The degrees."""
     techniques: tuple[Technique, ...] = ()
-    """All that are chosen, in order."""
+    """All selected techniques, in order."""
     accumulation: int = 1
     """Micro-batches of a step."""
     device_type: str = "cpu"
-    """Of the devices that the processes will have."""
+    """Device type of the processes."""
     model: nn.Module | None = None
     """Unsharded; None where only the configuration is known."""
     blocks: tuple[str, ...] = ()
     """Names (FQNs) of its repeated blocks."""
 
     def chosen(self, kind: type[Kind]) -> Kind:
-        """The technique of a kind; as it is by default where none is chosen."""
+        """The technique of a class; the default one where none is selected."""
         return next((technique for technique in self.techniques if isinstance(technique, kind)), None) or kind()
 
 
@@ -54,14 +54,14 @@ def notes_of(found: Iterable[object | None]) -> dict[type, object]:
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """What the one call that shards a model is told, and what its gradients are."""
+    """Settings of the one call that shards a model, and of its gradients."""
 
     compute_dtype: torch.dtype | None = None
     """What parameters are cast to for forward and backward; None keeps their own dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
     masters_on_host: bool = False
-    """Whether shards of parameters and gradients, and with them the optimizer's states, live in host memory."""
+    """Whether shards of parameters and gradients, and with them the optimizer's states, are stored in host memory."""
     pin_masters: bool = False
     """Whether that memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class ShardSettings:
     """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
     mean: bool = False
     """Whether reduced gradients are means, complete when the backward ends: for your own training loop, as under DistributedDataParallel.
-    Otherwise sums: whoever runs the step has divided every loss before."""
+    Otherwise sums: the engine has divided every loss before."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Parts:
     blocks: tuple[str, ...]
     """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
     shard: ShardSettings = ShardSettings()
-    """Left by those before the technique that shards."""
+    """Set by the techniques before the one that shards."""
     hooks: Hooks = field(default_factory=Hooks)
-    """What acts on a step, once everything is attached."""
+    """The hooks of a step, once all are attached."""
     notes: Mapping[type, object] = field(default_factory=dict)
-    """What one technique has found or made for those after it (a plan, the tp region), by its type."""
+    """Results of one technique for later ones (a plan, the tp region), by type."""
 
     def with_(self, **changes: Any) -> Parts:
         """A copy with some fields replaced."""
@@ -106,24 +106,24 @@ class Parts:
 
 
 class Technique(Policy):
-    """One way to use many devices. Subclasses add fields and the methods below; all that a technique decides, it decides in them."""
+    """A technique of distributed training. Subclasses add fields and override the methods below, which take all of its decisions."""
 
     def check(self, context: Context) -> object | None:
-        """Raise ConfigError or ModelError, with the numbers and a remedy, for what cannot be. Before any process group exists; where the
-        context has no model, by the configuration alone. Returns what `apply` needs of what was found out about the model (a plan), which
-        goes into the notes of `Parts`."""
+        """Raise ConfigError or ModelError, with the numbers and a remedy, for an impossible setting. Runs before any process group exists;
+        where the context has no model, it checks the configuration alone. Returns a result about the model that `apply` needs (a plan),
+        which is added to the notes of `Parts`."""
         return None
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Do it to the model, in place. Parameter names stay as they are; a pipeline's rank keeps its own parameters only."""
+        """Change the model in place. Parameter names do not change; a pipeline rank keeps only its own parameters."""
         raise NotImplementedError
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """What acts on a training step, once the model has its weights. Collective."""
+        """The hooks of a training step. Called once the model has its weights. Collective."""
         return []
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Do it to the numbers. Fields may be arrays of candidates (see `sweep`)."""
+        """Add this technique's bytes and traffic to the ledger. Fields may be arrays of candidates (see `sweep`)."""
         raise NotImplementedError
 
     @classmethod
