@@ -33,7 +33,7 @@ def test_cpu_checkpointing_is_offload_of_inputs() -> None:
         ({"parallel": {"recompute": {"budget_gib": 1}}}, "neither it nor data.sequence_length is given"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}, "parallel": {**FULL, "activation_offload": {"fraction": 0.5}}},
-            "the file says 0.5 on cpu",
+            "the file sets 0.5 on cpu",
         ),
         ({"parallel": {"activation_offload": {"fraction": 0.5, "device": "disk"}}}, "no folder is given"),
         ({"parallel": {"activation_offload": {"fraction": 1.5}}}, "1.5"),
