@@ -1,7 +1,7 @@
 """Draw docs/figures/compression_loss.svg and print its table: the loss of small models that train through compressed gradients, equal data.
 
 The models are those of tests/parity/test_convergence.py, on 2 gloo ranks. Minutes.
-Run: PYTHONPATH=src:. python tools/plot_compression_loss.py
+Run: PYTHONPATH=src python -m tools.plot_compression_loss (not as a file: tools/tests.py would hide the package tests)
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def _refuse_partial(optimizer: Optimizer, parameter: nn.Parameter, value: torch.
 
 
 def _refuse_another_class(optimizer: Optimizer, record: Mapping[str, Any]) -> bool:
-    """Whether the class is the same; Adam's forms may follow each other, if their states are alike."""
+    """Whether the class is the same; Adam's forms may follow each other, if their states are the same."""
     there, here = record["type"], class_name(optimizer)
     if there != here and not {there, here} <= set(_ADAMS):
         raise CheckpointError(

@@ -22,7 +22,7 @@ from plait.observe.files import require_writable
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _DISTURBED = 0.15
-"""Share of the steps in which no rank computed, from which on the user is told."""
+"""Share of the steps in which no rank computed, above which the user is warned."""
 
 _EPILOG = """Examples:
 

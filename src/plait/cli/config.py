@@ -1,4 +1,5 @@
-"""`plait config`: what a configuration file means (`explain`), and what one may contain (`schema`). Prints what `plait.config` says."""
+"""`plait config`: what a configuration file means (`explain`), and what one may contain (`schema`). Prints the results of
+`plait.config`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`plait doctor`: what this environment has: versions, devices, what processes can talk through. `--links`: how fast the processes of this
-machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: what NCCL was told.
+machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: NCCL's settings.
 
 `--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
 to a file and prints the cheapest all-reduce algorithm.
@@ -33,7 +33,7 @@ def doctor(
     seconds: Annotated[float | None, typer.Option(help="--links: about how long each group of links is measured. (default: 4)")] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what this environment has (what an issue report needs), or with --links measure how fast its processes talk to each other."""
+    """Describe this environment (for an issue report), or with --links measure how fast its processes talk to each other."""
     if not links:
         _refuse_without_links({"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds})
         (_show_nccl if nccl else _show_environment)(as_json=as_json)

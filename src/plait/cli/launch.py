@@ -227,7 +227,7 @@ def _is_file(name: str) -> bool:
 
 
 def _refuse_contradictions(beside_standalone: Mapping[str, object], backend: str | None, *, elastic: bool, several: bool) -> None:
-    """Options of torchrun that say what others say already must say the same."""
+    """Options of torchrun that duplicate others must have the same value."""
     problems = [
         Problem(name, value, "given together with --standalone, which is this machine alone", "leave one of them out")
         for name, value in beside_standalone.items()

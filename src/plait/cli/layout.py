@@ -267,7 +267,7 @@ def _table(console: Any, columns: tuple[str, ...], rows: list[list[str]]) -> Non
 
 
 def _collapsed(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:
-    """The parameters of the first block stand for those of all: blocks are alike."""
+    """The parameters of the first block stand for those of all: blocks are equal."""
     later = tuple(f"{block}." for block in blocks[1:])
     return [row for row in rows if not row.parameter.startswith(later)] if later else rows
 

@@ -1,4 +1,4 @@
-"""`plait plan`: which layout, how fast, what it takes, and why: before you rent GPUs. Prints what `plait.planner` says.
+"""`plait plan`: which layout, how fast, what it takes, and why: before you rent GPUs. Prints the results of `plait.planner`.
 
 The command reads files and, where no GPU is named, looks at this machine; all else is arithmetic.
 """

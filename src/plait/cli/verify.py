@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _BY_ITSELF = 8
-"""Processes that are started without being told a number, where there are fewer devices and cores."""
+"""The default number of processes, where there are fewer devices and cores."""
 
 
 class Engine(StrEnum):

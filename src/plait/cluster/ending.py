@@ -73,7 +73,7 @@ def let_threads_finish() -> None:
 
 
 def _busy() -> bool:
-    """Whether a thread of gloo runs or wants to. False where the system does not tell."""
+    """Whether a thread of gloo runs or wants to. False where the system does not report it."""
     for task in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError, ValueError):
             name, _, rest = task.read_text().partition("(")[2].rpartition(")")

@@ -42,7 +42,7 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "PLAIT_")
 
 
 def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str, Any]]:
-    """By section, then by name: plain values. `folder` is the one whose free space is told."""
+    """By section, then by name: plain values. `folder`: whose free space is reported."""
     return {
         "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _version(name)) is not None}},
         "machine": _machine(folder),

@@ -26,7 +26,7 @@ class Host:
 
 
 def read(path: str | Path) -> tuple[Host, ...]:
-    """The hosts of a hostfile. Raises InputError for a file that cannot be read and ConfigError for what it says."""
+    """The hosts of a hostfile. Raises InputError for a file that cannot be read and ConfigError for its content."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

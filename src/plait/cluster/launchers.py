@@ -1,6 +1,6 @@
-"""What each launcher tells its processes, as a table: the variables of torchrun, DeepSpeed, OpenMPI, MPICH and Slurm.
+"""The environment variables of each launcher, as a table: the variables of torchrun, DeepSpeed, OpenMPI, MPICH and Slurm.
 
-Pure: every function takes the variables as a mapping. A `Claim` holds what the launcher said and None for what it did not; completing
+Pure: every function takes the variables as a mapping. A `Claim` holds the values that the launcher set and None for the others; completing
 and checking it against the machine is `topology`'s work.
 """
 
@@ -15,8 +15,8 @@ from plait.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launcher says about this process. `names` are its variables for rank, size, local rank and local size, for messages;
-    `meeting_point` is `host:port` where the launcher implies one."""
+    """What a launcher's variables define for this process. `names` are its variables for rank, size, local rank and local size, for
+    messages; `meeting_point` is `host:port` where the launcher implies one."""
 
     launcher: str
     rank: int
@@ -61,7 +61,7 @@ LAUNCHERS = (
 
 
 def claim(environment: Mapping[str, str]) -> Claim | None:
-    """What the launcher of this process says; None without one. Raises ConfigError for half of a launcher's variables or no numbers."""
+    """The claim of this process's launcher; None without one. Raises ConfigError for half of a launcher's variables or no numbers."""
     for names in LAUNCHERS:
         if not all(name in environment for name in names.only_with):
             continue

@@ -49,7 +49,7 @@ def load(path: str | Path) -> Topology:
           - {name: a02, devices: 8}
 
     `nodes: 128` with `devices_per_node: 8` describes equal machines. Raises InputError for a file that cannot be read and ConfigError for
-    what it says.
+    its content.
     """
     path = Path(path)
     try:

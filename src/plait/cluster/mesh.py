@@ -209,8 +209,8 @@ def build_mesh(
     """Groups for `layout` over the processes that exist.
 
     `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
-    are wanted too (offloaded parameters are gathered there for checkpoints). `nccl` is what NCCL is told. Raises ConfigError when the
-    layout's world is not the real one.
+    are wanted too (offloaded parameters are gathered there for checkpoints). `nccl`: NCCL's settings. Raises ConfigError when the layout's
+    world is not the real one.
     """
     here = place()
     device = local_device(device_type, here)
@@ -240,7 +240,7 @@ def build_mesh(
 
 
 def default_device_type() -> str:
-    """What a process gets unless it is told: `cuda` where there is a GPU, else `cpu`."""
+    """The default device type: `cuda` where there is a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

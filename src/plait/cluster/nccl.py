@@ -1,9 +1,9 @@
-"""What can be said to NCCL and of it: its own variables for the algorithm and protocol of a collective. It reads them when a
-communicator is made, so they are set before the process group.
+"""NCCL's own variables for the algorithm and protocol of a collective, and their documentation. It reads them when a communicator is made,
+so they are set before the process group.
 
 Which algorithm NCCL takes for a call is not predicted here: its tuning model has constants of the release, the architecture and the
-transport, a tuner plugin may replace it, and its authors say that there is no easy rule (NVIDIA/nccl issue 754). It says it itself, call by
-call, with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING.
+transport, a tuner plugin may replace it, and its authors say that there is no easy rule (NVIDIA/nccl issue 754). NCCL logs it for every
+call with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Protocols = Annotated[str | None, _among(PROTOCOLS)]
 
 
 class Nccl(Policy):
-    """What NCCL is told; None leaves it to NCCL."""
+    """NCCL's setting; None leaves it to NCCL."""
 
     algorithm: str | None = None
     """NCCL_ALGO."""

@@ -70,7 +70,7 @@ def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
 
 
 def warning(layout: Layout, topology: Topology) -> str | None:
-    """What to tell a user whose tensor parallel groups span nodes; None where they do not."""
+    """The warning for tensor parallel groups that span nodes; None where they do not."""
     crossing = next((c for c in crossings(layout, topology) if c.axis == "tp"), None)
     if crossing is None:
         return None

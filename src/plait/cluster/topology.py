@@ -99,7 +99,7 @@ def tell_nccl(nccl: Nccl, *, device_type: str, group_exists: bool) -> None:
 
 
 def keep_host_memory() -> bool:
-    """Let this process keep what it frees, if its environment says nothing of that (see `cluster.allocator`). Whether it does."""
+    """Let this process keep what it frees, if its environment does not configure that (see `cluster.allocator`). Whether it does."""
     return allocator.keep_freed_memory(os.environ)
 
 
@@ -114,7 +114,7 @@ def cpu_count() -> int:
 
 
 def processor_name() -> str:
-    """The processor as the kernel tells it, or the platform's word for it."""
+    """The processor's name from the kernel, or from the platform."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -144,7 +144,7 @@ def device_count() -> int:
 
 
 def default_processes() -> int:
-    """Processes to start on this machine when nobody says: one a GPU; without GPUs two, or one where there is a single core."""
+    """Default number of processes on this machine: one a GPU; without GPUs two, or one where there is a single core."""
     return device_count() or min(2, cpu_count())
 
 
@@ -190,7 +190,7 @@ def _agree(found: Claim | None, rank: int, world_size: int, backend: str) -> Cla
 
 
 def _complete(found: Claim, devices: int) -> RankInfo:
-    """Fill in what a launcher does not say about this machine, where only one answer is possible."""
+    """Fill in the values of this machine that a launcher does not set, where only one is possible."""
     local_rank, local_world_size = found.local_rank, found.local_world_size
     if local_rank is None:
         if devices == 0 or found.world_size <= devices:

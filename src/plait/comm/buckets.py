@@ -112,7 +112,7 @@ class SharedBuckets:
     """
 
     def __init__(self, host: Host, flats: Sequence[Flat]) -> None:
-        """Collective. Raises Unavailable where memory is short, on every rank alike."""
+        """Collective. Raises Unavailable where memory is short, on all ranks."""
         starts, total = [], 0
         for flat in flats:
             starts.append(total)

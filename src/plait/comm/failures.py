@@ -1,4 +1,4 @@
-"""A collective that torch gave up, told in a sentence: which one, and what it means.
+"""The error of a collective that torch aborted: which one, and its likely cause.
 
 Shared memory names the rank that ended (`comm.host`); a socket or NCCL knows only that somebody did.
 """

@@ -1,9 +1,9 @@
 """The ranks of one group on one machine, proven: who they are, whether they live, and memory that all of them see.
 
 Memory is an anonymous file (`memfd`) that one rank makes and the others open through `/proc`. It has no name, so a killed run leaves
-nothing behind, and it does not count against the size of `/dev/shm`. That every rank reads the random bytes which the first one wrote
-is the proof that they share a machine; names of hosts are not looked at. What cannot be had is `Unavailable` with a reason, on every
-rank alike. Only for x86-64: the order in which other cores see stores is relied on.
+nothing behind, and it does not count against the size of `/dev/shm`. That every rank reads the random bytes which the first one wrote is
+the proof that they share a machine; names of hosts are not looked at. What cannot be had is `Unavailable` with a reason, on all ranks. Only
+for x86-64: the order in which other cores see stores is relied on.
 """
 
 from __future__ import annotations

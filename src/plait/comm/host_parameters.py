@@ -26,7 +26,7 @@ class HostParameters:
     """A unit of `fully_shard` in shared memory. Every rank gathers it in the same order as the others, as with any collective."""
 
     def __init__(self, host: Host, numels: Sequence[int], dtype: torch.dtype, *, waits: Waits) -> None:
-        """Collective over the host's group. `numels`: elements of every parameter's shard, padding included, alike on all ranks. Raises
+        """Collective over the host's group. `numels`: elements of every parameter's shard, padding included, the same on all ranks. Raises
         Unavailable where there is no memory for it."""
         size = dtype.itemsize
         spaces = [-(-host.ranks * numel * size // 64) * 64 for numel in numels]

@@ -176,8 +176,8 @@ def _rounds(
     most: int | None = None,
     seldom: frozenset[Key] = frozenset(),
 ) -> dict[Key, float]:
-    """Typical seconds of each. Every round takes all in an order of its own (alike on all ranks), because one leaves traces for the next.
-    The first rank watches the time for all. A first round is not counted where there are others."""
+    """Typical seconds of each. Every round takes all in an order of its own (the same on all ranks), because one leaves traces for the
+    next. The first rank watches the time for all. A first round is not counted where there are others."""
     times: dict[Key, list[float]] = {key: [] for key in operations}
     keys, going, rounds, began = list(operations), torch.ones(1, device=device), 0, time.perf_counter()
     while bool(going):

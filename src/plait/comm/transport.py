@@ -1,7 +1,7 @@
 """How the data-parallel collectives of a group move their bytes: through memory that the ranks of one machine share, or by torch's own.
 
-`connect` decides once for a group, on every rank alike, and says why. Shared memory is for tensors on the CPU: gloo moves them through
-loopback sockets, several times slower. GPUs keep NCCL.
+`connect` decides once for a group, the same on every rank, with the reason. Shared memory is for tensors on the CPU: gloo moves them
+through loopback sockets, several times slower. GPUs keep NCCL.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All there is to say about a file."""
+    """The explanation of a file."""
 
     name: str
     world_size: int | None

@@ -1,4 +1,5 @@
-"""What each optimizer can be told, and which cannot be used and why: DeepSpeed's names, every optimizer of torch, and classes by path.
+"""The parameters of each optimizer, and which ones cannot be used and why: DeepSpeed's names, every optimizer of torch, and classes by
+path.
 
 Pure: this checks names and values, `plait.engine.optimizer` builds. Parameters of torch's optimizers are read from the installed torch,
 so a new one is known without a change here; what DeepSpeed 0.19.8 adds to them is a table.
@@ -21,7 +22,7 @@ AUTO: Mapping[str, Any] = MappingProxyType({"lr": 5e-5, "betas": (0.9, 0.999), "
 """What `"auto"` means: the defaults of Hugging Face's `TrainingArguments`, which its DeepSpeed integration fills in."""
 
 LION: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "betas": (0.9, 0.999)})
-"""What Lion takes where the file says nothing: DeepSpeed's defaults. lion-pytorch, which runs it, has lr 1e-4 and betas (0.9, 0.99)."""
+"""Lion's defaults, which are DeepSpeed's. lion-pytorch, which runs it, has lr 1e-4 and betas (0.9, 0.99)."""
 
 _TORCH = {
     name: found

@@ -72,7 +72,7 @@ class Resolved(Policy):
     parameter_offload: ParameterOffload
     """Where the shards of parameters live."""
     nccl: Nccl = Nccl()
-    """What NCCL is told."""
+    """NCCL's settings."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
     blocks: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What each learning rate schedule can be told: DeepSpeed's and Megatron-LM's as classes, Transformers' as a table, torch's by signatures.
+"""The parameters of each learning rate schedule: DeepSpeed's and Megatron-LM's as classes, Transformers' as a table, torch's by signatures.
 
 Pure: this checks names and values, `plait.engine.schedules` holds the formulas and builds. Defaults of DeepSpeed's schedules are those of
 DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A schedule counts optimizer steps that were not skipped.
@@ -45,14 +45,14 @@ class WarmupDecayLR(WarmupLR):
     warmup_max_lr: PerGroup | None = 0.001
     """The rate after the warm-up. `auto`: the optimizer's own `lr`."""
     total_num_steps: Steps | None = None
-    """Steps of the full run. Left out or `auto`: what the run is told."""
+    """Steps of the full run. Left out or `auto`: the length of the run."""
 
 
 class WarmupCosineLR(Policy):
     """The optimizer's own `lr` times a ratio that rises to 1, then falls along a cosine. The very first step has rate 0."""
 
     total_num_steps: Steps | None = None
-    """Steps of the full run. Left out or `auto`: what the run is told."""
+    """Steps of the full run. Left out or `auto`: the length of the run."""
     warmup_min_ratio: NotNegative = 0.0
     """The ratio at which the warm-up starts (from the second step on)."""
     warmup_num_steps: Steps = 1000
@@ -123,7 +123,7 @@ class MegatronLR(Policy):
     min_lr: NotNegative = 0.0
     """The least rate of the decay."""
     total_num_steps: Steps | None = None
-    """The step at which the decay ends. Left out or `auto`: what the run is told."""
+    """The step at which the decay ends. Left out or `auto`: the length of the run."""
 
 
 DeepSpeedSchedule = WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest | MegatronLR

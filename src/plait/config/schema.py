@@ -294,7 +294,7 @@ class ParallelSection(Policy):
 
 
 class Config(Policy):
-    """Everything that one file can say."""
+    """Everything that a file can contain."""
 
     train_batch_size: CountOrAuto | None = None
     """Samples in an optimizer step, over all processes: micro batch x accumulation x data-parallel processes. Give any two of the three."""

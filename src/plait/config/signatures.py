@@ -1,4 +1,4 @@
-"""What a torch class can be told, read from its signature: names, which are required, and a check and conversion for each value.
+"""The parameters of a torch class, read from its signature: names, which are required, and a check and conversion for each value.
 
 So a new parameter of a new torch is known here without a change. Annotations that cannot be read mean that any value passes.
 """

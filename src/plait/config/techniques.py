@@ -1,4 +1,4 @@
-"""What a file says of each parallel technique, turned into the technique, with the source of every value.
+"""The techniques that a file configures, with the source of every value.
 
 Pure, like `parts`, which does the rest of a configuration.
 """

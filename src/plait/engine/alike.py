@@ -1,6 +1,6 @@
 """Whether all ranks were given the same model, configuration and versions: asked once, before anything is sent between them.
 
-Ranks that differ would exchange tensors of other shapes, or the wrong ones of the same shape, and no collective could say so. What is
+Ranks that differ would exchange tensors of other shapes, or the wrong ones of the same shape, and no collective would detect it. What is
 compared is what the user built, before it is split, so it is the same on every rank of every layout; of the optimizer, which is built
 afterwards, what a pipeline stage has. Costs one all-gather of a digest; the facts are sent only where digests differ.
 """
@@ -33,8 +33,8 @@ _SHOWN = 3
 
 
 def refuse_different_ranks(model: nn.Module, resolved: Resolved, mesh: Mesh) -> int:
-    """Raise InputError, on every rank alike, where `model` (not split yet) or `resolved` differ, with the first difference. Returns the
-    seed of rank 0's generator. Collective over all ranks; on a fake group, whose other ranks do not exist, nothing is asked."""
+    """Raise InputError, on all ranks, where `model` (not split yet) or `resolved` differ, with the first difference. Returns the seed of
+    rank 0's generator. Collective over all ranks; on a fake group, whose other ranks do not exist, nothing is asked."""
     return _compare([*_versions(model), *_settings("", resolved.model_dump()), *_model(model)], mesh, alike_over_stages=True)
 
 
@@ -123,7 +123,7 @@ def _compare(facts: Sequence[Fact], mesh: Mesh, *, alike_over_stages: bool) -> i
 
 
 def _name_difference(kinds: list[list[int]], facts: Sequence[Fact], mesh: Mesh) -> None:
-    """`kinds`: ranks that are alike, by their lowest. Most ranks are taken to be right."""
+    """`kinds`: equal ranks, by their lowest. Most ranks are taken to be right."""
     usual, *others = sorted(kinds, key=lambda ranks: (-len(ranks), ranks[0]))
     told = {}
     for ranks in (usual, *others[:_SHOWN]):

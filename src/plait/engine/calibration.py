@@ -1,6 +1,6 @@
 """What a machine really does, for the planner: rates of products, memory and links, and a few steps of a small model in several layouts.
 
-Collective over the processes of the run, which stay for all layouts. Minutes at most; listeners are told after every measurement.
+Collective over the processes of the run, which stay for all layouts. Minutes at most; listeners are called after every measurement.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _pieces(hidden: torch.Tensor, targets: torch.Tensor, size: int) -> list[tupl
 def deferred(forward: Forward, model: nn.Module) -> Forward:
     """`forward`, leaving the head of `model` to the loss.
 
-    Raises ModelError where the model does not tell its head.
+    Raises ModelError where the model does not name its head.
     """
     name = head_name(model)
     if name is None:

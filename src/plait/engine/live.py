@@ -1,4 +1,4 @@
-"""Which storages are alive, how large, and who made them: a dispatch mode for real and for fake tensors alike.
+"""Which storages are alive, how large, and who made them: a dispatch mode for real and for fake tensors.
 
 A storage belongs to the unit (a block, or an end of the model) during whose forward it appeared, unless it is claimed for another. Not a
 profiler: it sees what goes through torch's dispatcher, not what kernels take inside.

@@ -70,10 +70,10 @@ def rank_activations(
     loss_fn: Loss = causal_lm_loss,
     forward: Forward = default_forward,
 ) -> tuple[RankActivations, ...]:
-    """The figures of every rank of the pipeline (of the one rank without), for one micro-batch like `batch`, with every block in each
-    mode; those of the fullest rank of the tp axis, so that its ranks decide alike. `model` is full, as yet unsharded, and stays as it is.
-    `offloads` says how many blocks of a rank's use a store. Collective over the tp axis. Raises ModelError where the model's code looks at
-    values."""
+    """The figures of every rank of the pipeline (of the one rank without), for one micro-batch like `batch`, with every block in each mode;
+    those of the fullest rank of the tp axis, so that its ranks take the same decision. `model` is full, as yet unsharded, and stays as it
+    is. `offloads` says how many blocks of a rank's use a store. Collective over the tp axis. Raises ModelError where the model's code looks
+    at values."""
     split, technique = tensor_parallel or TensorParallel(), recompute or Recompute()
     schedule = pipeline.schedule if pipeline is not None else ONE_STAGE
     bounds = pipeline.cut.bounds if pipeline is not None else (0, len(blocks))
@@ -142,8 +142,8 @@ def _facts(plain: StageTrace, modes: dict[BlockMode, tuple[StageTrace, tuple[int
 
 
 def max_over_tp(stage: StageFacts, mesh: Mesh) -> StageFacts:
-    """Every figure, the largest of the tp axis. Slices may be uneven, and what is decided from figures must be decided alike: a block is
-    recomputed by all of the axis's ranks or by none, because its collectives are repeated. Collective over tp."""
+    """Every figure, the largest of the tp axis. Slices may be uneven, and what is decided from figures must be decided the same on all
+    ranks: a block is recomputed by all of the axis's ranks or by none, because its collectives are repeated. Collective over tp."""
     group = mesh.group("tp")
     if group is None:
         return stage

@@ -340,7 +340,7 @@ def foretell_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, pi
 
 def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> torch.Tensor:
     """The boundary activation of a stage: hidden states [samples, length, hidden]; with sequence parallelism a rank's part of the length.
-    Raises ModelError for a model that does not tell their width."""
+    Raises ModelError for a model that does not define their width."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if width is None:
         raise ModelError(f"{type(model).__name__} has no config.hidden_size, so what passes between its stages is not known beforehand")

@@ -1,4 +1,4 @@
-"""What wins when a run goes on from a checkpoint: its numbers, or what the configuration says now.
+"""Which values apply when a run resumes from a checkpoint: the saved ones, or those of the configuration.
 
 A value of the optimizer's groups that the configuration has otherwise than when the checkpoint was written is the configuration's; every
 other one goes on as it was, bit for bit. A schedule from a configuration that changed, or whose learning rate did, is taken as if the run
@@ -72,7 +72,7 @@ def schedule_facts(scheduler: Scheduler | None, source: ScheduleSource | None) -
 
 @dataclass
 class Resume:
-    """Decides, and says what it decided otherwise than the checkpoint."""
+    """Decides, and reports where it differs from the checkpoint."""
 
     optimizer: Optimizer
     configured: Sequence[Group]

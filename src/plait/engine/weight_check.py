@@ -33,7 +33,7 @@ class WeightCheck:
             self._tolerance = max(self._tolerance, 2 * torch.finfo(weight.dtype).eps)
 
     def __call__(self, loss_fn: Loss, *, divided_by: torch.Tensor, returned: torch.Tensor, step: int) -> None:
-        """Both weights are 0-dimensional, summed over all ranks. Raises InputError, on every rank alike."""
+        """Both weights are 0-dimensional, summed over all ranks. Raises InputError, on all ranks."""
         if type(loss_fn) in _CONSISTENT:
             return
         if divided_by.device.type == "cpu":

@@ -28,7 +28,7 @@ def split_boundary_layers(model: nn.Module, styles: dict[str, Style], rule_set: 
 
 
 def head_name(model: nn.Module) -> str | None:
-    """Name of the layer that makes the logits, where the model tells it (`get_output_embeddings`)."""
+    """Name of the layer that makes the logits, where the model names it (`get_output_embeddings`)."""
     return _end(model, "get_output_embeddings")
 
 

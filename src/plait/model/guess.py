@@ -32,7 +32,7 @@ OUT_NAMES = frozenset({"o_proj", "out_proj", "dense", "o", "to_out", "o_lin", "o
 _READS_WEIGHTS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """torch's own modules that hand their children's weights to fused kernels without calling the children."""
 _POSITIONS = frozenset({"layer_idx", "layer_id", "layer_number", "layer_index"})
-"""Attributes that tell a block where it is: blocks that differ in these alone are split alike."""
+"""Attributes that tell a block where it is: blocks that differ in these alone have the same split."""
 
 Layers = Mapping[str, nn.Module]
 Split = dict[str, Style]
@@ -107,7 +107,7 @@ def _split_of(module: nn.Module, layers: Layers, tried: dict[object, Split | Non
 
 
 def _signature(module: nn.Module) -> object:
-    """Equal for modules that behave alike: classes, sizes, and every plain number that steers them."""
+    """Equal for modules with the same behaviour: classes, sizes, and every plain number that steers them."""
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     parts = tuple((name, type(part)) for name, part in module.named_modules())
     numbers = tuple(

@@ -33,7 +33,7 @@ FUSED_NAMES = frozenset({"query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv",
 
 @dataclass(frozen=True)
 class Attention:
-    """A module that owns split projections of heads. `heads` and `kv_heads` are None where the model does not tell."""
+    """A module that owns split projections of heads. `heads` and `kv_heads` are None where the model does not define them."""
 
     name: str
     heads: int | None
@@ -79,7 +79,7 @@ def find_attentions(model: nn.Module, styles: Mapping[str, Style]) -> tuple[Atte
 
 
 def head_width(model: nn.Module, attention: Attention) -> int | None:
-    """Width of one head of `attention`, where the model tells or its query projection shows."""
+    """Width of one head of `attention`, where the model defines it or its query projection shows it."""
     width = _count(model.get_submodule(attention.name), model, WIDTHS)[0]
     queries = [name for name in attention.columns if name.rpartition(".")[2] in QUERY_NAMES]
     if width is not None or attention.heads is None or not queries:

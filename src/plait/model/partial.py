@@ -74,7 +74,7 @@ def _gather(styles: dict[str, Style], parent: str) -> None:
         if style in _GATHERED and name.rpartition(".")[0] == parent:
             styles[name] = _GATHERED[style]
         elif style == "replicated_with_grad_allreduce":
-            del styles[name]  # applied to all heads now, alike on every rank
+            del styles[name]  # applied to all heads now, replicated on every rank
 
 
 def _refuse_per_head(name: str, module: nn.Module, attention: Attention, rule_set: RuleSet) -> None:

@@ -55,7 +55,7 @@ class _Called(nn.Module):
 
 
 class PipelineModule(nn.Module):
-    """`layers`: LayerSpecs, modules or functions of one argument. How they are cut, and into how many stages, the configuration says."""
+    """`layers`: LayerSpecs, modules or functions of one argument. The configuration defines how they are cut, and into how many stages."""
 
     def __init__(self, layers: Sequence[LayerSpec | nn.Module | Callable[[Any], Any]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What stands for a value that this process does not have: it says its shape and dtype, and any other use of it is an error.
+"""A placeholder for a value that this process does not have: it has a shape and a dtype, and any other use of it is an error.
 
 None in its place would be worse: torch computes a normalisation without a weight in silence, and a model's own code takes another branch.
 """

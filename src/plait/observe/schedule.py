@@ -1,6 +1,6 @@
 """A pipeline schedule for the eye: lines of text for a terminal or a pipe, an SVG, and a JSON object.
 
-Shows what a `Timeline` says; times, bubbles and activations held are computed in `plait.parallel.timeline`.
+Draws a `Timeline`; times, bubbles and activations held are computed in `plait.parallel.timeline`.
 """
 
 from __future__ import annotations

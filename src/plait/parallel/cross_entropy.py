@@ -16,7 +16,7 @@ from plait.comm.collectives import shard_range
 
 
 def vocab_parallel_cross_entropy(logits: DTensor, targets: torch.Tensor, *, ignored: int) -> torch.Tensor:
-    """Sum over tokens of the cross entropy; 0-dimensional, alike on every rank of the tp axis.
+    """Sum over tokens of the cross entropy; 0-dimensional, the same on every rank of the tp axis.
 
     `logits` [..., vocab] over a one-dimensional mesh, split along the last dimension; any other way they are laid out, they are split so
     first. `targets` [...] int64, `ignored` ones count for nothing. Computed in float32, in float64 for float64 logits.

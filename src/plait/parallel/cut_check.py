@@ -1,5 +1,5 @@
 """Whether a model that was cut into pipeline stages computes on a batch what the uncut one does; asked before the first use of every kind
-of batch, on every rank alike and without communication.
+of batch, on all ranks and without communication.
 
 The answer comes from one forward, and the loss, of a copy without weights (`model.dataflow`), so it also says which entries of the model's
 output the last stage does not have: recorded values of earlier stages' blocks.

@@ -82,12 +82,12 @@ class StageFacts:
         return sum(self.modes[mode].stored[index] for index, mode in enumerate(assignment) if self.modes[mode].stored)
 
     def repeated(self, assignment: Assignment) -> float:
-        """Operations that one micro-batch repeats. Blocks are taken to be alike."""
+        """Operations that one micro-batch repeats. Blocks count as equal."""
         more = {mode: one.flops - self.modes["none"].flops for mode, one in self.modes.items()}
         return sum(more[mode] for mode in assignment) / max(1, len(assignment))
 
     def repeated_traffic(self, assignment: Assignment) -> dict[str, int]:
-        """Bytes that recomputation sends over the tp axis in addition, by collective. Blocks are taken to be alike."""
+        """Bytes that recomputation sends over the tp axis in addition, by collective. Blocks count as equal."""
         base, more = self.modes["none"].traffic, dict.fromkeys(self.modes["none"].traffic, 0)
         for mode in set(assignment) - {"none"}:
             for collective, sent in self.modes[mode].traffic.items():
@@ -219,8 +219,8 @@ class RankActivations:
     def solve(self, budget_bytes: int) -> Assignment | None:
         """The modes that repeat the fewest operations within the budget; None where there are none.
 
-        Blocks of a stage are taken to be alike, so only how many are in which mode matters. The first blocks of a rank keep least: their
-        forward comes first and their backward last.
+        Blocks of a stage count as equal, so only how many are in which mode matters. The first blocks of a rank keep least: their forward
+        comes first and their backward last.
         """
         moments = self._different()
         best: tuple[float, int, Assignment] | None = None

@@ -100,7 +100,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Slice:
-    """A rank's part of a tensor that is alike on every rank of `process_group`."""
+    """A rank's part of a tensor that is the same on every rank of `process_group`."""
 
     part: torch.Tensor | _Whole
     shape: torch.Size

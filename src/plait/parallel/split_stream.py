@@ -1,10 +1,11 @@
-"""Random numbers of tensor parallelism (dropout): one stream for what all ranks of the axis hold alike, one of its own on every rank for
-what they split.
+"""Random numbers of tensor parallelism (dropout): one stream for tensors that all ranks of the axis replicate, one per rank for tensors
+that they split.
 
 Between a column-split layer and the row-split one behind it, and on sequence shards, a rank has its own numbers: heads, columns and tokens
-of different ranks are dropped independently, and however many numbers a rank's part takes, all ranks go on alike behind it. The same as
-Megatron-LM's tracker of model-parallel generators, but without a second state: the seed of a rank's own stream is derived from the shared
-one where the split part begins. So whoever restores the shared generator (recomputation, a checkpoint) has the same masks again.
+of different ranks are dropped independently, and however many numbers a rank's part takes, all ranks continue with the same numbers after
+it. The same as Megatron-LM's tracker of model-parallel generators, but without a second state: the seed of a rank's own stream is derived
+from the shared one where the split part begins. So whoever restores the shared generator (recomputation, a checkpoint) has the same masks
+again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SplitStream:
         self._began = _position(generator) if read is not None else None
 
     def leave(self) -> None:
-        """The part ends: all ranks draw alike again. Nothing happens outside of one."""
+        """The region ends: all ranks draw the same numbers again. Nothing happens outside of one."""
         if self._generator is not None and self._resume is not None and self._generator.initial_seed() == self._own_seed:
             self._resume()
         self._generator = self._resume = self._input = self._began = None

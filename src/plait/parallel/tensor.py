@@ -212,7 +212,7 @@ def _shard_sequence(model: nn.Module, plan: TensorPlan, region: Region, blocks: 
 
 
 def _end_parts(model: nn.Module, region: Region, blocks: tuple[str, ...]) -> None:
-    """Whatever a block did, also where it failed: behind it all ranks draw alike."""
+    """Whatever a block did, also where it failed: after it all ranks draw the same numbers."""
 
     def leave(_module: nn.Module, _args: object, _output: object) -> None:
         region.stream.leave()

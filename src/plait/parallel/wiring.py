@@ -1,6 +1,6 @@
 """Which collectives the data-parallel technique uses on the groups that exist, and a sentence that says so and why.
 
-Decided once, when the model is sharded, and alike on every rank of a group and of the tp axis. Compression that was asked for comes first,
+Decided once, when the model is sharded, the same on every rank of a group and of the tp axis. Compression that was asked for comes first,
 then an algorithm that was asked for, then a file of links, then shared memory, then what a measurement at the start says, then torch.
 """
 
@@ -60,7 +60,7 @@ class Summing:
     others: tuple[tuple[Compression, BucketWay], ...] = ()
 
     def trial_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> Trial | None:
-        """The steps that decide, for all ranks of `groups` alike."""
+        """The steps that decide, for all ranks of `groups`."""
         if not self.others:
             return None
         options = tuple(Option(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
@@ -68,8 +68,8 @@ class Summing:
 
 
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
-    """The groups along the axes whose ranks must decide alike whether gradients are compressed: all that sum the same gradients, and the tp
-    axis, whose ranks hold the same replicated parameters and sum them in groups of their own."""
+    """The groups along the axes whose ranks must take the same decision on compression: all that sum the same gradients, and the tp axis,
+    whose ranks hold the same replicated parameters and sum them in groups of their own."""
     groups = (mesh.group(axis) for axis in ("dp_replicate", "dp_shard", "tp"))
     return tuple(group for group in groups if group is not None)
 

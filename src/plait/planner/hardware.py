@@ -170,7 +170,7 @@ def cluster(
 
 
 def cluster_of(topology: Topology, name: str, **changes: float | None) -> Cluster:
-    """The same from a cluster file or a machine that was found. Raises InputError where its machines are not alike."""
+    """The same from a cluster file or a machine that was found. Raises InputError where its machines differ."""
     counts = sorted({node.devices for node in topology.nodes})
     if len(counts) > 1:
         raise InputError(f"the cluster has machines with {' and '.join(map(str, counts))} devices; plan for machines of one kind")

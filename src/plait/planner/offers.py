@@ -71,7 +71,7 @@ EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
 
 
 def offered(*, compiled: bool = False) -> Offers:
-    """What a configuration of this version can say and its engine runs."""
+    """The layouts that a configuration of this version can contain and its engine runs."""
     whole = Offers(True, tuple(SCHEDULE_NAMES), ("none",), "offload_optimizer" in ZeroSection.model_fields, compiled)
     kinds = ("none", "full") if compiled else ("none", "full", "operators")
     return Offers(

@@ -1,6 +1,6 @@
 """One row of a table of runs, as many sources write it: names of devices, frameworks and techniques to what can be priced.
 
-What a row leaves open becomes several variants. `NotPriced` says why a row has no prediction.
+What a row leaves open becomes several variants. `NotPriced` has the reason why a row has no prediction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs as the file says and is probably not meant: told before the first step, refused never."""
+"""Warnings before the first step about settings that are valid but probably not intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, checkpoints, a clean stop. It tells listeners what happens and prints nothing itself.
+"""The training loop: steps, validation, checkpoints, a clean stop. It notifies listeners and prints nothing itself.
 
 Every rank runs it with the same numbers and takes the same decisions: what one rank alone knows (a signal) is agreed on first. The data of
 a step is a function of the position, so a run that was resumed computes what an uninterrupted one would.

@@ -1,7 +1,7 @@
 """A whole run from its configuration: what can be wrong is found first (`check`), then the engine is made and the loop runs (`run`).
 
 `check` needs no process group: the command calls it before it starts any process. `run` is what every process does. Both print nothing;
-they tell listeners.
+they notify listeners.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ValidatedRun:
     position: Position
     """Where the run goes on; 0 for a new one."""
     changes: list[str]
-    """What the file says otherwise than at the last start, and may."""
+    """Settings that differ from the last start, where that is allowed."""
 
     @property
     def resolved(self) -> Resolved:
@@ -83,7 +83,8 @@ class ValidatedRun:
 
 
 def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], None], fresh: bool = False) -> ValidatedRun:
-    """Everything about a run that can be known before its processes exist. Prepares the data, which may take a while: `say` is told.
+    """Everything about a run that can be known before its processes exist. Prepares the data, which may take a while; `say` is called
+    before each step.
 
     fresh: the run begins at step 0, whatever its folder holds; the caller sets that aside with `RunFolder.set_aside`.
     Raises ConfigError or InputError for what cannot run, and for a folder that holds a run of another model, text or seed.
@@ -196,7 +197,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     Returns 0 when all steps are done, else the number of the signal that ended the run after a checkpoint.
     """
     resolved, section = checked.resolved, checked.section
-    # The folder keeps what was measured of the links; where that is says nothing about the run, so the configuration does not have it.
+    # The folder keeps what was measured of the links; its place does not affect the run, so the configuration does not have it.
     here = resolved.data_parallel.model_copy(update={"kept_links": str(checked.folder.links)})
     made = resolved.model_copy(update={"data_parallel": here})
     ready = checked.checked.with_resolved(made)

@@ -1,7 +1,7 @@
 """From what a user names (a configuration's `model` section, a folder, a hub name, a config.json, a function) to a small TestedModel.
 
 Candidates are tried from small to large, each by one forward and backward on the CPU in float64: what a rule of shrinking gets wrong for
-some architecture shows there and not in a worker. What is chosen and why is told, line by line.
+some architecture shows there and not in a worker. The choice and its reasons are reported, line by line.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def keeping_float64(model: nn.Module, *others: type) -> Iterator[None]:
     """Inside, the classes of `model`'s modules (torch's own excepted, which keep their dtype) run forward without narrowing casts.
 
     The classes are patched, not the objects, so that copies, wrappers and recomputation of the model see it too. `others` are optimizer
-    classes, whose `step` is treated alike (torch's Muon multiplies in bfloat16).
+    classes, whose `step` is treated the same (torch's Muon multiplies in bfloat16).
     """
     inside = [True]
     before = {(owner, name): vars(owner)[name] for owner, name in _owners(model) | {(_owner(kind, "step"), "step") for kind in others}}

@@ -55,7 +55,7 @@ class Plan:
     blocks: tuple[str, ...]
     """Names of the small model's blocks, for the report."""
     lines: tuple[tuple[str, str], ...]
-    """(topic, what to tell) before anything runs."""
+    """(topic, note) before anything runs."""
     device: Literal["cpu", "cuda"] = "cpu"
     deepspeed: dict[str, Any] | None = None
     """The file itself where it is a DeepSpeed file, for DeepSpeed."""
@@ -124,8 +124,8 @@ def prepare(
     gpus: int = 0,
     deepspeed: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan, or ConfigError, InputError or ModelError for what cannot be verified. `most_processes` is what this machine starts without
-    being told a number, `gpus` how many processes can have one of their own."""
+    """The plan, or ConfigError, InputError or ModelError for what cannot be verified. `most_processes` is the default number of processes
+    on this machine, `gpus` how many processes can have one of their own."""
     if steps < 1:
         raise InputError(f"--steps {steps}: at least one step is compared; use 1 or more")
     if steps > _MOST_STEPS:
@@ -195,7 +195,7 @@ def refuse_peer(engine: Peer, resolved: Resolved, passes: Sequence[Pass], *, ins
 
 
 def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """(the configuration that peers run, what to tell)."""
+    """(the configuration that peers run, notes)."""
     compute = resolved.precision.compute
     lines = [f"computation {compute} -> float32, in which engines differ by their arithmetic and not by their rounding"] if compute else []
     return resolved.model_copy(update={"precision": Precision()}), lines
@@ -207,8 +207,8 @@ def _counted(count: int, what: str) -> str:
 
 
 def small_degrees(config: Config, processes: int | None, *, most: int) -> tuple[ParallelSection, int, list[str]]:
-    """(degrees, processes, what to tell). With `processes` the file's degrees as they are; else every open data-parallel degree is 2, and
-    given ones are lowered to 2 where that many processes would be too many. Raises ConfigError where even those are."""
+    """(degrees, processes, notes). With `processes` the file's degrees as they are; else every open data-parallel degree is 2, and given
+    ones are lowered to 2 where that many processes would be too many. Raises ConfigError where even those are."""
     parallel, sharded = config.parallel, config.zero_optimization.stage > 0
     wanted = config.run.processes if config.run is not None else "auto"
     if processes is not None:
@@ -236,7 +236,7 @@ def _fixed(parallel: ParallelSection) -> dict[str, int]:
 
 
 def small_batch(config: Config) -> tuple[Config, list[str]]:
-    """(the configuration with a small batch and a constant learning rate, what to tell)."""
+    """(the configuration with a small batch and a constant learning rate, notes)."""
     micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     most = max(ACCUMULATION, config.parallel.pp + 1)
     changed: dict[str, Any] = {

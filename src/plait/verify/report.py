@@ -140,7 +140,7 @@ def compare_independent(plan: Plan, second: Trace | None, found: Trace, *, unche
         grad_norms=found.grad_norms[:count],
         gradients=found.gradients[:count],
         parameters=found.parameters if second.parameters else {},
-        spread=(),  # the other comparison tells of copies
+        spread=(),  # the other comparison reports copies
     )
     rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(second, same)]
     return Section("independent", INDEPENDENT, tuple(rows), notes)
@@ -311,7 +311,7 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
 
 
 def _groups(rows: Iterable[Row], blocks: Sequence[str], everything: bool) -> list[tuple[str, Row, int]]:
-    """(title, worst row, number of rows) of what is told in one line."""
+    """(title, worst row, number of rows) of one printed line."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         block = next((block for block in blocks if row.name.startswith(f"{block}.")), None)

@@ -1,7 +1,7 @@
 """The page of a plan: the query, the chosen layout and the reasons, its memory and time by part, its ranks on the machines, the layouts
 that were left out.
 
-Every figure is the planner's. A section is one function from the story to markup, and is left out where it has nothing to say.
+Every figure is the planner's. A section is one function from the story to markup, and is left out where it is empty.
 """
 
 from __future__ import annotations

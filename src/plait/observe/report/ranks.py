@@ -18,7 +18,7 @@ from plait.observe.report import page
 from plait.observe.templating import part
 
 _MOST_ROWS = 16
-"""More machines than this are drawn as one row for each run of alike ones."""
+"""More machines than this are drawn as one row for each run of equal ones."""
 _MOST_RUNS = 64
 _COLOURS = 8
 _SHORT = {"dp_replicate": "rep", "dp_shard": "shard"}
