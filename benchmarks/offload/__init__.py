@@ -1,1 +1,1 @@
-"""The optimizer step on the host: torch's own, Plait's walk over files, DeepSpeed's CPU Adam."""
+"""The optimizer step on the host: torch's own, Plait's step over files, DeepSpeed's CPU Adam."""

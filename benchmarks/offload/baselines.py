@@ -39,7 +39,7 @@ def torch_fused(module: nn.ParameterList) -> Step:
 
 
 def plait_files(module: nn.ParameterList, folder: Path, *, buffer_bytes: int) -> Step:
-    """The same optimizer, its gradients and states in files, walked over."""
+    """The same optimizer, its gradients and states in files, iterated over."""
     tier = DiskTier(Arena(folder), buffer_bytes=buffer_bytes)
     tier.adopt(module, states=2)
     _gradients(module)

@@ -10,8 +10,7 @@ from plait.errors import InputError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name and rename it: whoever reads it, also after a crash, finds the old text or the new one. Raises
-    OSError."""
+    """Write a file under another name and rename it: a reader, also after a crash, finds the old text or the new one. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(partial, "w", encoding="utf-8") as stream:

@@ -44,7 +44,7 @@ RULES = {
     r"\bno meaning here\b|\bmeaningless\b": "ignored",
     r"\bfor people\b|\bin words\b": "summary, description",
     r"\bloops? of \w+('s)? own\b|\ban own\b": "your own training loop",
-    r"\bwho (sits|is) where\b|\bwho computes what\b": "the ranks on the machines; timeline",
+    r"\bwho (sits|is) where\b|\bwho (computes|does) what\b": "the ranks on the machines; timeline",
     r"(?-i:\bWho (has|wants|needs|looks|gives|reads|calls|changes)\b)": "a sentence with a subject",
     rf"\bwhole ({_FULL})\b|\b(stays?|leaves?|left|kept|keeps?|is|are|be) whole\b(?! number)": "full, unsharded, uncompressed",
     r"\bsmall states?\b|\baverages? of (gradients|squares)\b|\btwo averages\b": "low-bit states; moments",
@@ -61,6 +61,8 @@ RULES = {
     r"\blift(s|ed|ing)?\b": "keep in float64",
     r"\b(is|are|was) said\b|\bsaid so\b": "is printed, reported",
     r"\bwish(es|ed)?\b": "query",
+    r"\btravel(s|led|ling)?\b": "is sent",
+    r"\bwalk(s|ed|ing)? (over|through)\b": "iterates over",
 }
 """Pattern, where case does not count, and what to write instead."""
 

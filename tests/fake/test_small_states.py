@@ -140,7 +140,7 @@ def test_blocks_that_tensor_parallelism_would_cut(fake_world: FakeWorld) -> None
         if states == "bf16":
             plait.initialize(model, made, loss_fn=plait.causal_lm_loss)
             continue
-        with pytest.raises(ConfigError, match="rows of 384 numbers in blocks of 16, and 16 processes would cut a block"):
+        with pytest.raises(ConfigError, match="rows of 384 elements in blocks of 16, and 16 processes would cut a block"):
             plait.initialize(model, made, loss_fn=plait.causal_lm_loss)
 
 

@@ -46,13 +46,13 @@ HookKind = Literal["forward_pre", "forward", "backward_pre", "backward"]
 
 
 def hooks_of(module: nn.Module, kind: HookKind) -> dict[int, Any]:
-    """The hooks that somebody has put on a module: the dictionary in which it keeps them, which changes with them."""
+    """The hooks of a module: the dictionary in which it keeps them, which changes with them."""
     found: dict[int, Any] = getattr(module, f"_{kind}_hooks")
     return found
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody asked to see, or to change, a parameter's gradient."""
+    """Whether a hook reads or changes a parameter's gradient."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 

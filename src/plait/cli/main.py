@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave_stdout(error: OSError) -> NoReturn:
-    """Whoever read standard output is gone, as with `| head -1`, or there is no room for it. Python would tell that again at its end."""
+    """The reader of standard output is gone, as with `| head -1`, or there is no room for it. Python would tell that again at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         sys.exit(128 + signal.SIGPIPE)

@@ -133,7 +133,7 @@ def plan(
 
 
 def _check_files(file: Path | None, out: Path | None, report: Path | None, trace: Path | None, *, everything: bool, force: bool) -> None:
-    """Before anything takes time. A file that somebody wrote by hand is not replaced without being told to."""
+    """Before anything takes time. A file that was edited by hand is replaced only with --force."""
     require_writable("--report", report)
     require_writable("--trace", trace)
     if out is None:

@@ -192,7 +192,7 @@ def _train(checked: ValidatedRun, console: Console, config: Config, *, file: Pat
 
 
 def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Console) -> tuple[Listener, ...]:
-    """Who compares the run with its plan, where `plait plan --out` wrote the file."""
+    """Compares the run with its plan, where `plait plan --out` wrote the file."""
     from plait.cli.planning.calibrations import live_cluster
     from plait.cluster.topology import machine_name, place
     from plait.observe.residual import residual_of

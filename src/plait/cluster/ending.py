@@ -58,7 +58,7 @@ def end_groups(groups: Collection[dist.ProcessGroup]) -> None:
 
 @functools.cache
 def finish_at_exit() -> None:
-    """Let gloo's threads finish before the interpreter shuts down, whoever made and ended the groups. Once a process."""
+    """Let gloo's threads finish before the interpreter shuts down, no matter who made and ended the groups. Once a process."""
     atexit.register(let_threads_finish)
 
 

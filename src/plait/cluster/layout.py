@@ -1,4 +1,4 @@
-"""Who does what: the degrees of the parallel axes and the arithmetic from ranks to coordinates and groups.
+"""The layout: the degrees of the parallel axes and the arithmetic from ranks to coordinates and groups.
 
 Pure: no process group, no torch. Ranks are laid out with `tp` fastest, so that neighbouring ranks (one node) share a tensor-parallel
 group, and `pp` slowest, so that stages cross nodes.

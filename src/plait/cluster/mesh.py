@@ -49,7 +49,7 @@ class GroupUse:
 
 
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[GroupUse]] = weakref.WeakKeyDictionary()
-"""The default groups that Plait made, and who uses them: as global as torch's own record of them."""
+"""The default groups that Plait made, and their users: as global as torch's own record of them."""
 
 
 def _use_of_default_group(*, made: bool) -> GroupUse | None:
@@ -156,7 +156,7 @@ class Mesh:
         return _timed(group)
 
     def leave(self) -> None:
-        """End the groups that this mesh made; whoever else uses the default group may destroy it."""
+        """End the groups that this mesh made; other code that uses the default group may destroy it."""
         if self.use is not None:
             self.use.users.discard(self.use)
         end_groups(self.made)

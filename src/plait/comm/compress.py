@@ -7,8 +7,9 @@ error.
     all-gather            1 to 3    quantised shards; every rank uses what arrived, its own too          none
     reduce-scatter        1 to 3    quantised parts to their owners; across machines once more (2 hops)  an error, with feedback
 
-Error feedback adds what the last step lost to this step's numbers before they are quantised. Vectors (norms, biases) are sent uncompressed.
-On every rank the result has the same bits. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD (arXiv:1905.13727).
+Error feedback adds the residual of the last step to this step's gradients before they are quantised. Vectors (norms, biases) are sent
+uncompressed. On every rank the result has the same bits. The schemes are those of ZeRO++ (arXiv:2306.10209) and PowerSGD
+(arXiv:1905.13727).
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class PowerSGDBuckets(_TwoHops):
         self._works: dict[int, tuple[dist.Work, list[torch.Tensor]]] = {}
         """Bucket to what is sent: nothing but the buffer, left factors with the uncompressed tensors, or right factors."""
         self._lefts: dict[int, list[torch.Tensor]] = {}
-        """Of buckets whose right factors travel: orthonormal left factors, then what was summed as it is."""
+        """Of buckets whose right factors are sent: orthonormal left factors, then the uncompressed sums."""
         self.carried = Carried(revocable, {"steps": torch.zeros((), dtype=torch.int64)})
         """Errors, right factors and the number of steps, by name."""
         self._factored: dict[int, list[_Factored]] = {}
@@ -289,7 +290,7 @@ def factor_rank(shape: Sequence[int], rank: int) -> int:
 
 
 def factor_numel(shape: Sequence[int], rank: int) -> int:
-    """Numbers that are summed over the ranks for a tensor."""
+    """Elements that are summed over the ranks for a tensor."""
     columns = factor_rank(shape, rank)
     return (shape[0] + prod(shape[1:])) * columns if columns else prod(shape)
 

@@ -1,4 +1,4 @@
-"""The ranks of one group on one machine, proven: who they are, whether they live, and memory that all of them see.
+"""The ranks of one group on one machine, verified: their identity, whether they are alive, and memory that all of them share.
 
 Memory is an anonymous file (`memfd`) that one rank makes and the others open through `/proc`. It has no name, so a killed run leaves
 nothing behind, and it does not count against the size of `/dev/shm`. That every rank reads the random bytes which the first one wrote is
@@ -32,7 +32,7 @@ from plait.units import format_bytes
 _PAGE = 4096
 _NONCE_BYTES = 32
 _YIELDING_SECONDS = 500e-6
-"""A wait gives the core to whoever wants it for so long, then sleeps: waking up costs about 100 microseconds."""
+"""A wait yields the core for so long, then sleeps: waking up costs about 100 microseconds."""
 _SHARE_OF_FREE_MEMORY = 0.5
 """No more than this part of the memory that is free now is shared."""
 
@@ -118,8 +118,8 @@ class Host:
 class Memory:
     """Bytes and counters that every rank of a Host sees. Freed when no tensor points into it any more, here and on the other ranks.
 
-    `words` [ranks, width] of int64 start at 0; a rank writes only its own row. On x86-64 whoever sees a word sees what was written
-    before it.
+    `words` [ranks, width] of int64 start at 0; a rank writes only its own row. On x86-64 a rank that sees a word also sees everything
+    written before it.
     """
 
     def __init__(self, host: Host, *, words: int, data_bytes: int) -> None:

@@ -4,8 +4,8 @@
 shared memory, so the shard is written once, where the others read it, and the call only waits for the others.
 
 Which slot is free is agreed without a further exchange: with each call a rank publishes which slots no tensor of its own points into, and
-the next call takes the first slot that all published as free. Nobody uses a slot between these two calls, so whoever still reads an older
-output is safe. Where no slot is free, or memory is short, torch's collective is used, on all ranks.
+the next call takes the first slot that all published as free. No rank uses a slot between these two calls, so reading an older output is
+safe. Where no slot is free, or memory is short, torch's collective is used, on all ranks.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class HostParameters:
         self._wait(_WRITTEN, "all-gather")
 
     def release(self) -> None:
-        """This rank reads no more; return when nobody does."""
+        """This rank has finished reading; returns when all ranks have."""
         self._memory.write(_READ, self._round)
         self._wait(_READ, "end of an evaluation")
 

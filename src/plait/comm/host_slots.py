@@ -1,6 +1,6 @@
 """Slots of shared memory that grow with what is asked of them: what the collectives of `host_gather` and `host_scatter` are built on.
 
-Which slot is free, and who may use it when, is theirs to say. All ranks ask for the same sizes in one order, so they grow together.
+They decide which slot is free, and which rank may use it when. All ranks ask for the same sizes in one order, so they grow together.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _SMALLEST_SCALE = 1e-37
 
 
 def blocks_of(numel: Any) -> Any:
-    """Blocks that hold `numel` numbers (an int or an array)."""
+    """Blocks that hold `numel` elements (an int or an array)."""
     return -(-numel // BLOCK)
 
 
@@ -78,7 +78,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: Bits) -> torch.T
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive numbers of one parameter in a flat run."""
+    """Consecutive elements of one parameter in a flat range."""
 
     numel: int
     matrix: bool
@@ -107,7 +107,7 @@ class Packing:
 
     @cached_property
     def padded(self) -> int:
-        """Numbers of a row that are quantised, padding included."""
+        """Elements of a row that are quantised, padding included."""
         return sum(blocks_of(s.numel) * BLOCK for s in self.segments if s.matrix)
 
     @cached_property

@@ -73,7 +73,7 @@ class Findings:
 
 
 def layout(found: Findings, *, world_size: int) -> Layout:
-    """Who does what."""
+    """Degrees of the parallel axes and the placement of ranks."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
     found.sources["zero_optimization.stage"] = found.config.origin("zero_optimization.stage")
     solved = solve_layout(parallel, stage=stage, world_size=world_size)
@@ -168,7 +168,7 @@ def precision(found: Findings) -> Precision:
 
 def _half_or_brain(found: Findings) -> tuple[bool, bool]:
     """(float16, bfloat16). "auto" is the caller's choice; without one it follows only where the other is switched on. It is never taken for
-    off: a run in float32 that nobody asked for costs several times as much and says nothing."""
+    off: an unintended run in float32 costs several times as much, silently."""
     values = {"fp16": found.config.fp16.enabled, "bf16": found.config.bf16.enabled}
     whole = {name: found.auto.get(f"{name}.enabled") if value == "auto" else value for name, value in values.items()}
     on = next((name for name, value in whole.items() if value), None)

@@ -35,7 +35,7 @@ class Provenance:
     """Path of a field that was given -> "file", "override", "file: tensor_parallel.tp_size"."""
 
     def warning(self) -> str | None:
-        """One sentence about the keys that are ignored, for whoever runs the file; None where there are none."""
+        """One sentence about the ignored keys, for the user; None where there are none."""
         names = [row.key for row in self.rows if row.status is Status.IGNORED]
         if not names:
             return None

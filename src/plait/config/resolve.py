@@ -50,7 +50,7 @@ class Resolved(Policy):
     """A configuration with nothing left open: no "auto", and None only where a field says what it means."""
 
     layout: Layout
-    """Who does what."""
+    """Degrees of the parallel axes and the placement of ranks."""
     batch: Batch
     """How many samples, where."""
     tensor_parallel: TensorParallel

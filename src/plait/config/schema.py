@@ -139,7 +139,7 @@ class OffloadParamSection(Policy):
     buffer_count: Annotated[int, Field(ge=2, le=LARGEST), Number] = 5
     """nvme: buffers in memory; together they hold the shards of the block that is gathered and of those that are read ahead."""
     buffer_size: Count = 100_000_000
-    """nvme: float32 numbers in a buffer."""
+    """nvme: float32 elements in a buffer."""
 
 
 class ZeroSection(Policy):

@@ -34,7 +34,7 @@ _TIERS = {"none": "the device", "cpu": "the host", "nvme": "disk"}
 DEFAULT_BUCKET_BYTES = 25 * MIB
 """That of DistributedDataParallel."""
 _SCHEMES = ("int8", "int4", "powersgd")
-"""What changes the numbers least first."""
+"""The least lossy first."""
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
@@ -198,7 +198,7 @@ def refuse_in_backward(
             "summed over their stages at its end",
             "use parallel.pp = 1",
         ),
-        (states.device != "none", f"offload_optimizer.device is {states.device}, whose step walks over all parameters", 'use "none"'),
+        (states.device != "none", f"offload_optimizer.device is {states.device}, whose step reads all parameters", 'use "none"'),
         (data.compresses, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
     )
     _refuse("parallel.optimizer_in_backward", "true", rules, otherwise="false")

@@ -1,4 +1,4 @@
-"""Everything about a model and a configuration that can be refused before a process group exists, found once for everyone who asks.
+"""All checks of a model and a configuration that need no process group, run once.
 
 `plait train` asks before it starts any process, `initialize` and `parallelize` before they touch the model. The intermediate results of
 checks (the plan of tensor parallelism, the cut of a pipeline) are kept, so that nothing is traced twice.

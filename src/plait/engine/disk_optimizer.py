@@ -1,8 +1,8 @@
 """Optimizer states, gradients and parameters in files (ZeRO-Infinity's disk tier), and an optimizer step that iterates over them.
 
 The step is computed chunk by chunk: while one chunk is updated, the next are read and the previous are written, each by a thread of its
-own, so that at most `buffer_count` chunks are in memory. The optimizer is torch's own and sees ordinary tensors: the numbers are those of a
-step in memory, bit for bit. Not for GPUs yet: what is mapped is host memory.
+own, so that at most `buffer_count` chunks are in memory. The optimizer is torch's own and sees ordinary tensors: the results are bitwise
+equal to those of a step in memory. Not for GPUs yet: what is mapped is host memory.
 """
 
 from __future__ import annotations

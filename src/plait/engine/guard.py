@@ -1,5 +1,4 @@
-"""What stands between a loop's mistakes and its numbers: a step that failed leaves nothing behind, and calls that would train something
-else are refused.
+"""Guards a training loop against mistakes: a step that failed leaves nothing behind, and calls that would train something else are refused.
 
 A failure is cleared when the engine is used again, not where it happens: there other ranks may be in another place, and the exception must
 reach the user at once. Only a failure of all ranks can be cleared.
@@ -40,7 +39,7 @@ class Guard(StepHook):
         """Of the step so far."""
 
     def release(self) -> None:
-        """The model goes to somebody else, or the engine is closed."""
+        """The model is passed to another owner, or the engine is closed."""
         self.replaced = True
 
     @contextmanager

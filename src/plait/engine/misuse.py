@@ -16,7 +16,7 @@ from plait.engine.optimizer import needs_closure, refuse_sharded
 from plait.errors import InputError, ModelError, warn
 
 _LARGEST_SEED = 1 << 32
-"""A generator that nobody seeded has 64 random bits, and a seed that somebody chose fits numpy's 32."""
+"""An unseeded generator has 64 random bits; a seed that a user chose fits numpy's 32."""
 
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
@@ -52,7 +52,7 @@ def check_placement(resolved: Resolved) -> None:
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:
-    """Parameters of a loss are nobody's: not reduced over ranks, not saved."""
+    """Parameters of a loss have no owner: they are neither reduced over ranks nor saved."""
     known = {id(parameter) for parameter in model.parameters()}
     for module in _modules_of(loss):
         for name, parameter in module.named_parameters():

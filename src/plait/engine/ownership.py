@@ -33,7 +33,7 @@ class Owner:
     """Whether your own training loop trains it, and no engine."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nobody, ()  # a copy of the model, or one from a file, belongs to nobody
+        return _nobody, ()  # a copy of the model, or one from a file, has no owner
 
 
 def _nobody() -> None:
@@ -47,7 +47,7 @@ def remember(model: nn.Module, owner: Owner) -> None:
 
 
 def recall(model: nn.Module) -> Owner:
-    """Raises InputError for a model that nobody has."""
+    """Raises InputError for a model without an owner."""
     owner: Owner | None = getattr(model, _ATTRIBUTE, None)
     if owner is None:
         raise InputError(f"this {type(model).__name__} was not sharded by plait.parallelize; call it first, and pass the same object")
@@ -85,7 +85,7 @@ def refuse_taken(model: nn.Module) -> None:
 
 
 def take_over(model: nn.Module) -> None:
-    """Before somebody else gets the model: release it from whom it had."""
+    """Before the model gets a new owner: release it from the old one."""
     owner: Owner | None = getattr(model, _ATTRIBUTE, None)
     if owner is not None:
         release(model, owner)

@@ -1,4 +1,4 @@
-"""What exists before a step, for those who measure the most that one holds: the measured side of `parallel.peak`."""
+"""The tensors that exist before a step, for measurements of its peak: the measured side of `parallel.peak`."""
 
 from __future__ import annotations
 

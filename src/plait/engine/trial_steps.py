@@ -26,7 +26,7 @@ class TimedSteps:
 
     seconds: tuple[float, ...]
     processor_seconds: tuple[float, ...]
-    """Of the rank that used most: what a step costs where nobody waits. Other programs hardly move it."""
+    """Of the rank that used most: the cost of a step without waiting. Other programs hardly move it."""
     peak_bytes: int | None = None
     """Of the allocator, on the rank that held most; None on a CPU, where processes keep memory that no layout asked for."""
 

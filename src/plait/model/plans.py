@@ -133,7 +133,7 @@ LITTLE = 0.5
 
 
 def little_is_split(plan: TensorPlan, model: nn.Module) -> str | None:
-    """What to tell whoever splits so little of the model that tensor parallelism mostly repeats work; None where it does not."""
+    """The warning for a plan that splits so little of the model that tensor parallelism mostly repeats work; None for others."""
     if plan.share >= LITTLE:
         return None
     whole: dict[str, int] = {}

@@ -117,7 +117,7 @@ class Arena:
             self._libc.malloc_trim(0)
 
     def transfer(self, size: int, *, reading: bool) -> None:
-        """Called before every move of `size` bytes; for those who count or slow them down."""
+        """Called before every move of `size` bytes; for tests that count or slow them down."""
 
     def _file(self, size: int) -> Any:
         file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The reducer's buckets in numbers: which parameters share one, and what their sum sends where that depends on the bucket's size.
+"""The reducer's buckets in bytes: which parameters share one, and what their sum sends where that depends on the bucket's size.
 
 A plain sum does not need this: its bytes are those of all gradients together (`data`'s account).
 """

@@ -1,9 +1,9 @@
 """Buffers that a forward changes (running means, moving averages): every data-parallel rank has rank 0's, as under DistributedDataParallel.
 
 Data-parallel ranks see other samples, so their buffers drift apart. After every step the first data-parallel rank's values are sent to the
-others, so the next forward, an evaluation and a checkpoint find the same. Which buffers change is seen, not guessed: a tensor counts its
-writes, and who assigns another tensor leaves another object. The ranks compare what they saw after the first step, and again when one of
-them sees another persistent buffer change; a model whose buffers never change (rotary frequencies, masks) sends nothing after that.
+others, so the next forward, an evaluation and a checkpoint find the same. Changed buffers are detected, not guessed: a tensor counts its
+writes, and an assignment leaves another object. The ranks compare what they saw after the first step, and again when one of them sees
+another persistent buffer change; a model whose buffers never change (rotary frequencies, masks) sends nothing after that.
 
 Buffers that are not persistent are taken only if they change in place in the first step: one made anew may be a cache of this rank's
 lengths.

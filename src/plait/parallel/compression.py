@@ -1,4 +1,4 @@
-"""Smaller messages between data-parallel ranks: which collectives are compressed, what is kept for it, and the same in numbers.
+"""Smaller messages between data-parallel ranks: which collectives are compressed, what state they keep, and their bytes.
 
 `comm.compress` holds the collectives. Here they are put in place: as the reducer's buckets at stage 0, as each unit's own at the sharded
 stages. Every rank ends with the same bits. With `dp_replicate > 1` what is compressed are the collectives over `dp_shard`; the sum over
@@ -102,7 +102,7 @@ class Compression(Policy):
 
 
 def sent_bytes(bits: Any, shape: Sequence[int], numel: Array, itemsize: Any) -> Array:
-    """Bytes of one rank's `numel` numbers of a parameter on the wire."""
+    """Bytes that are sent for one rank's `numel` elements of a parameter."""
     if len(shape) < 2:
         return numel * itemsize
     bits = np.asarray(bits)

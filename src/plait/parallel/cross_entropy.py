@@ -1,6 +1,6 @@
 """Cross entropy over logits that are split along the vocabulary: the full logits are never built.
 
-Three numbers a token cross the wire: the largest logit, then the sum of exponentials together with the target's logit.
+Three elements per token are sent: the largest logit, then the sum of exponentials together with the target's logit.
 """
 
 from __future__ import annotations

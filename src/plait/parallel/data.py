@@ -263,7 +263,7 @@ def watch_shards_of(model: nn.Module) -> None:
 
 
 def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda: False) -> None:
-    """Free what a forward without gradients gathered, when it ends: who then writes to the model's parameters, or reads them, finds the
+    """Free what a forward without gradients gathered, when it ends: code that then reads or writes the model's parameters finds the
     shards."""
 
     def after(*_: object) -> None:

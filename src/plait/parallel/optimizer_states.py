@@ -74,7 +74,7 @@ def refuse_cut_blocks(form: str, named: Iterable[tuple[str, torch.Tensor]]) -> N
             size, row = parameter.device_mesh.size(axis), prod(parameter.shape[1:])
             even = placement.dim == 1 and parameter.shape[1] % size == 0  # type: ignore[attr-defined]
             if not even or row // size % block:
-                rule = f"{name} has rows of {row} numbers in blocks of {block}, and {size} processes would cut a block"
+                rule = f"{name} has rows of {row} elements in blocks of {block}, and {size} processes would cut a block"
                 problems.append(Problem(FIELD, form, rule, f'use parallel.tp up to {TENSOR_PARALLEL_DEGREE}, or "bf16" or "own"'))
     if problems:
         raise ConfigError(problems[0])

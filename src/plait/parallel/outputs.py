@@ -2,7 +2,7 @@
 attention weights, of which a rank has its own heads.
 
 They are tensors like any other while the model runs. Where one is among what the model returns it is gathered, so that a loss computes what
-one process would; nothing is gathered that nobody asked for. A tensor's mark says along which dimension it is a part.
+one process would; nothing is gathered that is not used. A tensor's mark says along which dimension it is a part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Activation checkpointing: what a block does not keep from forward is computed again in backward, bit for bit the same, dropout included.
 
 A block's own `forward` is replaced, in place: names stay, and what sharding and sequence parallelism do around a block (gather parameters,
-cut the sequence) stays outside and is not repeated. Built on torch's non-reentrant checkpoint. Who keeps what is decided before anything
-runs: by mode, or, for a budget, from measured figures (`in_flight`).
+cut the sequence) stays outside and is not repeated. Built on torch's non-reentrant checkpoint. The recomputation modes are decided before
+anything runs: by mode, or, for a budget, from measured figures (`in_flight`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Recompute(Technique):
         return parts.with_note(self)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
-        """What brings the blocks' own forward back, should the model go to somebody else."""
+        """What brings the blocks' own forward back, should the model get another owner."""
         modes = (parts.noted(Recompute) or self).modes(len(parts.blocks))  # a budget was solved before
         return [Recomputed([parts.model.get_submodule(name) for name, mode in zip(parts.blocks, modes, strict=True) if mode != "none"])]
 

@@ -77,7 +77,7 @@ class Reducer(StepHook):
     _nested: bool = field(default=False, init=False)
     """Whether gradients of one round came from several backwards, ever: reentrant checkpoints run one inside another."""
     _listens: bool = field(default=False, init=False)
-    """Whether the end of a backward finishes the sums, because nobody calls `finish_reduction`."""
+    """Whether the end of a backward finishes the sums, because no code calls `finish_reduction`."""
     _queued: bool = field(default=False, init=False)
     _done: bool = field(default=False, init=False)
     _handles: list[Any] = field(default_factory=list, init=False)

@@ -161,7 +161,7 @@ def _check_counts(schedule: Schedule) -> None:
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Every (rank, action) in an order in which the table can be run: each rank in its own order, each action after all that it needs.
 
-    A rank goes on until it must wait for another. Raises InputError, naming who waits for what, where all ranks wait.
+    A rank goes on until it must wait for another. Raises InputError, naming what each rank waits for, where all ranks wait.
     """
     done: set[Message] = set()
     at = [0] * len(schedule.ranks)

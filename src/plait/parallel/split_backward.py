@@ -1,7 +1,7 @@
 """A backward pass in two halves: the gradients of a stage's inputs, which the stage before waits for, and later those of its weights.
 
 The first half runs torch's own graph traversal, which remembers at each layer the gradient that came in. The second half starts from there.
-It accumulates as any backward does, so whoever listens to a parameter's gradient is told; that is where it differs from torch's.
+It accumulates as any backward does, so hooks on a parameter's gradient run; that is where it differs from torch's.
 """
 
 from __future__ import annotations

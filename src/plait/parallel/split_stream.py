@@ -4,8 +4,7 @@ that they split.
 Between a column-split layer and the row-split one behind it, and on sequence shards, a rank has its own numbers: heads, columns and tokens
 of different ranks are dropped independently, and however many numbers a rank's part takes, all ranks continue with the same numbers after
 it. The same as Megatron-LM's tracker of model-parallel generators, but without a second state: the seed of a rank's own stream is derived
-from the shared one where the split part begins. So whoever restores the shared generator (recomputation, a checkpoint) has the same masks
-again.
+from the shared one where the split part begins. So restoring the shared generator (recomputation, a checkpoint) restores the same masks.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class SplitStream:
     _generator: torch.Generator | None = field(default=None, repr=False)
     """Of the last split part."""
     _own_seed: int | None = None
-    """Of that part. That the generator still has this seed means that it draws for this rank alone: whoever left the part by an
+    """Of that part. That the generator still has this seed means that it draws for this rank alone: code that left the region by an
     exception and restored the generator has left it here too."""
     _resume: Callable[[], None] | None = field(default=None, repr=False)
     """Puts the shared stream back."""

@@ -53,7 +53,7 @@ def tensor_traffic(
 def _features(
     facts: ModelFacts, plan: TensorPlan, *, sequence_parallel: bool, loss_parallel: bool, loss_passes: int
 ) -> tuple[Counter[str], list[int], int]:
-    """Collective to the features of a token that it moves (`loss`: float32 numbers), the widths that are gathered along features, and the
+    """Collective to the features of a token that it moves (`loss`: float32 elements), the widths that are gathered along features, and the
     elements of all-reduced parameter gradients."""
     shape_of = {name: p for p in facts.parameters for name in (p.name, *p.also)}
     moved: Counter[str] = Counter()

@@ -61,7 +61,7 @@ class Trial(StepHook):
     whole: Callable[[], object]
     """Return to uncompressed gradients."""
     options: tuple[Option, ...]
-    """What changes the numbers least first."""
+    """The least lossy first."""
     verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
     """-1: not decided; 0: uncompressed; else the code of a candidate. For a checkpoint."""
     _trying: list[Option] = field(default_factory=list)

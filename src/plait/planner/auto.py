@@ -1,7 +1,7 @@
 """A configuration with "auto" in it, completed by a search: what it fixes is kept as it is written, "auto" is chosen.
 
 `read_file` says what a file leaves open and what it fixes, in the fields of a layout; `complete` is what `plait train` does with it: what
-is left out has its default. Pure; who has the cluster calls it.
+is left out has its default. Pure; the caller provides the cluster.
 """
 
 from __future__ import annotations

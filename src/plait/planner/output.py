@@ -89,7 +89,7 @@ def _open(path: str, value: Any) -> bool:
 
 
 def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
-    """Every predicted term of a choice, for whoever compares it with what is measured."""
+    """Every predicted term of a choice, for a comparison with measurements."""
     request = plan.request
     return {
         "cluster": {
@@ -179,7 +179,7 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
 
 
 def is_own(path: Path) -> bool:
-    """Whether a configuration is, byte for byte, what `write` once left there: nobody has worked on it since."""
+    """Whether a configuration is, byte for byte, what `write` once wrote there, without later edits."""
     try:
         told = json.loads(path.with_suffix(".plan.json").read_text(encoding="utf-8"))
         return bool(told["sha256"] == _digest(path.read_text(encoding="utf-8")))

@@ -103,7 +103,7 @@ class _Rank:
     block_working: Numbers
     """Activations and their gradients then."""
     wide: Numbers
-    """Whether a reduction takes a second full buffer: a copy that torch makes where there is nobody to reduce with, or gloo's."""
+    """Whether a reduction takes a second full buffer: a copy that torch makes where there is no other rank to reduce with, or gloo's."""
 
 
 def _rank(job: Job, held: Terms, units: Units) -> _Rank:

@@ -118,7 +118,7 @@ def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
 
 def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
     """Seconds that a layer's forward and backward wait for the host. A GPU has a queue, and waits for what does not fit under
-    `device_seconds`; on a CPU who launches a kernel also computes it."""
+    `device_seconds`; on a CPU the process that launches a kernel also computes it."""
     at = job.layouts
     host = layer.host * (2.0 + at.recompute_share * (np.asarray(at.recompute) > 0))
     return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))

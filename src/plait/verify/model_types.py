@@ -71,7 +71,7 @@ class Cell:
 
     outcome: Outcome
     error: float | None = None
-    """Largest relative error of all compared numbers."""
+    """Largest relative error of all compared values."""
     reason: str = ""
     """Why it was refused, or what went wrong."""
 

@@ -1,7 +1,7 @@
 """Where machines meet: torch's own rendezvous for several, and a plain store for one.
 
-torch's elastic rendezvous serves one machine too, but keeps a heartbeat with itself that a busy machine can miss, and after a restart
-hands the new ranks the addresses of the dead ones. One machine needs neither: it meets nobody, and every attempt gets a fresh store.
+torch's elastic rendezvous serves one machine too, but keeps a heartbeat with itself that a busy machine can miss, and after a restart hands
+the new ranks the addresses of the dead ones. One machine needs neither: it waits for no other, and every attempt gets a fresh store.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """No other machine could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -98,7 +98,7 @@ def _main_module(spec: ModuleSpec | None) -> ModuleType:
 
 
 def _fail(error: Exception) -> int:
-    """Record the failure, or print it where nobody reads the record; the exit code."""
+    """Record the failure, or print it where no launcher reads the record; the exit code."""
     exit_code, text, told = _describe(error)
     recorded = _record(error, exit_code, text, told)
     # Hooks that report elsewhere (an error tracker) keep working; what they print (torch's does) the launcher tells better.
