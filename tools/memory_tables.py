@@ -6,11 +6,14 @@ Run: python tools/memory_tables.py. Sizes are small so that the real runs fit an
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -33,7 +36,7 @@ from plait.parallel.recompute import Recompute
 from plait.parallel.technique import Parts
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB
-from plait.verify.memory import measure_activations, measure_in_flight, measure_peak
+from tests.measured.memory import measure_activations, measure_in_flight, measure_peak
 
 SAMPLES, LENGTH = 2, 128
 MODES = ("none", "selective", "full")

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.table import markdown
-from plait.verify.model_types import LATE, LAYOUTS, PROCESSES, CellFailed, Small, make_small, model_types, run_cell
 from plait.verify.model_under_test import TestedModel
+from tests.measured.model_types import LATE, LAYOUTS, PROCESSES, CellFailed, Small, make_small, model_types, run_cell
 from tests.pool import Pool, WorkerFailed
 
 ROOT = Path(__file__).parents[1]

@@ -60,10 +60,14 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         whole_inputs=entry.get("whole_inputs", 0),
         norms=entry["norms"],
         slack=entry["slack"],
-        noise=entry.get("noise", 0.0),
-        noise_doubling=entry.get("noise_doubling", 0.0),
         step_bytes=entry["optimizer"],
     )
+
+
+def noise_of(name: str) -> tuple[float, float]:
+    """How much repeated runs of a framework differ (logarithm), and what each doubling of nodes adds: published, not explained."""
+    entry = _table()["frameworks"].get(name, {})
+    return entry.get("noise", 0.0), entry.get("noise_doubling", 0.0)
 
 
 def read_runs(rows: Sequence[Row]) -> runs.Runs:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.planner_accuracy.standing import standing
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import find_model
-from plait.planner.search import Request, plan, standing
+from plait.planner.search import Request, plan
 from plait.units import GIB
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.planner_accuracy.published import LAYOUTS
+from benchmarks.planner_accuracy.standing import standing
 from plait.cli.planning.dry_run import dry_run
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, find_model
 from plait.planner.output import config_of
-from plait.planner.search import Request, plan, standing
+from plait.planner.search import Request, plan
 
 STANDINGS = ("gpt3-175b", "turing-nlg-530b", "llama-2-70b")
 TRIED = [

@@ -12,8 +12,8 @@ from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
 from plait.engine.forecast import Forecast, foretell_on
 from plait.parallel.moments import PEAK_KINDS
-from plait.verify.memory import MeasuredPeak, measure_peak
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import MeasuredPeak, measure_peak
 from tests.parity import cases
 
 SAMPLES, LENGTH = 2, 32

@@ -20,9 +20,9 @@ from plait.model.plans import make_plan
 from plait.parallel.in_flight import RankActivations
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.verify.memory import measure_activations
-from plait.verify.traffic import count_traffic
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import measure_activations
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.tensor_parallel import settings
 

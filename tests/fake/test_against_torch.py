@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tensor_dispatch.baselines import RANKS, by_hand, by_plait, step
-from plait.verify.traffic import count_traffic
+from tests.measured.traffic import count_traffic
 
 
 class Operators(TorchDispatchMode):

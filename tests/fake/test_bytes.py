@@ -14,10 +14,10 @@ from plait.parallel.data import DataParallel
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.precision import Precision
-from plait.verify.memory import measure_step
-from plait.verify.traffic import count_traffic
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld, batch, build, predicted
+from tests.measured.memory import measure_step
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 

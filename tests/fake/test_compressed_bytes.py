@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from plait.comm.compress import POWERSGD_START
-from plait.verify.memory import measure_step
-from plait.verify.traffic import count_traffic
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld, batch, build, predicted
+from tests.measured.memory import measure_step
+from tests.measured.traffic import count_traffic
 from tests.parity.data_parallel import settings
 
 SHARDED: dict[str, dict[str, Any]] = {

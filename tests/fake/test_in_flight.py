@@ -13,10 +13,10 @@ from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.recompute import Recompute
 from plait.units import GIB
-from plait.verify.memory import measure_in_flight
 from tests.fake import pipelines
 from tests.fake.activations import LAYERS, LENGTH, foretold
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import measure_in_flight
 from tests.parity import cases
 from tests.parity.pipelines import SCHEDULES, settings
 

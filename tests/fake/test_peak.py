@@ -13,11 +13,11 @@ from plait.config.resolve import load, resolve
 from plait.engine.forecast import foretell, foretell_on, why_not_foretold
 from plait.engine.rehearsal import rehearse
 from plait.errors import InputError
-from plait.verify.memory import measure_peak
 from tests.covers import cover
 from tests.fake import pipelines
 from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, data, foretold_and_measured, settings
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import measure_peak
 from tests.parity import cases
 from tests.parity.pipelines import LAYERS, named
 from tests.parity.pipelines import settings as pipeline_settings

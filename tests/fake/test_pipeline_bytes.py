@@ -10,11 +10,11 @@ import pytest
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
 from plait.parallel.pipeline_account import Held, held_after
 from plait.parallel.schedule import Action
-from plait.verify.memory import measure_step
-from plait.verify.traffic import count_traffic
 from tests.covers import cover
 from tests.fake.pipelines import batch, build, predicted
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import measure_step
+from tests.measured.traffic import count_traffic
 from tests.parity.pipelines import SCHEDULES, named, settings
 
 BF16 = {"enabled": True, "check_grad_overflow": False}

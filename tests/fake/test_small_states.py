@@ -18,10 +18,10 @@ from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline import PipelineParts
 from plait.parallel.pipeline_account import facts_of_rank
-from plait.verify.memory import measure_step
 from tests.covers import cover
 from tests.fake import peaks as peak
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import measure_step
 from tests.parity import cases
 from tests.parity.optimizers import optimizer
 from tests.parity.tensor_parallel import settings

@@ -16,10 +16,10 @@ from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.parallel.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.verify.memory import measure_step
-from plait.verify.traffic import count_traffic
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld
+from tests.measured.memory import measure_step
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.tensor_parallel import settings
 

@@ -13,8 +13,8 @@ from plait.engine.dry_model import token_batch
 from plait.engine.rank_activations import rank_activations
 from plait.parallel.recompute import Recompute
 from plait.parallel.saved import OffloadedActivations
-from plait.verify.memory import measure_activations
 from plait.verify.parity import engine_trace
+from tests.measured.memory import measure_activations
 from tests.parity import cases
 from tests.parity.digests import build, digest
 from tests.parity.pipelines import SCHEDULES, named

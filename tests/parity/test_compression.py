@@ -19,7 +19,7 @@ from plait.comm.buckets import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets, QuantisedAllGather, QuantisedReduceScatter
 from plait.comm.quantise import Bits, Packing, Segment
 from plait.verify.parity import Trace, engine_trace, whole
-from plait.verify.traffic import count_traffic
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity import pipelines as pipeline
 from tests.parity.data_parallel import settings

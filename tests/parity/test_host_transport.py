@@ -22,8 +22,8 @@ from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.comm.transport import Transport, connect
 from plait.errors import CommunicationError, ConfigError
 from plait.verify.parity import compare, worst
-from plait.verify.traffic import count_traffic
 from tests.covers import cover
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.data_parallel import reference, settings, train
 from tests.pool import Pool

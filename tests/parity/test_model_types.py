@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from plait.verify.model_types import LATE, LAYOUTS, PROCESSES, Cell, Small, make_small, model_types, run_cell
+from tests.measured.model_types import LATE, LAYOUTS, PROCESSES, Cell, Small, make_small, model_types, run_cell
 from tests.pool import Pool, WorkerFailed
 
 ROOT = Path(__file__).parents[2]

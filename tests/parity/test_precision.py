@@ -10,7 +10,7 @@ import torch
 
 import plait
 from plait.verify.parity import whole
-from plait.verify.traffic import count_traffic
+from tests.measured.traffic import count_traffic
 from tests.parity import cases
 from tests.parity.data_parallel import materialised, settings
 from tests.pool import Pool

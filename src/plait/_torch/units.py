@@ -61,11 +61,6 @@ def gathered_parameters(module: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     return [(p.sharded_param, p._unsharded_param) for p in sharded_parameters(module) if hasattr(p, "_unsharded_param")]
 
 
-def has_gathered(model: nn.Module) -> bool:
-    """Whether a unit of a sharded model holds gathered parameters now."""
-    return any(not group.is_sharded for module in sharded_modules(model) for group in parameter_groups(module))
-
-
 def has_unreduced(model: nn.Module) -> bool:
     """Whether a unit of a sharded model keeps gradients of micro-batches that were not reduced over all ranks."""
     groups = [group for module in sharded_modules(model) for group in parameter_groups(module)]

@@ -145,11 +145,6 @@ class Mesh:
             dist.all_gather_object(nodes, here.node_rank, group=group)
         return nodes
 
-    @property
-    def owns_default_group(self) -> bool:
-        """Whether Plait made the default group."""
-        return self.use is not None
-
     def _own(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if group is not dist.group.WORLD:  # which torch takes for an axis that holds all ranks
             self.made.append(group)

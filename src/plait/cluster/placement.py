@@ -5,9 +5,7 @@ Ranks count through the nodes in order, and tp is the layout's innermost axis, s
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.topology import Topology
@@ -21,11 +19,6 @@ class Crossing:
     axis: str
     groups: int
     of: int
-
-
-def node_of(rank: int, topology: Topology) -> int:
-    """Index of the node that a rank runs on."""
-    return bisect_right(list(accumulate(node.devices for node in topology.nodes)), rank)
 
 
 def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:

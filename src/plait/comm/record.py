@@ -1,6 +1,6 @@
 """The bytes that a dispatched operator sends, and an operator that records data which moves without one of torch's collectives.
 
-Counters of bytes (`verify.traffic`, `engine.rehearsal`) call `call_of` for every operator. The recording operator does nothing; without a
+Counters of bytes (`engine.rehearsal`, and those of tests) call `call_of` for every operator. The recording operator does nothing; without a
 TorchDispatchMode it costs about 3 microseconds.
 """
 

@@ -150,11 +150,6 @@ class Ledger:
         """A copy with some fields replaced."""
         return replace(self, **changes)
 
-    @property
-    def total_traffic(self) -> Array:
-        """Bytes sent per optimizer step, all collectives."""
-        return np.sum(list(self.traffic.values()), axis=0, dtype=np.int64) if self.traffic else np.zeros_like(self.dp_shard)
-
 
 def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Array]:
     return MappingProxyType({**table, key: table.get(key, 0) + np.asarray(count)})

@@ -59,9 +59,6 @@ class Framework:
     """1: tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
     """Share of the products' inputs that sequence parallelism keeps gathered, not as shards."""
-    noise: Numbers = 0.0
-    noise_doubling: Numbers = 0.0
-    """How much repeated runs differ (logarithm), and what each doubling of nodes adds: published, not explained."""
 
 
 @cache

@@ -161,26 +161,6 @@ def price(request: Request, layouts: Sequence[Mapping[str, Any]], *, calibration
     return _choices(request, whole, calibration or uncalibrated())
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Where one layout stands in a plan's order."""
-
-    choice: Choice
-    place: int
-    """1 is the fastest of those that fit."""
-    fitting: int
-
-
-def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibration | None = None) -> Standing:
-    """Where `layout` stands among all candidates that fit, priced as they are; it need not be one of them."""
-    calibration = calibration or uncalibrated()
-    space = space_of(request)
-    seconds, needed = price_space(request, space, merged(calibration))
-    fitting = seconds[needed <= float(request.cluster.device.memory_bytes)]
-    choice = price(request, [layout], calibration=calibration)[0]
-    return Standing(choice, int((fitting < choice.seconds * (1 - 1e-9)).sum()) + 1, len(fitting))
-
-
 def job_of(request: Request, layouts: Layouts) -> Job:
     """Candidates of a request as something to price."""
     model = request.model.architecture

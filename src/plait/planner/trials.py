@@ -5,11 +5,9 @@ Pure: which layouts, and what a measured rate says of a constant. `engine` measu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from plait.planner.constants import Knowledge
 from plait.planner.hardware import FAMILIES, Device
@@ -95,9 +93,3 @@ def _layout(
         "micro_batch": micro,
         "accumulation": batch // (replicate * shard * micro),
     }
-
-
-def errors_of(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """(median, largest) size of predicted / measured - 1."""
-    found = np.abs(np.array(predicted) / np.array(measured) - 1)
-    return float(np.median(found)), float(found.max())

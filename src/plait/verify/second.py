@@ -18,7 +18,6 @@ from plait.verify.parity import Trace
 from plait.verify.plan import Plan
 from plait.verify.shrink import without_dropout
 
-_SETTINGS = {"lr", "betas", "eps", "weight_decay"}
 _KERNELS = {"fused", "foreach", "capturable"}
 """How torch computes the same update."""
 

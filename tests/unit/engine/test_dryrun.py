@@ -127,7 +127,7 @@ def test_other_losses_and_batches() -> None:
 
 def test_a_budget_in_the_engine() -> None:
     """Between everything and nothing, and what is held is what was promised."""
-    from plait.verify.memory import measure_activations
+    from tests.measured.memory import measure_activations
 
     model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
     (rank,) = rank_activations(model, mesh=ONE, blocks=find_blocks(model), batch=token_batch(2, 12))

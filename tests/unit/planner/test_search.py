@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.planner_accuracy.standing import standing
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 from plait.parallel.schedule import make_schedule
@@ -10,7 +11,7 @@ from plait.planner import explain, output
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.offers import EVERYTHING, offered
-from plait.planner.search import Request, plan, price, standing
+from plait.planner.search import Request, plan, price
 from plait.planner.space import build_space, divisors, parse_fixed, written
 from plait.units import GIB
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait.verify.traffic import count_traffic
+from tests.measured.traffic import count_traffic
 
 
 @pytest.fixture(autouse=True)
