@@ -3,13 +3,13 @@
 #   make quickstart    train the small model of examples/quickstart.json
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
 #   make lint types layers    formatting and lint, types, import layers
-#   make proof         the whole test matrix (hours)
+#   make proof         the full test matrix (hours)
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
-#   make mutants       plants every defect of tools/mutants/defects, one at a time, and says which test notices it (an hour or two)
-#   make bench-step    one training step beside DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
-#   make bench-pipeline   a step in a pipeline and in two dimensions beside torch by hand; ARGS=--quick for a minute
+#   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
+#   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
+#   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
 #   make coverage-docs docs/coverage.md from the last test runs
-#   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; goes on where it was stopped)
+#   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; resumes where it was stopped)
 #   make lock          requirements.lock from what .venv holds now
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.

@@ -24,12 +24,12 @@ def write(mutants: list[Mutant], results: dict[str, Any]) -> None:
         "# Mutants",
         "",
         "Written by `make mutants`; do not edit. Each row is a defect that was planted alone into the sources, with the first test of",
-        "`make test` that failed. A mutant runs the tests that reach its lines and stops at the first failure; one that none of them",
-        "notices runs everything. Seconds are from the start of pytest to that failure, two mutants side by side.",
+        "`make test` that failed. For each defect the tests that reach its lines run until the first failure; if none of them fails, all tests",
+        "run. Seconds are from the start of pytest to that failure, with two defects tested at the same time.",
         "",
         f"**{len(ran) - len(missed)} of {len(ran)} are noticed by `make test`.** "
-        f"Only `plait verify` notices: {', '.join(by_verify) or 'none'}. Nothing notices: {', '.join(by_nothing) or 'none'}. "
-        f"Noticed by no test that reaches them, and not run against everything yet: {', '.join(open_) or 'none'}. "
+        f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. Not noticed: {', '.join(by_nothing) or 'none'}. "
+        f"Not noticed by the tests that reach them, and not run against all tests yet: {', '.join(open_) or 'none'}. "
         f"Not run yet: {len(mutants) - len(ran)} of {len(mutants)}.",
     ]
     for author, title in LISTS.items():
