@@ -23,9 +23,9 @@ def write(mutants: list[Mutant], results: dict[str, Any]) -> None:
     lines = [
         "# Mutants",
         "",
-        "Written by `make mutants`; do not edit. Each row is a defect that was planted alone into the sources, with the first test of",
-        "`make test` that failed. For each defect the tests that reach its lines run until the first failure; if none of them fails, all tests",
-        "run. Seconds are from the start of pytest to that failure, with two defects tested at the same time.",
+        "Written by `make mutants`; do not edit. Each row is a defect that was planted alone into the sources, with the first test",
+        "of `make test` that failed. For each defect the tests that reach its lines run until the first failure; if none fails, all",
+        "tests run. Seconds are from the start of pytest to that failure, with two defects tested at the same time.",
         "",
         f"**{len(ran) - len(missed)} of {len(ran)} are noticed by `make test`.** "
         f"Noticed by `plait verify` only: {', '.join(by_verify) or 'none'}. Not noticed: {', '.join(by_nothing) or 'none'}. "
