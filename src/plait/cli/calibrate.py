@@ -50,8 +50,8 @@ def calibrate(
 ) -> None:
     """Fit the planner's constants to this machine.
 
-    Constants keep what is known of such devices as far as the measurements do not contradict it. Their values and uncertainties, and the
-    errors before and after, are printed.
+    Constants that the measurements do not determine keep the shipped values of such devices. Prints the values with their uncertainties,
+    and the errors before and after.
     """
     from plait.cli import launch
     from plait.cluster.topology import default_processes, place

@@ -41,7 +41,7 @@ def explain_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Every key of FILE with what it means here, and every resolved value with where it came from. Exit code 2 if FILE cannot be run."""
+    """Print every key of FILE with its meaning, and every resolved value with its source. Exit code 2 if FILE cannot be run."""
     if len(source) > 1 and not source[0].startswith("--"):
         raise typer.BadParameter(f"one FILE is explained at a time and {len(source)} are given: {' '.join(source)}", param_hint="FILE")
     explanation = explain(source if source[0].startswith("--") else source[0], overrides or (), world_size=world_size)
@@ -60,7 +60,7 @@ def from_megatron_command(
     flags: Annotated[list[str], typer.Argument(metavar="-- FLAGS", help="Megatron-LM's flags, after `--`.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file to write. (default: standard output)")] = None,
 ) -> None:
-    """Write Megatron-LM's flags, with its defaults, as the file that `plait train` and `plait.initialize` take."""
+    """Write Megatron-LM's flags, with its defaults, as a file for `plait train` and `plait.initialize`."""
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     require_writable("--out", out)
@@ -75,7 +75,7 @@ def from_megatron_command(
 
 @app.command("schema")
 def schema_command() -> None:
-    """The JSON schema of a configuration file, for editors and other programs."""
+    """Print the JSON schema of a configuration file, for editors and other programs."""
     typer.echo(json.dumps(json_schema(), indent=2))
 
 

@@ -95,8 +95,8 @@ def launch(
 ) -> None:
     """Run a script on every device of one or several machines.
 
-    Sets torchrun's variables. When a rank fails its traceback is printed, the others are stopped, and its exit code is returned.
-    Ctrl-C and SIGTERM reach every rank once; a second one stops all at once.
+    Sets torchrun's variables. When a rank fails, prints its traceback, stops the others and returns its exit code. Ctrl-C and SIGTERM reach
+    every rank once; a second signal stops all ranks immediately.
     """
     command = _command(script or [], module)
     if log_dir is not None:

@@ -43,8 +43,8 @@ def layout(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the most that a
-    rank holds during a training step, by kind and with its moment."""
+    """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the peak memory of
+    a rank in a training step, by kind of tensor and with the point of the step at which it occurs."""
     from plait.cluster.placement import warning
     from plait.config.resolve import load, resolve, smallest_world
     from plait.model.plans import make_plan

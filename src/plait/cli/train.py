@@ -45,8 +45,8 @@ def train(
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
-    Where the layout says "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others) it is planned first, for the devices of this
-    machine. Goes on from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step
+    Where the layout has "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others), it is planned first, for the devices of this
+    machine. Resumes from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step
     with a checkpoint. Exit code 0 when all steps are done, 130 or 143 after Ctrl-C or SIGTERM.
 
     On several machines the same command, with --nnodes and --rdzv-endpoint, runs on each of them; run.folder is one that all of them see.
