@@ -75,10 +75,6 @@ def _module(path: Path) -> str:
     return ".".join(("plait", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-STILL_IN_CIRCLES = ("plait.parallel.wiring",)
-"""Modules whose imports for annotations are not counted yet."""
-
-
 def test_no_import_circle() -> None:
     """Not under TYPE_CHECKING and not inside of a function either: things that need each other belong in one file, or what both need
     belongs in a third."""
@@ -87,8 +83,6 @@ def test_no_import_circle() -> None:
         module: {whole if (whole := f"{base}.{name}") in modules else base for _, base, name in _imports(path)} & modules.keys()
         for module, path in modules.items()
     }
-    for module in STILL_IN_CIRCLES:
-        graph[module] -= {"plait.parallel.data"}
     assert "plait.config.resolve" in graph["plait"], "which is imported under TYPE_CHECKING alone"
     try:
         TopologicalSorter(graph).prepare()

@@ -55,5 +55,5 @@ def predicted(resolved: Resolved, facts: ModelFacts, pipeline: PipelineParts, ra
         pipeline.schedule, at["pp"], cut=pipeline.cut, facts=facts, boundary_bytes=2 * LENGTH * HIDDEN * itemsize // part, ledger=ledger
     )
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
-    techniques = (resolved.tensor_parallel, resolved.pipeline, resolved.compile, resolved.precision, resolved.data_parallel)
+    techniques = resolved.techniques
     return account_all(techniques, ledger.with_(stage=counts), own)

@@ -84,8 +84,7 @@ def test_files_are_as_priced(
     assert in_files > 0
     at = resolved.layout
     start = Ledger.start(dp_replicate=at.dp_replicate, dp_shard=at.dp_shard, accumulation=1)
-    offload = (resolved.parameter_offload, resolved.optimizer_offload)
-    ledger = account_all((resolved.precision, resolved.data_parallel, *offload), start, facts)
+    ledger = account_all(resolved.techniques, start, facts)
     assert in_files == int(ledger.memory["files"][0])
     pieces = 4 * 4 * 1000 if kinds >= STATES else 0
     pool = min(int(ledger.memory["parameters"][0]), 5 * 4 * 50_000) if stage == 3 and kinds >= PARAMETERS else 0
@@ -102,6 +101,4 @@ def test_files_of_a_pipelines_rank(
     config["zero_optimization"] |= offloads(tmp_path, STATES | PARAMETERS, stage, ratio)
     engine, resolved, facts, parts = pipeline.build(config, 4)
     in_files = bytes_in_files(engine, pipeline.batch(4), kinds=STATES | PARAMETERS, whole=ratio == 1)
-    start = pipeline.predicted(resolved, facts, parts, rank)
-    own = pipeline.facts_of_rank(facts, parts.cut, parts.schedule.stages_of(resolved.layout.coordinates(rank)["pp"]))
-    assert in_files == int(account_all((resolved.parameter_offload, resolved.optimizer_offload), start, own).memory["files"][0])
+    assert in_files == int(pipeline.predicted(resolved, facts, parts, rank).memory["files"][0])

@@ -88,7 +88,7 @@ def rehearsed(case: Case) -> tuple[Rehearsal, Ledger, int]:
     at = layout.coordinates(rank)
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"])) if pipeline is not None else facts
     ledger = Ledger.of_rank(layout, at, accumulation=1)
-    ledger = account_all((resolved.tensor_parallel, resolved.precision, resolved.data_parallel), ledger, own)
+    ledger = account_all(resolved.techniques, ledger, own)
     found = rehearse(model, resolved, rank=rank, samples=1, length=2048)
     return found, ledger, facts.numel
 

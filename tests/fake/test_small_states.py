@@ -62,7 +62,7 @@ def test_as_priced(fake_world: FakeWorld, world: int, tp: int, stage: int, repli
     held = measure_step(engine, {"input_ids": ids, "labels": ids})
     at = resolved.layout.coordinates(rank)
     ledger = Ledger.of_rank(resolved.layout, at, accumulation=1, tokens=16, optimizer_states=resolved.optimizer.states)
-    techniques = (resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel)
+    techniques = resolved.techniques
     found = account_all(techniques, ledger, facts).memory
     assert held == {name: int(count[0]) for name, count in found.items()}
     own = account_all(techniques, ledger.with_(optimizer_states="own"), facts).memory
@@ -86,7 +86,7 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
     at = resolved.layout.coordinates(rank)
     own = facts_of_rank(facts, parts.cut, parts.schedule.stages_of(at["pp"]))
     ledger = Ledger.of_rank(resolved.layout, at, accumulation=4, optimizer_states="int8")
-    wanted = int(account_all((resolved.precision, resolved.data_parallel), ledger, own).memory["optimizer"][0])
+    wanted = int(account_all(resolved.techniques, ledger, own).memory["optimizer"][0])
     for parameter in engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()

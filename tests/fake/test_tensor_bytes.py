@@ -44,7 +44,7 @@ def step(
         engine.train_batch(batch)
     layout = resolved.layout
     start = Ledger.of_rank(layout, accumulation=accumulation, tokens=samples * length)
-    techniques = (resolved.tensor_parallel, resolved.compile, resolved.precision, resolved.data_parallel)
+    techniques = resolved.techniques
     sent = {name: count for name, count in traffic.bytes().items() if name != "control"}
     return held, sent, account_all(techniques, start, facts)
 

@@ -42,4 +42,4 @@ def predicted(resolved: Resolved, facts: ModelFacts, rank: int) -> Ledger:
         accumulation=resolved.batch.accumulation,
         shard_rank=rank % layout.dp_shard,
     )
-    return account_all((resolved.compile, resolved.precision, resolved.data_parallel), start, facts)
+    return account_all(resolved.techniques, start, facts)

@@ -107,8 +107,9 @@ def _split_share(model: torch.nn.Module) -> float:
 def planned(tested: TestedModel, layout: str) -> Plan:
     """The comparison of one cell."""
     resolved = resolve(load({**_FILE, **LAYOUTS[layout]}), world_size=PROCESSES)
-    buckets = resolved.data_parallel.model_copy(update={"bucket_bytes": _BUCKET_BYTES, "bucket_by_links": False, "may_compress": ()})
-    resolved = resolved.model_copy(update={"data_parallel": buckets})
+    buckets = resolved.data_parallel.model_copy(update={"bucket_bytes": _BUCKET_BYTES, "bucket_by_links": False})
+    certain = resolved.compression.model_copy(update={"candidates": ()})
+    resolved = resolved.model_copy(update={"data_parallel": buckets, "compression": certain})
     return Plan(tested, resolved, "plait", ("float64",), steps=STEPS, dtype="float32", blocks=(), lines=())
 
 

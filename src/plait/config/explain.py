@@ -18,6 +18,7 @@ from plait.config.schema import Config
 from plait.config.source import Source
 from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
+from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel
 from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.precision import Precision
@@ -144,7 +145,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (
         ("parallel.links", "parallel.measure_seconds"),
-        lambda r: r.data_parallel.all_reduce != "by-machines" or r.data_parallel.compression.gradients,
+        lambda r: r.data_parallel.all_reduce != "by-machines" or r.compression.scheme.gradients,
         "all_reduce or compress_gradients selects how gradients are reduced",
     ),
     (
@@ -153,7 +154,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         "it applies only at stage 0, in the model's own dtype, over several processes",
     ),
     (("parallel.measure_seconds",), lambda r: r.data_parallel.links is not None, "parallel.links has measurements"),
-    (("parallel.all_reduce",), lambda r: r.data_parallel.compression.gradients, "compressed gradients have their own all-reduce"),
+    (("parallel.all_reduce",), lambda r: r.compression.scheme.gradients, "compressed gradients have their own all-reduce"),
     (
         ("parallel.compress_gradients", "parallel.compress_weights", "parallel.second_copy"),
         lambda r: r.layout.dp == 1,
@@ -167,12 +168,12 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (
         ("parallel.error_feedback",),
-        lambda r: not any(way.gradient_bits for way in (r.data_parallel.compression, *r.data_parallel.may_compress)),
+        lambda r: not any(way.gradient_bits for way in r.compression.schemes),
         "gradients are not quantised",
     ),
     (
         ("parallel.powersgd_rank",),
-        lambda r: not any(way.powersgd_rank for way in (r.data_parallel.compression, *r.data_parallel.may_compress)),
+        lambda r: not any(way.powersgd_rank for way in r.compression.schemes),
         "compress_gradients does not have powersgd",
     ),
     (
@@ -182,7 +183,7 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
     ),
     (
         ("parallel.transport",),
-        lambda r: r.data_parallel.compression.gradients and (r.data_parallel.stage == 0 or bool(r.data_parallel.compression.weight_bits)),
+        lambda r: r.compression.scheme.gradients and (r.data_parallel.stage == 0 or bool(r.compression.scheme.weight_bits)),
         "what is compressed goes through torch's collectives",
     ),
     (("parallel.transport",), lambda r: r.layout.dp == 1, "one data-parallel process exchanges nothing"),
@@ -221,10 +222,10 @@ def _said(offload: ParameterOffload) -> str:
     return f"{offload.device}, with the states" if offload.with_states else offload.device
 
 
-def _compression_of(data: DataParallel) -> str:
-    if data.may_compress:
-        return ", ".join(way.name for way in data.may_compress) + " or none, by the first steps"
-    return "powersgd" if data.compression.powersgd_rank else _BITS[data.compression.gradient_bits]
+def _scheme_of(compression: Compression) -> str:
+    if compression.candidates:
+        return ", ".join(scheme.name for scheme in compression.candidates) + " or none, by the first steps"
+    return "powersgd" if compression.scheme.powersgd_rank else _BITS[compression.scheme.gradient_bits]
 
 
 def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
@@ -239,7 +240,6 @@ def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, A
 
 
 def _of_data(data: DataParallel) -> dict[str, Any]:
-    wire = data.compression
     return {
         "parallel.bucket_mib": data.bucket_bytes / MIB,
         "parallel.unused_parameters": data.unused_parameters,
@@ -247,12 +247,17 @@ def _of_data(data: DataParallel) -> dict[str, Any]:
         "parallel.all_reduce": data.all_reduce,
         "parallel.measure_seconds": data.measure_seconds,
         "parallel.links": data.links or "not measured",
-        "parallel.compress_gradients": _compression_of(data),
-        "parallel.compress_weights": _BITS[wire.weight_bits],
-        "parallel.error_feedback": any(way.error_feedback or way.powersgd_rank for way in (wire, *data.may_compress)),
-        "parallel.powersgd_rank": max(way.powersgd_rank for way in (wire, *data.may_compress)),
         "parallel.second_copy": data.second_copy,
         "zero_optimization.stage": data.stage,
+    }
+
+
+def _of_compression(compression: Compression) -> dict[str, Any]:
+    return {
+        "parallel.compress_gradients": _scheme_of(compression),
+        "parallel.compress_weights": _BITS[compression.scheme.weight_bits],
+        "parallel.error_feedback": any(scheme.error_feedback or scheme.powersgd_rank for scheme in compression.schemes),
+        "parallel.powersgd_rank": max(scheme.powersgd_rank for scheme in compression.schemes),
     }
 
 
@@ -279,6 +284,7 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
     "tensor_parallel": lambda tensor: {f"parallel.{name}": getattr(tensor, name) for name in _TENSOR},
     "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},
     "data_parallel": _of_data,
+    "compression": _of_compression,
     "loss_chunk_tokens": lambda tokens: {"parallel.loss_chunk_tokens": tokens},
     "recompute": lambda recompute: {
         "parallel.recompute.mode": recompute.mode,

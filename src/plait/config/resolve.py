@@ -28,6 +28,7 @@ from plait.config.validation import validate
 from plait.errors import ConfigError, Problem
 from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.compile import Compile
+from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel
 from plait.parallel.optimizer_offload import OptimizerOffload
 from plait.parallel.order import in_order
@@ -59,6 +60,8 @@ class Resolved(Policy):
     """How the pp axis is used."""
     data_parallel: DataParallel
     """ZeRO stage, and how gradients are reduced."""
+    compression: Compression
+    """What is smaller on the way between data-parallel ranks."""
     precision: Precision
     """The dtypes of computation and reduction; None is the parameters' own."""
     compile: Compile
@@ -218,10 +221,11 @@ def outline(
     layout = found.attempt(lambda: parts.layout(found, world_size=world_size))
     batch = found.attempt(lambda: parts.batch(found, dp=layout.dp, micro_batch_size=micro_batch_size)) if layout else None
     precision = found.attempt(lambda: parts.precision(found))
+    compression = found.attempt(lambda: techniques.compression(found, precision)) if precision is not None else None
     data_parallel = None
-    if precision is not None:
-        shard = layout.dp_shard if layout is not None else 1
-        data_parallel = found.attempt(lambda: techniques.data_parallel(found, precision, shard=shard, hidden_size=hidden_size))
+    if precision is not None and compression is not None:
+        shard, scheme = layout.dp_shard if layout is not None else 1, compression.scheme
+        data_parallel = found.attempt(lambda: techniques.data_parallel(found, precision, scheme, shard=shard, hidden_size=hidden_size))
     optimizer = parts.optimizer(found)
     scheduler = parts.scheduler(found, optimizer, total_steps=total_steps)
     compiled = parts.compiled(found)
@@ -230,8 +234,10 @@ def outline(
     states = found.attempt(lambda: techniques.optimizer_offload(found))
     shards = found.attempt(lambda: techniques.parameter_offload(found))
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, the default of DeepSpeed and of Transformers")
-    if layout and batch and precision and data_parallel and states:
-        found.attempt(lambda: techniques.refuse_in_backward(data_parallel, layout, batch, precision, states, clipping=clipping))
+    if layout and batch and precision and compression and data_parallel and states:
+        found.attempt(
+            lambda: techniques.refuse_in_backward(data_parallel, compression, layout, batch, precision, states, clipping=clipping)
+        )
     tensor = techniques.tensor_parallel(found)
     pipeline = techniques.pipeline(found, layout) if layout is not None else None
     if layout and pipeline:
@@ -247,6 +253,7 @@ def outline(
         "layout": layout,
         "batch": batch,
         "pipeline": pipeline,
+        "compression": compression,
         "data_parallel": data_parallel,
         "precision": precision,
         "recompute": recompute,

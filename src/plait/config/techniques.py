@@ -26,6 +26,7 @@ from plait.parallel.pipeline import Pipeline
 from plait.parallel.precision import Precision
 from plait.parallel.recompute import Recompute
 from plait.parallel.schedule import SCHEDULES
+from plait.parallel.scheme import Scheme
 from plait.parallel.tensor import TensorParallel
 from plait.units import GIB, MIB, dtype_of
 
@@ -90,26 +91,23 @@ def pipeline(found: Findings, solved: Layout) -> Pipeline:
     return Pipeline(schedule=schedule, stages_per_rank=section.stages_per_rank, blocks_per_stage=section.blocks_per_stage)
 
 
-def data_parallel(found: Findings, dtypes: Precision, *, shard: int, hidden_size: int | None) -> DataParallel:
+def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: int, hidden_size: int | None) -> DataParallel:
     """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters out."""
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd"))
-    compression, may_compress = _compression(found, dtypes)
     found.sources["parallel.measure_seconds"] = found.config.origin("parallel.measure_seconds")
     transport = found.config.parallel.transport
     given = found.config.origin("parallel.transport")
     found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
     return DataParallel(
         stage=found.config.zero_optimization.stage,
-        bucket_bytes=bucket_bytes or compression.bucket_bytes(DEFAULT_BUCKET_BYTES),
+        bucket_bytes=bucket_bytes or scheme.bucket_bytes(DEFAULT_BUCKET_BYTES),
         bucket_by_links=bucket_bytes is None,
         unused_parameters=unused,
         transport="prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
         links=found.config.parallel.links,
         measure_seconds=found.config.parallel.measure_seconds,
-        may_compress=may_compress,
-        compression=compression,
         second_copy=_second_copy(found, shard),
         update_in_backward=found.value("parallel.optimizer_in_backward", found.config.parallel.optimizer_in_backward, False, ""),
     )
@@ -129,8 +127,8 @@ def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
     return wanted
 
 
-def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple[Compression, ...]]:
-    """(the compression from the first step on, the candidates from which the first steps may select one)."""
+def compression(found: Findings, dtypes: Precision) -> Compression:
+    """The compression from the first step on, and the candidates from which the first steps may select one."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
     buckets = has_buckets(stage, mixed=dtypes.compute is not None)
     for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
@@ -149,10 +147,10 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
     default, rule = (True, "stage 0") if stage == 0 else (False, f"stage {stage}, where it would hold full gradients")
     feedback = found.value("parallel.error_feedback", parallel.error_feedback, default, rule)
 
-    def of(scheme: str, weights: str = "none") -> Compression:
+    def of(scheme: str, weights: str = "none") -> Scheme:
         bits = _BITS.get(scheme, 0)
         rank = parallel.powersgd_rank if scheme == "powersgd" else 0
-        return Compression(
+        return Scheme(
             gradient_bits=bits,
             weight_bits=_BITS.get(weights, 0),
             powersgd_rank=rank,
@@ -162,11 +160,19 @@ def _compression(found: Findings, dtypes: Precision) -> tuple[Compression, tuple
 
     allowed = gradients if isinstance(gradients, list) else ["int8", "int4"] if decided else []
     now = "none" if isinstance(gradients, list) else gradients
-    return of(now, parallel.compress_weights if stage else "none"), tuple(of(scheme) for scheme in _SCHEMES if scheme in allowed)
+    first = of(now, parallel.compress_weights if stage else "none")
+    return Compression(scheme=first, candidates=tuple(of(scheme) for scheme in _SCHEMES if scheme in allowed))
 
 
 def refuse_in_backward(
-    data: DataParallel, at: Layout, batch: Batch, precision: Precision, states: OptimizerOffload, *, clipping: float
+    data: DataParallel,
+    compressed: Compression,
+    at: Layout,
+    batch: Batch,
+    precision: Precision,
+    states: OptimizerOffload,
+    *,
+    clipping: float,
 ) -> None:
     """What an update in the backward does not go with: what needs all gradients first, and what is not proven. Raises ConfigError with
     all of it."""
@@ -199,7 +205,7 @@ def refuse_in_backward(
             "use parallel.pp = 1",
         ),
         (states.device != "none", f"offload_optimizer.device is {states.device}, whose step reads all parameters", 'use "none"'),
-        (data.compresses, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
+        (compressed.gradients, "it is not proven with compressed gradients", 'set parallel.compress_gradients = "none"'),
     )
     _refuse("parallel.optimizer_in_backward", "true", rules, otherwise="false")
 

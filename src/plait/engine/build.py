@@ -191,7 +191,7 @@ def parallelize(model: nn.Module, config: ConfigLike, *, weights: str | Path | N
                 "use plait.initialize and engine.train_batch, or parallel.pp = 1",
             )
         )
-    if resolved.data_parallel.may_compress:
+    if resolved.compression.candidates:
         rule = "full steps are timed to decide it, and plait sees none in your own training loop"
         raise ConfigError(Problem("parallel.compress_gradients", "auto", rule, 'use plait.initialize, or set it to "int8" or "none"'))
     if resolved.loss_chunk_tokens:

@@ -77,8 +77,7 @@ class DiskTier(StepHook):
         self.arena = arena
         self.shards = shards
         self.pool_bytes = pool_bytes
-        self.buffer_bytes = buffer_bytes
-        self.buffer_count = buffer_count
+        self.buffer_bytes, self.buffer_count = buffer_bytes, buffer_count
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._buffers: list[torch.Tensor] = []
         """Shards in files, padding included."""

@@ -65,7 +65,7 @@ def why_not_foretold(resolved: Resolved) -> str | None:
         (resolved.optimizer_offload.device != "none", "zero_optimization.offload_optimizer: the copies between host and device"),
         (resolved.parameter_offload.device != "none", "zero_optimization.offload_param: the shards that are read ahead"),
         (resolved.activation_offload.fraction > 0, "parallel.activation_offload: when a stored tensor has left the device"),
-        (data.compresses or data.compression.weight_bits > 0, "compressed communication: its buffers"),
+        (bool(resolved.compression.gradients or resolved.compression.scheme.weight_bits), "compressed communication: its buffers"),
         (bool(data.second_copy), "zero_hpz_partition_size: the second shards"),
         (data.all_reduce != "by-machines" or data.links is not None, "the buffers of the chosen all-reduce"),
     )

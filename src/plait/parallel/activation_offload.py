@@ -85,7 +85,7 @@ class ActivationOffload(Technique):
         if not count:
             return parts
         store = HostStore(mesh.device) if self.device == "cpu" else DiskStore(Path(self.path or "."), mesh.device)
-        return parts.with_note(OffloadedActivations(store, count))
+        return parts.with_notes(OffloadedActivations(store, count))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """What ends the store."""

@@ -16,8 +16,8 @@ from plait.comm.algorithms import Name, wire_bytes
 from plait.comm.compress import factor_numel, factor_rank, part_of
 from plait.comm.quantise import packed_bytes
 from plait.model.facts import ModelFacts
-from plait.parallel.compression import Compression, copies
 from plait.parallel.ledger import Array, Ledger
+from plait.parallel.scheme import copies
 
 ALGORITHM_KINDS: dict[str, tuple[str, ...]] = {
     "reduce-scatter+all-gather": ("reduce_scatter", "all_gather"),
@@ -29,7 +29,6 @@ all-reduce."""
 
 
 def account_buckets(
-    compression: Compression,
     algorithm: str,
     ledger: Ledger,
     facts: ModelFacts,
@@ -40,7 +39,7 @@ def account_buckets(
 ) -> Ledger:
     """Traffic and memory of stage 0 with compressed gradients or an algorithm of several messages, for the candidates where `at` is true:
     what the first rank sends. `numels` are the elements of every trainable parameter on a rank, in the facts' order."""
-    parameters = facts.trainable
+    scheme, parameters = ledger.scheme, facts.trainable
     columns = list(numels)
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "send", "memory")
     sums = {kind: np.zeros_like(ledger.dp_replicate) for kind in kinds}
@@ -50,34 +49,34 @@ def account_buckets(
         held = [int(np.broadcast_to(column, at.shape)[candidate]) for column in columns]
         split = ledger.tensor_dims if int(ledger.tp[candidate]) > 1 else {}
         sizes = [
-            (numel * p.itemsize, (p.itemsize, len(p.shape) > 1 or not compression.gradients, split.get(p.name) is not None))
+            (numel * p.itemsize, (p.itemsize, len(p.shape) > 1 or not scheme.gradients, split.get(p.name) is not None))
             for numel, p in zip(held, parameters, strict=True)
         ]
         carried = 0
-        if compression.powersgd_rank:
+        if scheme.powersgd_rank:
             carried += 8  # its count of steps
         for members in partition(sizes, bucket_bytes):
             numel = sum(held[i] for i in members)
             itemsize = parameters[members[0]].itemsize if ledger.reduce_bytes is None else int(ledger.reduce_bytes[candidate])
-            if not compression.gradients:
+            if not scheme.gradients:
                 sent = sum(wire_bytes(cast(Name, algorithm), numel=numel, itemsize=itemsize, ranks=ranks, per_node=ranks))
                 for kind in ALGORITHM_KINDS[algorithm]:
                     sums[kind][candidate] += sent // len(ALGORITHM_KINDS[algorithm])
             elif len(parameters[members[0]].shape) < 2:
                 sums["all_reduce"][candidate] += 2 * (ranks - 1) * numel * itemsize // ranks
-            elif compression.powersgd_rank:
+            elif scheme.powersgd_rank:
                 shapes = [parameters[i].shape for i in members]
-                factors = sum(factor_numel(shape, compression.powersgd_rank) for shape in shapes)
+                factors = sum(factor_numel(shape, scheme.powersgd_rank) for shape in shapes)
                 sums["all_reduce"][candidate] += 2 * (ranks - 1) * factors * max(itemsize, 4) // ranks
-                rights = sum(prod(shape[1:]) * factor_rank(shape, compression.powersgd_rank) for shape in shapes)
+                rights = sum(prod(shape[1:]) * factor_rank(shape, scheme.powersgd_rank) for shape in shapes)
                 carried += (numel + rights) * max(itemsize, 4) * bool(rights)
             else:
                 part = part_of(numel, ranks)
                 for kind in ("reduce_scatter", "all_gather"):
-                    sums[kind][candidate] += (ranks - 1) * packed_bytes(part, compression.gradient_bits)
-                carried += 4 * (ranks + 1) * part * compression.error_feedback
+                    sums[kind][candidate] += (ranks - 1) * packed_bytes(part, scheme.gradient_bits)
+                carried += 4 * (ranks + 1) * part * scheme.error_feedback
                 padding[candidate] += (ranks * part - numel) * itemsize
-        sums["memory"][candidate] += copies(compression) * carried
+        sums["memory"][candidate] += copies(scheme) * carried
     ledger = ledger.add_memory("compression", sums.pop("memory")).add_memory("gradients", padding)
     for kind, count in sums.items():
         ledger = ledger.add_traffic(kind, count)

@@ -1,122 +1,52 @@
-"""Smaller messages between data-parallel ranks: which collectives are compressed, what state they keep, and their bytes.
+"""Compressed communication between data-parallel ranks: which scheme, or which of several the first steps may choose.
 
-`comm.compress` holds the collectives. Here they are put in place: as the reducer's buckets at stage 0, as each unit's own at the sharded
-stages. Every rank ends with the same bits. With `dp_replicate > 1` what is compressed are the collectives over `dp_shard`; the sum over
-the replicas is torch's.
+The collectives are chosen with all others (`wiring`), by the technique that reduces; here is what can be set, and what stays from step to
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from plait._torch.units import shard_shapes, sharded_modules
-from plait.cluster.mesh import Levels
-from plait.comm.buckets import Buckets, Flat
-from plait.comm.compress import (
-    POWERSGD_START,
-    PowerSGDBuckets,
-    QuantisedAllGather,
-    QuantisedBuckets,
-    QuantisedReduceScatter,
-)
-from plait.comm.quantise import BLOCK, Segment, blocks_of, packed_bytes
-from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
-from plait.parallel.ledger import Array
-from plait.policy import Policy
-from plait.units import MIB
-
-MaybeBits = Literal[0, 4, 8]
-_POWERSGD_CODE = 1
-QUANTISED_BUCKET_BYTES = 4 * MIB
-"""Default bucket of gradients that are sent as int8 or int4: a MiB or less is sent, so that most of it overlaps with the backward, and
-large enough for a thread (2 to 4 MiB were best on links of 1 Gbit/s and on fast ones)."""
+from plait.cluster.mesh import Mesh
+from plait.model.facts import ModelFacts
+from plait.parallel.hooks import StepHook
+from plait.parallel.ledger import Ledger
+from plait.parallel.reducer import Reducer
+from plait.parallel.residuals import CompressedUnits, Residuals
+from plait.parallel.scheme import Scheme
+from plait.parallel.technique import Parts, Technique
+from plait.parallel.trial import Trial
 
 
-class Compression(Policy):
-    """What is compressed, and how."""
+class Compression(Technique):
+    """What is compressed."""
 
-    gradient_bits: MaybeBits = 0
-    """Bits per element of a sent gradient; 0: uncompressed."""
-    weight_bits: MaybeBits = 0
-    """Bits per element of a gathered parameter, at stages 1 to 3; 0: uncompressed."""
-    powersgd_rank: int = 0
-    """Stage 0: gradients of matrices are sent as factors of so many columns; 0 is off."""
-    error_feedback: bool = False
-    """Add what the last step lost to this step's gradients. PowerSGD always does."""
-    revocable: bool = False
-    """Steps may be skipped: a step writes residuals and factors to second tensors until it is known that it is applied."""
-
-    @property
-    def name(self) -> str:
-        """A description of the compression."""
-        return f"PowerSGD of rank {self.powersgd_rank}" if self.powersgd_rank else f"int{self.gradient_bits}"
-
-    @property
-    def code(self) -> int:
-        """Of what gradients are sent as, in a checkpoint."""
-        return _POWERSGD_CODE if self.powersgd_rank else self.gradient_bits
-
-    def bucket_bytes(self, otherwise: int) -> int:
-        """Of gradients in a bucket where no file and no measurement says it; `otherwise` where they are not quantised."""
-        return QUANTISED_BUCKET_BYTES if self.gradient_bits else otherwise
+    scheme: Scheme = Scheme()
+    """From the first step on."""
+    candidates: tuple[Scheme, ...] = ()
+    """From which the first steps may select one, the least lossy first (see `parallel.trial`)."""
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are compressed at all."""
-        return bool(self.gradient_bits or self.powersgd_rank)
+        """Whether gradients are compressed, from the first step or perhaps after the first steps."""
+        return self.scheme.gradients or bool(self.candidates)
 
-    def buckets(
-        self, group: dist.ProcessGroup, device: torch.device, flats: Sequence[Flat], *, whole_steps: int = POWERSGD_START
-    ) -> Buckets:
-        """Stage 0's. `whole_steps`: those that PowerSGD sums as they are before it begins."""
-        if self.powersgd_rank:
-            return PowerSGDBuckets(group, flats, device, rank=self.powersgd_rank, whole_steps=whole_steps, revocable=self.revocable)
-        assert self.gradient_bits != 0
-        return QuantisedBuckets(group, flats, device, bits=self.gradient_bits, feedback=self.error_feedback, revocable=self.revocable)
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All that may be used."""
+        return (self.scheme, *self.candidates)
 
-    def install(self, model: nn.Module, levels: Levels | None, waits: Waits) -> dict[str, QuantisedReduceScatter]:
-        """Give every unit of a sharded model its own compressed collectives; those that keep errors, by name."""
-        found = {}
-        for index, module in enumerate(sharded_modules(model)):
-            shapes = shard_shapes(module)
-            if self.weight_bits:
-                segments = [Segment(numel, dimensions > 1) for dimensions, numel, _ in shapes]
-                module.set_custom_all_gather(TimedAllGather(QuantisedAllGather(segments, bits=self.weight_bits), waits, "dp_shard"))
-            if self.gradient_bits:
-                segments = [Segment(numel, dimensions > 1) for dimensions, numel, trainable in shapes if trainable]
-                scatter = QuantisedReduceScatter(
-                    segments, bits=self.gradient_bits, feedback=self.error_feedback, levels=levels, revocable=self.revocable
-                )
-                module.set_custom_reduce_scatter(TimedReduceScatter(scatter, waits, "dp_shard"))
-                found[f"unit.{index}"] = scatter
-        return found
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Leave it for the technique that reduces."""
+        return parts.with_notes(self)
 
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """The steps that decide, where that is open, and what compressed collectives carry."""
+        if not self.gradients:
+            return []
+        trial, units = parts.noted(Trial), parts.noted(CompressedUnits)
+        residuals = Residuals(parts.noted(Reducer), CompressedUnits() if units is None else units, device=mesh.device)
+        return [residuals] if trial is None else [trial, residuals]
 
-# ---- in numbers -----------------------------------------------------------------------------------------------------------------------
-
-
-def sent_bytes(bits: Any, shape: Sequence[int], numel: Array, itemsize: Any) -> Array:
-    """Bytes that are sent for one rank's `numel` elements of a parameter."""
-    if len(shape) < 2:
-        return numel * itemsize
-    bits = np.asarray(bits)
-    return np.where(bits > 0, packed_bytes(numel, np.maximum(bits, 1)), numel * itemsize)
-
-
-def error_bytes(compression: Compression, shape: Sequence[int], numel: Array, ranks: Array) -> Array:
-    """Bytes of the error that a sharded unit keeps for a parameter: float32, of all ranks' parts."""
-    if len(shape) < 2:
-        return np.zeros_like(numel)
-    on = (np.asarray(compression.gradient_bits) > 0) & np.asarray(compression.error_feedback)
-    return np.where(on, copies(compression) * ranks * blocks_of(numel) * BLOCK * 4, 0)
-
-
-def copies(compression: Compression) -> int:
-    """Of everything that is carried from step to step."""
-    return 2 if compression.revocable else 1
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Leave it for the technique that prices messages."""
+        return ledger.with_(scheme=self.scheme)

@@ -31,16 +31,13 @@ from plait._torch.passes import reset_failed_step
 from plait._torch.units import reduce_unused_parameters, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.mesh import Mesh
-from plait.comm.algorithms import Name
-from plait.comm.compress import QuantisedReduceScatter
-from plait.comm.transport import TransportName
 from plait.comm.waits import Waits
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel import wiring
 from plait.parallel.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.buffers import ChangingBuffers
-from plait.parallel.compression import Compression, error_bytes, sent_bytes
+from plait.parallel.compression import Compression
 from plait.parallel.held_once import hold_once
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.ledger import Array, Ledger, local_rows
@@ -50,52 +47,24 @@ from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtype
 from plait.parallel.parameter_offload import ParameterOffload
 from plait.parallel.precision import Precision
 from plait.parallel.reducer import Reducer
-from plait.parallel.residuals import Residuals
-from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.scheme import error_bytes, sent_bytes
+from plait.parallel.technique import Context, Parts
 from plait.parallel.unused import UnusedTracker
-from plait.parallel.wiring import Sharing, Summing
+from plait.parallel.wiring import CollectiveSettings, Sharing
 from plait.shards import shard_length, shard_size
-from plait.units import MIB
 
 Stage = Literal[0, 1, 2, 3]
 
 
-class DataParallel(Technique):
+class DataParallel(CollectiveSettings):
     """ZeRO stage, and how gradients are reduced."""
 
     stage: Stage = 0
     """0 replicated; 1 optimizer states sharded; 2 gradients too; 3 parameters too."""
-    bucket_bytes: int = 25 * MIB
-    """Stage 0: gradients are reduced in buckets of about this size. Sharded stages reduce block by block."""
     unused_parameters: bool = True
     """Let a step leave parameters unused, also different ones on different ranks. Costs one small all-reduce a step."""
-    transport: TransportName = "prefer-shared-memory"
-    """How bytes move between processes: torch's collectives, or memory that the processes of one machine share."""
-    compression: Compression = Compression()
-    """What is compressed."""
-    all_reduce: Name | Literal["by-machines"] = "by-machines"
-    """Stage 0: the all-reduce algorithm (see `comm.algorithms`). `by-machines`: hierarchical where a group spans machines that hold several
-    of its ranks each, else the backend's own, or shared memory."""
-    links: str | None = None
-    """A file of measured links (`comm.links`), by which `by-machines` chooses."""
-    measure_seconds: float = 0.0
-    """How long `by-machines` measures the links when the model is sharded, where it has no file and no shared memory; 0 does not."""
-    kept_links: str | None = None
-    """Where that measurement is kept for the next start of the run."""
-    bucket_by_links: bool = False
-    """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes` does."""
-    may_compress: tuple[Compression, ...] = ()
-    """Candidates from which the first steps may select one, the least lossy first (see `parallel.trial`)."""
-    second_copy: int = 0
-    """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
-    those; 0 keeps what the optimizer has."""
     update_in_backward: bool = False
     """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
-
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients are compressed, from the first step or perhaps after the first steps."""
-        return self.compression.gradients or bool(self.may_compress)
 
     def check(self, context: Context) -> None:
         """Raise ModelError for parameters that cannot be trained so."""
@@ -109,8 +78,8 @@ class DataParallel(Technique):
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or make the gradient reducer."""
-        shard, waits = parts.shard, Waits()
-        parts = parts.with_note(self).with_note(waits)
+        shard, waits, compression = parts.shard, Waits(), parts.noted(Compression) or Compression()
+        parts = parts.with_notes(self, waits)
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
         whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
@@ -118,35 +87,37 @@ class DataParallel(Technique):
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
-            summing = wiring.replicated(self, group, mesh, gradient_bytes=_gradient_bytes(parts))
+            summing = wiring.replicated(self, compression, group, mesh, gradient_bytes=_gradient_bytes(parts))
             reducer = Reducer(
                 parts.model,
                 group,
                 bucket_bytes=summing.way.bucket_bytes,
                 make_buckets=summing.way.make_buckets,
-                separate_vectors=self.compression.gradients,
+                separate_vectors=compression.scheme.gradients,
                 reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
                 waits=waits,
             )
             reducer.said = summing.said
-            return parts.with_note(reducer).with_note(summing)
+            return parts.with_notes(reducer, summing.trial_of(reducer, wiring.deciding_groups(mesh)))
         _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
-        return parts.with_note(wiring.sharded(self, parts, mesh, waits))
+        sharing = wiring.sharded(self, compression, self.stage, parts, mesh, waits)
+        return parts.with_notes(sharing, sharing.trial, sharing.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """The reduction of gradients, what becomes of parameters that a step did not use, and buffers that a forward changes."""
         model, mean, hooks = parts.model, parts.shard.mean, list[StepHook]()
-        reducer, summing, sharing = parts.noted(Reducer), parts.noted(Summing), parts.noted(Sharing)
-        if reducer is not None and summing is not None:
+        reducer, sharing = parts.noted(Reducer), parts.noted(Sharing)
+        if reducer is not None:
             reducer.mean = reducer.accepts = mean
             reducer.attach()
             if mean:
                 reducer.finish_with_backward()
-            trial = summing.trial_of(reducer, wiring.deciding_groups(mesh))
-            hooks += [reducer, *([trial] if trial is not None else [])]
+            hooks.append(reducer)
         if isinstance(model, FSDPModule):
-            hooks.append(ShardedSteps(model, self.stage))
+            steps = ShardedSteps(model, self.stage)
+            steps.said = _description(sharing, parts) if sharing is not None else ""
+            hooks.append(steps)
             if not mean:
                 reduce_by_sum(model)
             group = mesh.group("dp_replicate", "dp_shard")
@@ -155,15 +126,6 @@ class DataParallel(Technique):
                     reduce_unused_parameters(model)
                 else:
                     hooks.append(UnusedTracker(model, group, device=mesh.device))
-        units: dict[str, QuantisedReduceScatter] = {}
-        if sharing is not None:
-            units, waits = sharing.compressors, parts.noted(Waits)
-            assert waits is not None
-            words = hold_once(model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
-            hooks[0].said = ". ".join(filter(None, (sharing.said, words)))
-            hooks += [sharing.trial] if sharing.trial is not None else []
-        if self.compresses:
-            hooks.append(Residuals(reducer, units, device=mesh.device))
         buffers = ChangingBuffers(model, parts.blocks, mesh)
         if mean:
             buffers.send_in_forward(model)
@@ -172,6 +134,14 @@ class DataParallel(Technique):
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""
         return _account(self, ledger, facts)
+
+
+def _description(sharing: Sharing, parts: Parts) -> str:
+    """How shards are gathered and reduced, with those that are put into shared memory there."""
+    waits = parts.noted(Waits)
+    assert waits is not None
+    words = hold_once(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
+    return ". ".join(filter(None, (sharing.said, words)))
 
 
 def _gradient_bytes(parts: Parts) -> int:
@@ -313,10 +283,10 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         total["parameters"] += count * padded * row_numel * itemsize
         total["gathered"] += count * full * row_numel * compute
         shard, again = padded * row_numel, technique.second_copy or n
-        sent = count * n * sent_bytes(technique.compression.weight_bits, shape, shard, compute)
+        sent = count * n * sent_bytes(ledger.scheme.weight_bits, shape, shard, compute)
         total["wire_gather_block" if in_block else "wire_gather_root"] += sent
         if in_block:  # the backward's gathering, which may have larger shards over fewer ranks
-            larger = sent_bytes(technique.compression.weight_bits, shape, shard * n // again, compute)
+            larger = sent_bytes(ledger.scheme.weight_bits, shape, shard * n // again, compute)
             total["wire_gather_again"] += count * (again - 1) * larger
         if trainable:
             total["gradients"] += count * padded * row_numel * itemsize
@@ -324,10 +294,10 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
                 ledger.optimizer_states, shape, itemsize=itemsize, tensors=ledger.optimizer_tensors, numel=held * row_numel
             )
             total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
-            sent = count * n * sent_bytes(technique.compression.gradient_bits, shape, shard, reduce)
+            sent = count * n * sent_bytes(ledger.scheme.gradient_bits, shape, shard, reduce)
             total["wire_reduce_block" if in_block else "wire_reduce_root"] += sent
             total["across"] += count * padded * row_numel * reduce
-            total["compression"] += count * error_bytes(technique.compression, shape, shard, n)
+            total["compression"] += count * error_bytes(ledger.scheme, shape, shard, n)
             total["whole"] += count * rows * row_numel * reduce
     accumulates = (k > 1) & (ledger.stage is None)  # a pipeline's, after each computation, are `pipeline_account.held_after`
     between = {
@@ -348,15 +318,13 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n + again, 0))
     ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
     ledger = ledger.add_memory("compression", np.where(sharded, total["compression"], 0))
-    special = technique.compression.gradients or technique.all_reduce in ALGORITHM_KINDS
+    special = ledger.scheme.gradients or technique.all_reduce in ALGORITHM_KINDS
     in_buckets = np.broadcast_to(~sharded & (replicas > 1) & special, n.shape)
     ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, 2 * total["across"] * (replicas - 1) // replicas))
     if not in_buckets.any():
         return ledger
     numels = [rows * of_row for rows, of_row in (local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable)]
-    return account_buckets(
-        technique.compression, technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets
-    )
+    return account_buckets(technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets)
 
 
 def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bool_]) -> Array:

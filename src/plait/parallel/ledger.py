@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.parallel.scheme import Scheme
 from plait.shards import shard_length
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Ledger:
     """How often head and loss are computed for a micro-batch; 2 where that is done in chunks, because backward recomputes them."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are replicated."""
+    scheme: Scheme = field(default_factory=Scheme)
+    """How messages between data-parallel ranks are compressed."""
     optimizer_tensors: int = 2
     """Parameter-shaped states of the optimizer, in the parameter's dtype (AdamW: 2)."""
     optimizer_scalar_bytes: int = 4

@@ -11,6 +11,7 @@ from plait.parallel.activation_offload import ActivationOffload
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
+from plait.parallel.compression import Compression
 from plait.parallel.data import DataParallel, ShardedSteps
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.ledger import Ledger
@@ -36,11 +37,12 @@ ORDER: tuple[type[Technique], ...] = (
     Compile,
     ParameterOffload,
     OptimizerOffload,
+    Compression,
     DataParallel,
 )
-"""What changes a block's forward comes before what shards it; precision and offload leave settings that sharding consumes. Precision comes
-first because the others ask for the size of an element when they are priced. A pipeline comes after the split over tp, which is decided for
-the whole model, and before what is done to a rank's own blocks."""
+"""What changes a block's forward comes before what shards it; precision, offload and compression leave settings that the technique which
+shards and reduces consumes. Precision comes first because the others ask for the size of an element when they are priced. A pipeline comes
+after the split over tp, which is decided for the whole model, and before what is done to a rank's own blocks."""
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:

@@ -57,7 +57,7 @@ class Pipeline(Technique):
         rank = mesh.coordinates["pp"]
         staged = stage_model(parts.model, found, schedule.stages_of(rank), region=parts.noted(Region), device=mesh.device)
         own = tuple(name for stage in staged.stages.values() for name in stage.blocks)
-        return parts.with_(blocks=own).with_note(replace(plan, staged=staged))
+        return parts.with_(blocks=own).with_notes(replace(plan, staged=staged))
 
     def check(self, context: Context) -> PipelineParts | None:
         """The table and the cut; None for one rank. Raises ConfigError or ModelError where the schedule or the model does not allow it."""

@@ -113,7 +113,7 @@ class Recompute(Technique):
             saved = SavedTensors(block, store=store, partition=partition if mode != "none" else None, index=index)
             contexts = selective.contexts(kept) if mode == "selective" else None
             _wrap(block, mode=mode, contexts=contexts, saved=saved, region=region)
-        return parts.with_note(self)
+        return parts.with_notes(self)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """What brings the blocks' own forward back, should the model get another owner."""

@@ -12,10 +12,14 @@ from plait.parallel.hooks import StepEnd, StepHook
 from plait.parallel.reducer import Reducer
 
 
+class CompressedUnits(dict[str, QuantisedReduceScatter]):
+    """Sharded units' compressed collectives that may carry something, by name; others after autotuning took another scheme."""
+
+
 class Residuals(StepHook):
     """Of the reducer's buckets, and of sharded units by their names. Which those are may change between two steps."""
 
-    def __init__(self, reducer: Reducer | None, units: Mapping[str, QuantisedReduceScatter], *, device: torch.device) -> None:
+    def __init__(self, reducer: Reducer | None, units: CompressedUnits, *, device: torch.device) -> None:
         self._reducer, self.units, self._device = reducer, units, device
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -100,9 +100,9 @@ class Parts:
         """The note of a type, if there is one."""
         return cast("T | None", self.notes.get(kind))
 
-    def with_note(self, note: object) -> Parts:
-        """A copy with a note, in place of one of the same type."""
-        return replace(self, notes={**self.notes, type(note): note})
+    def with_notes(self, *notes: object | None) -> Parts:
+        """A copy with more notes, each in place of one of the same type; None is none."""
+        return replace(self, notes={**self.notes, **notes_of(notes)})
 
 
 class Technique(Policy):

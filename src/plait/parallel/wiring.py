@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -19,23 +19,45 @@ from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
 from plait.comm.choose import choose_buckets
-from plait.comm.compress import QuantisedReduceScatter
 from plait.comm.host import Host
 from plait.comm.links import GroupLinks, load
 from plait.comm.startup import Found, find_links, refine
-from plait.comm.transport import Transport, connect
+from plait.comm.transport import Transport, TransportName, connect
 from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.compression import Compression
 from plait.parallel.reducer import GRADIENTS, Reducer
-from plait.parallel.technique import Parts
+from plait.parallel.residuals import CompressedUnits
+from plait.parallel.scheme import Scheme
+from plait.parallel.technique import Parts, Technique
 from plait.parallel.trial import Option, Trial
-
-if TYPE_CHECKING:
-    from plait.parallel.data import DataParallel
+from plait.units import MIB
 
 T = TypeVar("T")
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
+
+
+class CollectiveSettings(Technique):
+    """How gradients and parameters are sent between data-parallel ranks."""
+
+    bucket_bytes: int = 25 * MIB
+    """Stage 0: gradients are reduced in buckets of about this size. Sharded stages reduce block by block."""
+    transport: TransportName = "prefer-shared-memory"
+    """How bytes move between processes: torch's collectives, or memory that the processes of one machine share."""
+    all_reduce: Name | Literal["by-machines"] = "by-machines"
+    """Stage 0: how gradients are summed (see `comm.algorithms`). `by-machines`: hierarchical where a group spans machines that hold
+    several of its ranks each, else the backend's own, or shared memory."""
+    links: str | None = None
+    """A file of measured links (`comm.links`), by which `by-machines` chooses."""
+    measure_seconds: float = 0.0
+    """How long `by-machines` measures the links when the model is sharded, where it has no file and no shared memory; 0 does not."""
+    kept_links: str | None = None
+    """Where that measurement is kept for the next start of the run."""
+    bucket_by_links: bool = False
+    """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes` does."""
+    second_copy: int = 0
+    """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
+    those; 0 keeps what the optimizer has."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,7 @@ class Summing:
     way: BucketWay
     said: str
     """A description."""
-    others: tuple[tuple[Compression, BucketWay], ...] = ()
+    others: tuple[tuple[Scheme, BucketWay], ...] = ()
 
     def trial_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> Trial | None:
         """The steps that decide, for all ranks of `groups`."""
@@ -95,7 +117,7 @@ def _on_all_of_tp(mesh: Mesh, here: bool) -> bool:
     return all(answers)
 
 
-def _connected(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, label: str) -> Transport:
+def _connected(technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh, *, label: str) -> Transport:
     """`connect`, the same on every rank of the tp axis."""
     way = connect(group, label=label, device=mesh.device, wanted=technique.transport)
     if technique.transport != "prefer-shared-memory" or _on_all_of_tp(mesh, way.name == "shared-memory") or way.name == "torch":
@@ -104,12 +126,14 @@ def _connected(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
     return replace(found, reason="another rank of the tp axis has no memory in common with its group")
 
 
-def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int) -> Summing:
+def replicated(
+    technique: CollectiveSettings, compression: Compression, group: dist.ProcessGroup, mesh: Mesh, *, gradient_bytes: int
+) -> Summing:
     """Collective over the group and over tp. `gradient_bytes`: of all gradients that this rank sums."""
-    compression = technique.compression
-    if compression.gradients:
-        fixed = BucketWay(partial(compression.buckets, group, mesh.device), technique.bucket_bytes)
-        return Summing(fixed, f"gradients are reduced as {compression.name}")
+    scheme = compression.scheme
+    if scheme.gradients:
+        fixed = BucketWay(partial(scheme.buckets, group, mesh.device), technique.bucket_bytes)
+        return Summing(fixed, f"gradients are reduced as {scheme.name}")
     levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "hierarchical") else None
     if not _on_all_of_tp(mesh, levels is not None):
         levels = None
@@ -155,14 +179,14 @@ def replicated(technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh, *,
         make = partial(AlgorithmBuckets, group, device=mesh.device, algorithm=cast(Name, wanted), levels=levels)
         said = f"gradients are reduced by {wanted}: {why}"
     in_memory = wanted == "shared-memory" or (wanted == "by-machines" and way.name == "shared-memory")
-    open_, words = _open_to_compression(technique, mesh, in_memory=in_memory)
+    open_, words = _open_to_compression(compression, mesh, in_memory=in_memory)
     others = tuple((to, _compressed_way(to, technique, group, mesh)) for to in open_)
     return Summing(BucketWay(make, bucket_bytes), f"{said}{words}", others)
 
 
-def _open_to_compression(technique: DataParallel, mesh: Mesh, *, in_memory: bool) -> tuple[tuple[Compression, ...], str]:
+def _open_to_compression(compression: Compression, mesh: Mesh, *, in_memory: bool) -> tuple[tuple[Scheme, ...], str]:
     """(candidates of the first steps, a sentence about them)."""
-    allowed = technique.may_compress
+    allowed = compression.candidates
     if not allowed:
         return (), ""
     if mesh.device.type != "cpu":
@@ -172,7 +196,7 @@ def _open_to_compression(technique: DataParallel, mesh: Mesh, *, in_memory: bool
     return allowed, f". The first steps decide on compression: {', '.join(to.name for to in allowed)}"
 
 
-def _compressed_way(to: Compression, technique: DataParallel, group: dist.ProcessGroup, mesh: Mesh) -> BucketWay:
+def _compressed_way(to: Scheme, technique: CollectiveSettings, group: dist.ProcessGroup, mesh: Mesh) -> BucketWay:
     given = technique.bucket_bytes
     make = partial(to.buckets, group, mesh.device, whole_steps=0)  # the steps before were uncompressed
     return BucketWay(make, to.bucket_bytes(given) if technique.bucket_by_links else given)
@@ -209,15 +233,14 @@ class Sharing:
 
     said: str = ""
     """A description."""
-    compressors: dict[str, QuantisedReduceScatter] = field(default_factory=dict)
-    """Units' compressed collectives that may keep a residual; others after autotuning has activated another candidate."""
+    compressors: CompressedUnits = field(default_factory=CompressedUnits)
     trial: Trial | None = None
     """The steps that decide whether gradients are compressed."""
     parameter_host: Host | None = None
     """Ranks that can hold parameters once, in the memory that they share."""
 
 
-def sharded(technique: DataParallel, parts: Parts, mesh: Mesh, waits: Waits) -> Sharing:
+def sharded(technique: CollectiveSettings, compression: Compression, stage: int, parts: Parts, mesh: Mesh, waits: Waits) -> Sharing:
     """Collective over `dp_shard` and tp."""
     group = mesh.group("dp_shard")
     if group is None:
@@ -227,25 +250,25 @@ def sharded(technique: DataParallel, parts: Parts, mesh: Mesh, waits: Waits) -> 
         return Sharing()
     way = _connected(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
-    all_gather = way.all_gather if not (technique.stage == 3 and technique.second_copy) else None
+    all_gather = way.all_gather if not (stage == 3 and technique.second_copy) else None
     for module in sharded_modules(parts.model):
         if mesh.device.type == "cpu":
             module.set_custom_all_gather(TimedAllGather(all_gather, waits, "dp_shard"))
     whole = partial(_reduce_whole, parts, way, waits)
     whole()
-    compression = technique.compression
+    scheme = compression.scheme
     # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
     shard = parts.shard
     as_they_are = shard.compute_dtype is None and not shard.offloaded_units and not shard.always_shard
-    host = way.host if all_gather is not None and as_they_are and not compression.weight_bits else None
+    host = way.host if all_gather is not None and as_they_are and not scheme.weight_bits else None
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
-    gathered = f"gathered {names[compression.weight_bits]}" if host is None else "stored once in shared memory"
-    said = f"parameters are {gathered}, gradients reduced {names[compression.gradient_bits]}: {way.reason}"
-    open_, words = _open_to_compression(technique, mesh, in_memory=way.name == "shared-memory")
-    levels = mesh.levels("dp_shard") if compression.gradient_bits or open_ else None
-    compressors = compression.install(parts.model, levels, waits)
+    gathered = f"gathered {names[scheme.weight_bits]}" if host is None else "stored once in shared memory"
+    said = f"parameters are {gathered}, gradients reduced {names[scheme.gradient_bits]}: {way.reason}"
+    open_, words = _open_to_compression(compression, mesh, in_memory=way.name == "shared-memory")
+    levels = mesh.levels("dp_shard") if scheme.gradient_bits or open_ else None
+    compressors = CompressedUnits(scheme.install(parts.model, levels, waits))
 
-    def take(to: Compression | None) -> None:
+    def take(to: Scheme | None) -> None:
         compressors.clear()
         if to is None:
             whole()

@@ -144,7 +144,9 @@ def prepare(
         rest += more
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
-    changed: dict[str, Any] = {"may_compress": ()}  # what is compared computes the same numbers from the first step to the last
+    # What is compared computes the same numbers from the first step to the last.
+    resolved = resolved.model_copy(update={"compression": resolved.compression.model_copy(update={"candidates": ()})})
+    changed: dict[str, Any] = {}
     if choice.share < 1:
         # As many buckets for the small model as the large one has.
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))

@@ -319,26 +319,26 @@ def test_the_warning_names_the_keys_that_mean_nothing() -> None:
 
 def test_compression() -> None:
     def made(stage: int, **parallel: Any) -> Any:
-        return resolved({"zero_optimization": {"stage": stage}, "parallel": parallel}, world_size=4).data_parallel
+        return resolved({"zero_optimization": {"stage": stage}, "parallel": parallel}, world_size=4)
 
-    assert made(0, compress_gradients="int8").compression.model_dump() == {
+    assert made(0, compress_gradients="int8").compression.scheme.model_dump() == {
         "gradient_bits": 8,
         "weight_bits": 0,
         "powersgd_rank": 0,
         "error_feedback": True,
         "revocable": False,
     }
-    assert made(2, compress_gradients="int4", compress_weights="int8").compression.model_dump() == {
+    assert made(2, compress_gradients="int4", compress_weights="int8").compression.scheme.model_dump() == {
         "gradient_bits": 4,
         "weight_bits": 8,
         "powersgd_rank": 0,
         "error_feedback": False,
         "revocable": False,
     }
-    assert made(2, compress_gradients="int4", error_feedback=True).compression.error_feedback
-    assert made(0, compress_gradients="powersgd", powersgd_rank=2).compression.powersgd_rank == 2
-    assert [made(stage, second_copy=2).second_copy for stage in (2, 3)] == [0, 2]
-    assert made(3, second_copy=4).second_copy == 0, "a copy over all is no second one"
+    assert made(2, compress_gradients="int4", error_feedback=True).compression.scheme.error_feedback
+    assert made(0, compress_gradients="powersgd", powersgd_rank=2).compression.scheme.powersgd_rank == 2
+    assert [made(stage, second_copy=2).data_parallel.second_copy for stage in (2, 3)] == [0, 2]
+    assert made(3, second_copy=4).data_parallel.second_copy == 0, "a copy over all is no second one"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""What acts on a step: which calls a hook gets, how often and in which order, from the engine and from your own training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import plait
+from plait.cluster.mesh import Mesh
+from plait.engine.batch import default_forward
+from plait.parallel.data import DataParallel
+from plait.parallel.hooks import Hooks, Lost, StepEnd, StepHook
+from plait.parallel.pipeline import Pipeline
+from plait.parallel.reducer import Reducer
+from plait.parallel.technique import Parts
+from tests.parity import cases
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+
+class Counting(StepHook):
+    """Writes down every call, and whether gradients were sums over the ranks by then."""
+
+    said = "calls are written down"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.loaded: Mapping[str, torch.Tensor] = {}
+
+    def before_microbatch(self, last: bool) -> None:
+        self.calls.append(f"micro-batch {'last' if last else 'not last'}")
+
+    def backward(self) -> Any:
+        self.calls.append("backward")
+        return nullcontext()
+
+    def after_backward(self) -> None:
+        self.calls.append("after backward")
+
+    def finish_reduction(self) -> None:
+        self.calls.append("reduction")
+
+    def before_update(self) -> None:
+        self.calls.append("update")
+
+    def after_step(self, end: StepEnd) -> str:
+        self.calls.append(f"step, skipped {end.skipped}")
+        return "" if len(self.calls) > 20 else "it was decided"
+
+    def drop_gradients(self) -> None:
+        self.calls.append("drop")
+
+    def on_error(self, lost: Lost) -> None:
+        self.calls.append(f"error in {lost}")
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"counting": torch.tensor(len(self.calls))}
+
+    def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+        self.loaded = saved
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def attached(hook: StepHook) -> Any:
+    """A technique of today attaches one hook more."""
+    own = DataParallel.attach
+
+    def attach(self: DataParallel, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        return [hook, *own(self, parts, mesh)]
+
+    return patch.object(DataParallel, "attach", attach)
+
+
+def counted(rank: int, world: int, stage: int, folder: Path) -> dict[str, Any]:
+    """Runs in a worker."""
+    hook, own = Counting(), Counting()
+    config = settings(world, stage, 1, 2)
+    with attached(hook):
+        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+    batch = cases.steps_for("plain", 2 * world)[0][2 * rank : 2 * rank + 2]
+    found: dict[str, Any] = {"order": [type(each).__name__ for each in engine.hooks.all], "said": engine.communication}
+    found["decided"] = engine.train_batch(batch).decided
+    found["step"], hook.calls[:] = list(hook.calls), []
+    for piece in batch:
+        engine.backward(plait.causal_lm_loss(default_forward(engine, piece), piece)[0])
+        engine.step()
+    found["three calls"], hook.calls[:] = list(hook.calls), []
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    found["loaded"] = hook.loaded["counting"].item()
+    engine.loss_fn = None
+    engine.zero_grad()
+    with patch.object(type(engine.model), "forward", side_effect=RuntimeError("planted")):
+        try:
+            default_forward(engine, batch[0])
+        except RuntimeError:
+            engine.zero_grad()
+    found["error"], hook.calls[:] = list(hook.calls), []
+    engine.close()
+    found["close"] = hook.calls
+    model = cases.build("plain", tied=False)
+    with attached(own):
+        plait.parallelize(model, settings(world, 0, 1, 2))
+    with plait.accumulate(model):
+        pass
+    found["own loop"] = own.calls
+    return found
+
+
+def test_what_a_hook_is_told(pool: Pool, tmp_path: Path) -> None:
+    for stage in (0, 2):
+        for found in pool.run(2, counted, stage, tmp_path / str(stage)):
+            own = ["Reducer"] if stage == 0 else ["ShardedSteps", "UnusedTracker"]
+            assert found["order"] == [*own, "ChangingBuffers", "Recomputed", "Counting", "Guard"], "other hooks follow"
+            assert found["said"].endswith("calls are written down")
+            assert found["decided"] == "it was decided"
+            micro = ["micro-batch not last", "backward", "micro-batch last", "backward"]
+            assert found["step"] == [*micro, "reduction", "update", "step, skipped False"]
+            calls = [["micro-batch " + last] * 2 + ["backward", "after backward"] for last in ("not last", "last")]
+            assert found["three calls"] == [*calls[0], *calls[1], "reduction", "update", "step, skipped False"]
+            assert found["loaded"] == 0
+            assert found["error"] == ["drop", "micro-batch not last", "error in forward", "drop"]
+            assert found["close"] == ["release", "close"]
+            assert found["own loop"] == ["micro-batch not last", "micro-batch last"]
+
+
+def traced(rank: int, world: int) -> tuple[int, int]:
+    """How often a pipeline and a split over tp are planned while an engine is made. Runs in a worker."""
+    from plait.parallel.tensor import make_plan
+
+    config = settings(world, 0, 1, 2)
+    config["parallel"] = {"pp": 2, "recompute": {"mode": "budget", "budget_gib": 1, "sequence_length": 8}}
+    config["train_micro_batch_size_per_gpu"] = 1
+    with (
+        patch.object(Pipeline, "_bounds", autospec=True, side_effect=Pipeline._bounds) as bounds,
+        patch("plait.parallel.tensor.make_plan", side_effect=make_plan) as plans,
+    ):
+        engine = plait.initialize(cases.build("llama", tied=False, dtype=torch.float32, layers=2), config, loss_fn=plait.causal_lm_loss)
+    engine.close()
+    return bounds.call_count, plans.call_count
+
+
+def test_a_pipeline_is_planned_once(pool: Pool) -> None:
+    assert pool.run(2, traced) == [(1, 0)] * 2
+
+
+def test_only_what_is_overridden_is_called() -> None:
+    """No call of a hook that does nothing there."""
+
+    class Quiet(StepHook):
+        def finish_reduction(self) -> None:
+            pass
+
+    hooks = Hooks([Quiet(), StepHook()])
+    assert len(hooks.finish_reduction) == 1
+    lists = {name: value for name, value in vars(hooks).items() if isinstance(value, list)}
+    assert len(lists) == 11
+    assert [name for name, calls in lists.items() if calls] == ["finish_reduction"]
+    assert hooks.of(Reducer) is None
+    assert hooks.of(Quiet) is hooks.all[0]
+    assert hooks.state() == {}
+    assert hooks.said == ""
