@@ -213,16 +213,16 @@ def test_each_storage_is_moved_once_and_shared_ones_stay(store: Any) -> None:
 
 
 def test_what_is_saved_again_after_a_write_is_another(store: Any) -> None:
-    """One storage, saved before and after it was written to: each multiplication's gradient is what it multiplied by."""
+    """One storage, saved for a product that no backward reaches, written to, and saved again for one that does."""
     factors = torch.randn(2, 1024, requires_grad=True)
     hidden = torch.randn(1024)
-    wanted = torch.stack([hidden, 2 * hidden])
     with SavedTensors(nn.Identity(), store=store, partition=None, index=0).hooks((), {}):
-        first = factors[0] * hidden
-        hidden.mul_(2)
-        total = (first + factors[1] * hidden).sum()
-    (found,) = torch.autograd.grad(total, [factors])
-    assert torch.equal(found, wanted)
+        unused = factors[0] * hidden
+        hidden.mul_(2)  # after which torch refuses the backward of `unused`
+        used = factors[1] * hidden
+    (found,) = torch.autograd.grad(used.sum(), [factors])
+    assert torch.equal(found, torch.stack([torch.zeros_like(hidden), hidden]))
+    assert unused.requires_grad
 
 
 @pytest.mark.parametrize(
