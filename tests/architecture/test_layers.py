@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,32 +61,13 @@ def _dotted(node: ast.AST) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_go_down_only_and_in_no_circle() -> None:
     tool = Path(sys.executable).with_name("lint-imports")
     if not tool.exists():
         assert importlib.util.find_spec("importlinter") is None, "import-linter is installed without its command"
         pytest.skip("import-linter is not installed")
     done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[done.stdout.find("Contracts") :]
-
-
-def _module(path: Path) -> str:
-    return ".".join(("plait", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def test_no_import_circle() -> None:
-    """Not under TYPE_CHECKING and not inside of a function either: things that need each other belong in one file, or what both need
-    belongs in a third."""
-    modules = {_module(path): path for path in FILES}
-    graph = {
-        module: {whole if (whole := f"{base}.{name}") in modules else base for _, base, name in _imports(path)} & modules.keys()
-        for module, path in modules.items()
-    }
-    assert "plait.config.resolve" in graph["plait"], "which is imported under TYPE_CHECKING alone"
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" is imported by ".join(error.args[1]))
 
 
 def test_nothing_imports_the_root_package_for_its_names() -> None:
