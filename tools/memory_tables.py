@@ -25,16 +25,16 @@ from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.batch import default_forward
-from plait.engine.dry_model import token_batch
-from plait.engine.forecast import foretell, foretell_on
-from plait.engine.rank_activations import rank_activations
-from plait.engine.rehearsal import foretell_messages
+from plait.dryrun.dry_model import token_batch
+from plait.dryrun.predicted_peak import foretell, foretell_on
+from plait.dryrun.rank_activations import rank_activations
+from plait.engine.single_rank import foretell_messages
 from plait.model.blocks import find_blocks
-from plait.parallel.moments import PEAK_KINDS
-from plait.parallel.recompute import Recompute
+from plait.parallel.accounting.timeline_points import PEAK_KINDS
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.micro_batches import default_forward
 from plait.parallel.technique import Parts
-from plait.parallel.tensor import TensorParallel
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB, MIB
 from tests.measured.memory import measure_activations, measure_in_flight, measure_peak
 

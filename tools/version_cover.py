@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import plait
 import plait.engine.build  # before the forks
-from plait.parallel.schedule import SCHEDULES
+from plait.parallel.schedules.schedule import SCHEDULES
 from tests.parity import cases
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plait.engine.disk_optimizer import DiskTier
-from plait.parallel.arena import Arena
+from plait.optim.disk_optimizer import DiskTier
+from plait.parallel.offload.arena import Arena
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 Step = Callable[[], None]

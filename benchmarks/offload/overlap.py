@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait.engine.disk_optimizer import ALIGNED, DiskTier
-from plait.parallel.arena import Arena
+from plait.optim.disk_optimizer import ALIGNED, DiskTier
+from plait.parallel.offload.arena import Arena
 
 PIECES, SECONDS = 40, 0.02
 """Pieces or blocks, and what computing one takes."""

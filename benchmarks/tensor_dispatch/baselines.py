@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
 import plait
-from plait.parallel.styles import Region
+from plait.parallel.tensor.styles import Region
 
 RANKS, LENGTH, WIDTH = 2, 8, 32
 

@@ -10,10 +10,10 @@ from plait.version import __version__
 if TYPE_CHECKING:
     from plait.config.resolve import load as load_config
     from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
-    from plait.engine.chunked_loss import chunked_causal_lm_loss
     from plait.engine.engine import Engine, StepResult
-    from plait.engine.loss import causal_lm_loss, per_sample
     from plait.errors import ConfigError, PlaitError
+    from plait.losses.chunked_loss import chunked_causal_lm_loss
+    from plait.losses.loss import causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
 
 # Looked up on first use, so that `plait --help` and `import plait` do not import torch.
@@ -26,13 +26,13 @@ _HOMES = {
     "PlaitError": "plait.errors",
     "StepResult": "plait.engine.engine",
     "accumulate": "plait.engine.build",
-    "causal_lm_loss": "plait.engine.loss",
-    "chunked_causal_lm_loss": "plait.engine.chunked_loss",
+    "causal_lm_loss": "plait.losses.loss",
+    "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "clip_grad_norm": "plait.engine.build",
     "initialize": "plait.engine.build",
     "load_config": "plait.config.resolve",
     "parallelize": "plait.engine.build",
-    "per_sample": "plait.engine.loss",
+    "per_sample": "plait.losses.loss",
 }
 
 __all__ = [

@@ -8,12 +8,12 @@ import torch
 
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.batch import default_forward
-from plait.engine.dry_model import token_batch
-from plait.engine.loss import causal_lm_loss
-from plait.engine.rank_activations import rank_activations
+from plait.dryrun.dry_model import token_batch
+from plait.dryrun.rank_activations import rank_activations
+from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
-from plait.parallel.in_flight import RankActivations
+from plait.parallel.accounting.activations import RankActivations
+from plait.parallel.micro_batches import default_forward
 from tests.parity import cases
 
 LENGTH, LAYERS = 16, 4

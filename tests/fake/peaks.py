@@ -10,8 +10,8 @@ import torch
 import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.forecast import Forecast, foretell_on
-from plait.parallel.moments import PEAK_KINDS
+from plait.dryrun.predicted_peak import Forecast, foretell_on
+from plait.parallel.accounting.timeline_points import PEAK_KINDS
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import MeasuredPeak, measure_peak
 from tests.parity import cases

@@ -9,14 +9,14 @@ import torch
 import plait
 from plait.config.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
-from plait.engine.rehearsal import foretell_messages
+from plait.engine.single_rank import foretell_messages
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.parallel.pipeline import PipelineParts
-from plait.parallel.pipeline_account import facts_of_rank, stage_counts
+from plait.parallel.pipeline.account import facts_of_rank, stage_counts
+from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from tests.parity import cases
 from tests.parity.pipelines import layers_of
 

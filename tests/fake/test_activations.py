@@ -10,15 +10,15 @@ import torch
 import plait
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.batch import default_forward
-from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.engine.dry_model import token_batch
-from plait.engine.rank_activations import rank_activations
+from plait.dryrun.dry_model import token_batch
+from plait.dryrun.rank_activations import rank_activations
+from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
-from plait.parallel.in_flight import RankActivations
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.activations import RankActivations
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.micro_batches import default_forward
 from plait.parallel.order import account_all
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import measure_activations

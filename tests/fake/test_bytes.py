@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from plait.model.facts import model_facts
-from plait.parallel.data import DataParallel
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.order import account_all
-from plait.parallel.precision import Precision
+from plait.parallel.precision.mixed_precision import Precision
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld, batch, build, predicted
 from tests.measured.memory import measure_step

@@ -13,10 +13,10 @@ import plait
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
 from plait.config.resolve import load, resolve
-from plait.engine.disk_optimizer import DiskTier
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
-from plait.parallel.ledger import Ledger
+from plait.optim.disk_optimizer import DiskTier
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from tests.fake import pipelines as pipeline
 from tests.parity import cases

@@ -11,7 +11,7 @@ import torch
 from plait._torch.groups import delivered_at_once
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.recompute import Recompute
+from plait.parallel.activations.recompute import Recompute
 from plait.units import GIB
 from tests.fake import pipelines
 from tests.fake.activations import LAYERS, LENGTH, foretold

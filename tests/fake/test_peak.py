@@ -10,8 +10,8 @@ import torch
 from plait._torch.groups import delivered_at_once
 from plait.cluster.mesh import build_mesh
 from plait.config.resolve import load, resolve
-from plait.engine.forecast import foretell, foretell_on, why_not_foretold
-from plait.engine.rehearsal import rehearse
+from plait.dryrun.predicted_peak import foretell, foretell_on, why_not_foretold
+from plait.engine.single_rank import rehearse
 from plait.errors import InputError
 from tests.covers import cover
 from tests.fake import pipelines

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes
-from plait.parallel.pipeline_account import Held, held_after
-from plait.parallel.schedule import Action
+from plait.parallel.pipeline.account import Held, held_after
+from plait.parallel.schedules.schedule import Action
 from tests.covers import cover
 from tests.fake.pipelines import batch, build, predicted
 from tests.fake.worlds import FakeWorld

@@ -12,10 +12,10 @@ import torch
 from benchmarks.planner_memory.layouts import CASES, MODELS, Case, compare, describe
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.engine.dry_model import token_batch
-from plait.engine.rank_activations import rank_activations
+from plait.dryrun.dry_model import token_batch
+from plait.dryrun.rank_activations import rank_activations
 from plait.model.blocks import find_blocks
-from plait.parallel.tensor import TensorParallel
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
 from plait.planner.models import Model, from_config

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from plait.config.resolve import load, resolve
-from plait.engine.rehearsal import Rehearsal, rehearse
+from plait.engine.single_rank import Rehearsal, rehearse
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
-from plait.parallel.pipeline_account import facts_of_rank
+from plait.parallel.pipeline.account import facts_of_rank
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {"vocab_size": 32000, "max_position_embeddings": 4096}

@@ -14,7 +14,7 @@ from plait.config.resolve import load, resolve
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld

@@ -12,7 +12,7 @@ from plait.config.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from tests.parity import cases
 

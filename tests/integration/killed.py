@@ -23,9 +23,9 @@ import torch
 from plait.cli.main import main
 
 PLACES = (
-    ("plait.parallel.arena.Arena.put_away", 150),  # a backward or a step over the files
-    ("plait.parallel.arena.Arena.fetch", 250),
-    ("plait.engine.disk_optimizer.DiskTier._take", 20),  # between two pieces of a step
+    ("plait.parallel.offload.arena.Arena.put_away", 150),  # a backward or a step over the files
+    ("plait.parallel.offload.arena.Arena.fetch", 250),
+    ("plait.optim.disk_optimizer.DiskTier._take", 20),  # between two pieces of a step
     ("plait.checkpoint.distributed.dcp.save", 1),
     ("plait.checkpoint.distributed.dcp.save", 2),
     ("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", 1),  # tensors are written, what names them is not

@@ -10,7 +10,8 @@ import torch
 from plait._torch.dtensor import local_window
 from plait.comm.collectives import enter
 from plait.config.resolve import load
-from plait.parallel import materialise, styles, tensor
+from plait.parallel import materialise
+from plait.parallel.tensor import styles, tensor_parallel
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report
 from plait.verify.run import compare, run_layout
@@ -49,12 +50,12 @@ def _next_ranks(parameter: Any) -> tuple[slice, ...]:
     return slice(start, start + size), *window[1:]
 
 
-_split, _window = tensor._split_parameters, local_window
+_split, _window = tensor_parallel._split_parameters, local_window
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (styles, "leave", lambda x, group: x),
     "missing all-reduce of gradients": (styles, "enter", lambda x, group: x),
     "replicated gradient counted double": (styles, "summed_gradient", _summed_twice),
-    "untied embedding": (tensor, "_split_parameters", _untied),
+    "untied embedding": (tensor_parallel, "_split_parameters", _untied),
     "wrong shard": (materialise, "local_window", _next_ranks),
 }
 

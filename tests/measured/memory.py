@@ -16,18 +16,18 @@ from plait._torch.operators import tree_leaves
 from plait._torch.storage import StorageTracker, storage_bytes, storage_id
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
 from plait.comm.messages import Arriving
-from plait.engine.batch import to_device
+from plait.dryrun.recorder import BACKWARD, Recorder, watch
+from plait.dryrun.storage_tracker import LiveStorages
 from plait.engine.engine import Engine
-from plait.engine.live import LiveStorages
-from plait.engine.peak import step_tensors
-from plait.engine.recorder import BACKWARD, Recorder, watch
-from plait.parallel.data import free_gathered
-from plait.parallel.ledger import MEMORY_KINDS
-from plait.parallel.moments import BESIDE, HEAD
-from plait.parallel.reducer import Reducer
-from plait.parallel.residuals import Residuals
-from plait.parallel.saved import OffloadedActivations
-from plait.parallel.schedule import Action, Kind, Message, Payload
+from plait.optim.step_tensors import step_tensors
+from plait.parallel.accounting.ledger import MEMORY_KINDS
+from plait.parallel.accounting.timeline_points import BESIDE, HEAD
+from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.residuals import Residuals
+from plait.parallel.micro_batches import to_device
+from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
 
 
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
@@ -185,7 +185,7 @@ class MeasuredPeak:
     torch_bytes: int
     """By torch's own tracker."""
     own_bytes: int
-    """By the storage tracker `engine.live`, which also counts the fake tensors of a dry run."""
+    """By the storage tracker `dryrun.storage_tracker`, which also counts the fake tensors of a dry run."""
 
 
 def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:

@@ -9,10 +9,10 @@ import torch
 
 import plait
 from plait.config.resolve import load, resolve
-from plait.engine.dry_model import token_batch
-from plait.engine.rank_activations import rank_activations
-from plait.parallel.recompute import Recompute
-from plait.parallel.saved import OffloadedActivations
+from plait.dryrun.dry_model import token_batch
+from plait.dryrun.rank_activations import rank_activations
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.verify.parity import engine_trace
 from tests.measured.memory import measure_activations
 from tests.parity import cases

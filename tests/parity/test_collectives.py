@@ -67,7 +67,7 @@ def cross_entropy(rank: int, ranks: int, vocabulary: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-    from plait.parallel.cross_entropy import vocab_parallel_cross_entropy
+    from plait.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
     logits, targets = whole(5, 2, 6, vocabulary) * 4, torch.arange(12).view(2, 6) % vocabulary
     targets[0, 1] = -100

@@ -210,7 +210,7 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, steps: i
         losses.append(float(whole.train_batch(step[rank])))
     again = engine()
     again.load_checkpoint(folder)
-    with patch("plait.parallel.residuals.Residuals.load_state", lambda *_: None):
+    with patch("plait.parallel.data.residuals.Residuals.load_state", lambda *_: None):
         forgetful = engine()
         forgetful.load_checkpoint(folder)
     return [losses[half:], *([float(e.train_batch(step[rank])) for step in data[half:]] for e in (again, forgetful))]

@@ -18,11 +18,12 @@ from plait.comm.buckets import Flat
 from plait.comm.compress import POWERSGD_START, PowerSGDBuckets
 from plait.comm.transport import Transport, connect
 from plait.model.blocks import find_blocks
-from plait.parallel import materialise, trial, wiring
+from plait.parallel import materialise
+from plait.parallel.data import autotune, collective_selection
+from plait.parallel.data.autotune import Trial
+from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
-from plait.parallel.reducer import Reducer
 from plait.parallel.reduction import sharded_axes
-from plait.parallel.trial import Trial
 from plait.verify.parity import Trace, engine_trace, reference_trace
 from tests.parity import cases
 from tests.parity.data_parallel import CLIPPING, SEED
@@ -122,7 +123,7 @@ def decided(rank: int, world: int, stage: int) -> int:
         clock += (1.0 if deciding._now is None else 0.5) if slow else 1e-3
         return clock
 
-    with patch.object(trial.time, "perf_counter", now):
+    with patch.object(autotune.time, "perf_counter", now):
         for _ in range(60):
             if int(deciding.verdict) >= 0:
                 break
@@ -145,11 +146,11 @@ def chosen(rank: int, world: int) -> tuple[str, str, int, str]:
         return connect(group, **{**how, "wanted": "torch"} if rank % 2 else how)
 
     config = settings(world, 2, 0, 1, 1, **plan("plain"))
-    with patch.object(wiring, "connect", half):
+    with patch.object(collective_selection, "connect", half):
         engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
     assert engine.hooks.of(Reducer) is not None
     mesh: Mesh = engine.mesh
-    agreed = wiring._agreed(mesh, (rank, rank * 10))
+    agreed = collective_selection._agreed(mesh, (rank, rank * 10))
     return type(engine.hooks.of(Reducer).reduction).__name__, engine.communication, agreed[0], str(agreed)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import plait
 from plait._torch.dtensor import local_tensor
-from plait.engine.disk_optimizer import DiskTier
+from plait.optim.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity import pipelines as pipeline

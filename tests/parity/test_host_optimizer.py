@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 import plait
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.verify.parity import Trace, compare, engine_trace, worst
 from tests.parity import cases
 from tests.parity import pipelines as pipeline

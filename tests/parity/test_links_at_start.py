@@ -19,8 +19,8 @@ from plait.comm import measure, startup
 from plait.comm.links import Cost, GroupLinks, Level, load, load_with_facts
 from plait.config.resolve import load as load_config
 from plait.config.resolve import resolve
-from plait.parallel import wiring
-from plait.parallel.reducer import Reducer
+from plait.parallel.data import collective_selection
+from plait.parallel.data.reducer import Reducer
 from plait.units import MIB
 from tests.clock import Clock
 from tests.parity import cases
@@ -150,7 +150,7 @@ def test_the_choice_is_settled_at_the_size_of_the_runs_own_messages(pool: Pool, 
 
 def no_measuring(rank: int, world: int, config: dict[str, Any]) -> str:
     """Runs in a worker."""
-    with patch.object(wiring, "find_links", side_effect=AssertionError("measured")):
+    with patch.object(collective_selection, "find_links", side_effect=AssertionError("measured")):
         return started(rank, world, config)[0]
 
 

@@ -11,8 +11,8 @@ import torch
 import plait
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
-from plait.engine.disk_optimizer import DiskTier
 from plait.errors import ConfigError, ModelError
+from plait.optim.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
 from tests.parity import cases
 from tests.parity import pipelines as pipeline

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import plait
 from plait.comm.buckets import Flat
 from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
-from plait.engine.loss import Weighted
+from plait.losses.loss import Weighted
 from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
-from plait.engine.loss import Weighted
+from plait.losses.loss import Weighted
 from plait.verify.parity import whole
 from tests.parity.data_parallel import settings
 from tests.pool import Pool

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.engine.loss import CausalLMLoss
+from plait.losses.loss import CausalLMLoss
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst
 from tests.parity import cases

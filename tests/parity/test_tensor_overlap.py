@@ -16,7 +16,7 @@ import plait
 from plait.comm.pending import Pending
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
-from plait.parallel.overlap import Deferred
+from plait.parallel.tensor.overlap import Deferred
 from plait.verify.keep_float64 import keeping_float64
 from tests.covers import cover
 from tests.parity import cases

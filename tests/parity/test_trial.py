@@ -21,10 +21,10 @@ from plait.comm.links import Cost, GroupLinks, Level
 from plait.comm.reduce_scatter import AllToAllReduceScatter
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError
+from plait.parallel.data.autotune import Option, Trial, best_of
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.residuals import Residuals
 from plait.parallel.hooks import StepEnd
-from plait.parallel.reducer import Reducer
-from plait.parallel.residuals import Residuals
-from plait.parallel.trial import Option, Trial, best_of
 from tests.clock import Clock
 from tests.parity import cases
 from tests.parity.data_parallel import settings

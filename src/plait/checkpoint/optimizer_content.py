@@ -24,7 +24,7 @@ from plait.checkpoint import exact
 from plait.errors import CheckpointError
 
 START = "optimizer.state."
-_ADAMS = ("torch.optim.Adam", "torch.optim.AdamW", "plait.engine.small_state_adam.SmallStateAdam")
+_ADAMS = ("torch.optim.Adam", "torch.optim.AdamW", "plait.optim.low_bit_adam.SmallStateAdam")
 _NEEDS = {
     "amsgrad": (("Adam", "AdamW"), "max_exp_avg_sq"),
     "centered": (("RMSprop",), "grad_avg"),

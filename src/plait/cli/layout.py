@@ -17,7 +17,7 @@ from plait.errors import InputError
 if TYPE_CHECKING:
     from plait.cluster.topology import Topology
     from plait.config.resolve import Resolved
-    from plait.parallel.peak import Peak
+    from plait.parallel.accounting.peak import Peak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -108,7 +108,7 @@ def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
     from plait.model.blocks import find_blocks
     from plait.model.facts import model_facts
     from plait.model.plans import describe
-    from plait.parallel.pipeline_account import stage_rows
+    from plait.parallel.pipeline.account import stage_rows
 
     blocks = find_blocks(module, resolved.blocks or None)
     plan = None
@@ -121,9 +121,9 @@ def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
 
 
 def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
-    from plait.parallel.ledger import Ledger
+    from plait.parallel.accounting.ledger import Ledger
     from plait.parallel.order import account_all
-    from plait.parallel.pipeline_account import facts_of_rank
+    from plait.parallel.pipeline.account import facts_of_rank
 
     at, facts, pipeline = resolved.layout, built["facts"], built["pipeline"]
     if pipeline is not None:
@@ -134,7 +134,7 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
 
 def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[int, Peak], str | None]:
     """The peak of the first rank of every pipeline stage, which holds the most of its stage; or why there is none."""
-    from plait.engine.forecast import foretell, why_not_foretold
+    from plait.dryrun.predicted_peak import foretell, why_not_foretold
 
     if length is None:
         return {}, "the file has no data.sequence_length; give --sequence-length too"
@@ -151,7 +151,7 @@ def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[in
 def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None, length: int | None) -> None:
     from rich.console import Console
 
-    from plait.parallel.moments import PEAK_KINDS
+    from plait.parallel.accounting.timeline_points import PEAK_KINDS
     from plait.units import format_bytes
 
     console = Console(soft_wrap=True, highlight=False)
@@ -213,7 +213,7 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
         split = [[r.parameter, _shape(r.shape), r.style, _shape(r.local_shape), r.note] for r in _collapsed(built["rows"], facts.blocks)]
         tables.append((("parameter", "shape", "style", "on rank 0", "note"), split))
     if built["stages"]:
-        from plait.parallel.pipeline_account import balance
+        from plait.parallel.pipeline.account import balance
 
         schedule = built["pipeline"].schedule
         largest = balance(built["stages"])

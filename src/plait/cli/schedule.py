@@ -44,8 +44,8 @@ def schedule(
 
     from plait.observe import schedule as drawing
     from plait.observe.trace import chrome_trace
-    from plait.parallel.schedule import make_schedule
-    from plait.parallel.timeline import even, simulate
+    from plait.parallel.schedules.schedule import make_schedule
+    from plait.parallel.schedules.timeline import even, simulate
 
     console = Console(highlight=False, soft_wrap=True)
     if name == "list":

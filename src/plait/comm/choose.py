@@ -131,8 +131,8 @@ def price_quantised(
     *,
     quantise_seconds_per_byte: float = QUANTISE_SECONDS_PER_BYTE,
 ) -> Choice | None:
-    """The same for 8 or 4 bits per element, for comparison; a run measures them itself (`parallel.trial`). None where the links have no
-    cost for it."""
+    """The same for 8 or 4 bits per element, for comparison; a run measures them itself (`parallel.data.autotune`). None where
+    the links have no cost for it."""
 
     def price(nbytes: float) -> dict[str, float]:
         found = prices(nbytes, group, lossy=True, quantise_seconds_per_byte=quantise_seconds_per_byte)

@@ -1,7 +1,7 @@
 """The bytes that a dispatched operator sends, and an operator that records data which moves without one of torch's collectives.
 
-Counters of bytes (`engine.rehearsal`, and those of tests) call `call_of` for every operator. The recording operator does nothing; without a
-TorchDispatchMode it costs about 3 microseconds.
+Counters of bytes (`engine.single_rank`, and those of tests) call `call_of` for every operator. The recording operator does nothing;
+without a TorchDispatchMode it costs about 3 microseconds.
 """
 
 from __future__ import annotations

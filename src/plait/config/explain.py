@@ -18,11 +18,11 @@ from plait.config.schema import Config
 from plait.config.source import Source
 from plait.config.techniques import has_buckets
 from plait.errors import ConfigError, Problem
-from plait.parallel.compression import Compression
-from plait.parallel.data import DataParallel
-from plait.parallel.parameter_offload import ParameterOffload
-from plait.parallel.precision import Precision
-from plait.parallel.tensor import TensorParallel
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB, MIB
 
 

@@ -1,7 +1,7 @@
 """The optimizer and the schedule as a file names them: DeepSpeed's `optimizer` and `scheduler` blocks.
 
 Whatever is wrong with them without knowing the model is refused when they are made; nothing is built here. What each type accepts is in the
-modules `optimizers` and `schedules`; `plait.engine.optimizer` and `plait.engine.schedules` build from these two.
+modules `optimizers` and `schedules`; `plait.optim.optimizer` and `plait.optim.lr_schedules` build from these two.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Self
 from pydantic import Field, ValidationInfo, field_validator
 
 from plait.config import optimizers, schedules
-from plait.parallel.optimizer_states import StateForm
+from plait.parallel.precision.optimizer_states import StateForm
 from plait.policy import Policy
 
 

@@ -1,7 +1,7 @@
 """The parameters of each optimizer, and which ones cannot be used and why: DeepSpeed's names, every optimizer of torch, and classes by
 path.
 
-Pure: this checks names and values, `plait.engine.optimizer` builds. Parameters of torch's optimizers are read from the installed torch,
+Pure: this checks names and values, `plait.optim.optimizer` builds. Parameters of torch's optimizers are read from the installed torch,
 so a new one is known without a change here; what DeepSpeed 0.19.8 adds to them is a table.
 """
 

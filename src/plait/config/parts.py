@@ -19,8 +19,8 @@ from plait.config.schedules import RUN_LENGTH
 from plait.config.schema import Config, Fp16Section
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
-from plait.parallel.loss_scale import LossScale
-from plait.parallel.precision import ComputeDtype, Precision, ReduceDtype
+from plait.parallel.precision.loss_scale import LossScale
+from plait.parallel.precision.mixed_precision import ComputeDtype, Precision, ReduceDtype
 
 T = TypeVar("T")
 

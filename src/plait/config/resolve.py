@@ -26,18 +26,18 @@ from plait.config.sections import DataSection, ModelSection, RunSection
 from plait.config.source import Document, Source, parse_override, read
 from plait.config.validation import validate
 from plait.errors import ConfigError, Problem
-from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.activations.activation_offload import ActivationOffload
+from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
-from plait.parallel.compression import Compression
-from plait.parallel.data import DataParallel
-from plait.parallel.optimizer_offload import OptimizerOffload
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.order import in_order
-from plait.parallel.parameter_offload import ParameterOffload
-from plait.parallel.pipeline import Pipeline
-from plait.parallel.precision import Precision
-from plait.parallel.recompute import Recompute
+from plait.parallel.pipeline.pipeline_parallel import Pipeline
+from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Context, Technique
-from plait.parallel.tensor import TensorParallel
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.policy import Policy
 
 __all__ = ["Batch", "Config", "Resolved", "Source", "load", "resolve", "smallest_world", "solve_batch", "solve_layout"]

@@ -1,6 +1,6 @@
 """The parameters of each learning rate schedule: DeepSpeed's and Megatron-LM's as classes, Transformers' as a table, torch's by signatures.
 
-Pure: this checks names and values, `plait.engine.schedules` holds the formulas and builds. Defaults of DeepSpeed's schedules are those of
+Pure: this checks names and values, `plait.optim.lr_schedules` holds the formulas and builds. Defaults of DeepSpeed's schedules are those of
 DeepSpeed 0.19.8 (`runtime/lr_schedules.py`). A schedule counts optimizer steps that were not skipped.
 """
 

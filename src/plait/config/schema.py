@@ -16,7 +16,7 @@ from plait.config.numbers import LARGEST, MOST_PROCESSES, Place
 from plait.config.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.provenance import Provenance
 from plait.config.sections import DataSection, ModelSection, RunSection
-from plait.parallel.selective import DEFAULT as DEFAULT_KEEP
+from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 

@@ -16,18 +16,18 @@ from plait.config.optimization import OptimizerSpec
 from plait.config.parts import Findings, described
 from plait.config.schema import Config
 from plait.errors import ConfigError, Problem
-from plait.parallel import selective
-from plait.parallel.activation_offload import ActivationOffload
-from plait.parallel.compression import Compression
-from plait.parallel.data import DataParallel
-from plait.parallel.optimizer_offload import OptimizerOffload
-from plait.parallel.parameter_offload import ParameterOffload
-from plait.parallel.pipeline import Pipeline
-from plait.parallel.precision import Precision
-from plait.parallel.recompute import Recompute
-from plait.parallel.schedule import SCHEDULES
-from plait.parallel.scheme import Scheme
-from plait.parallel.tensor import TensorParallel
+from plait.parallel.accounting.compression_scheme import Scheme
+from plait.parallel.activations import selective
+from plait.parallel.activations.activation_offload import ActivationOffload
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.pipeline.pipeline_parallel import Pipeline
+from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.schedules.schedule import SCHEDULES
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.units import GIB, MIB, dtype_of
 
 _TIERS = {"none": "the device", "cpu": "the host", "nvme": "disk"}

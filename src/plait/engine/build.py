@@ -17,17 +17,10 @@ from plait.cluster.mesh import Mesh, build_mesh
 from plait.cluster.topology import keep_host_memory, place
 from plait.config.resolve import Resolved, load, resolve
 from plait.config.schema import Config
+from plait.dryrun.rank_activations import solved_recompute
 from plait.engine.alike import refuse_different_optimizers, refuse_different_ranks
-from plait.engine.backward_optimizer import BackwardOptimizer
-from plait.engine.batch import Forward, default_forward
 from plait.engine.check import CheckedModel, checked_model
-from plait.engine.chunked_loss import ChunkedCausalLMLoss, deferred
-from plait.engine.disk_files import build_disk_tier
-from plait.engine.disk_optimizer import DiskTier
 from plait.engine.engine import Engine
-from plait.engine.gradient_math import multiply_all
-from plait.engine.gradient_norm import clip_factor, global_norm
-from plait.engine.loss import CausalLMLoss, Loss, Weighted
 from plait.engine.misuse import (
     check_placement,
     checked_optimizer,
@@ -36,26 +29,33 @@ from plait.engine.misuse import (
     warn_of_unused_sections,
     with_callers_seed,
 )
-from plait.engine.optimizer import build_optimizer
 from plait.engine.own_loop import StepWatch
 from plait.engine.ownership import Owner, recall, refuse_taken, remember, take_over
-from plait.engine.rank_activations import solved_recompute
 from plait.engine.resume import check_scheduler, configured_groups
-from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.engine.state import generator_seed
 from plait.engine.step import Stepper
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
+from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
+from plait.losses.loss import CausalLMLoss, Loss, Weighted
 from plait.model.plans import TensorPlan, little_is_split
+from plait.optim.backward_optimizer import BackwardOptimizer
+from plait.optim.disk_files import build_disk_tier
+from plait.optim.disk_optimizer import DiskTier
+from plait.optim.gradient_math import multiply_all
+from plait.optim.gradient_norm import clip_factor, global_norm
+from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
+from plait.optim.optimizer import build_optimizer
 from plait.parallel import materialise
 from plait.parallel.buffers import bind_sync_batch_norm
-from plait.parallel.data import free_after_evaluation, watch_shards_of
+from plait.parallel.data.data_parallel import free_after_evaluation, watch_shards_of
+from plait.parallel.data.reducer import Reducer
 from plait.parallel.full_state import accept_full_tensors
 from plait.parallel.hooks import Hooks
-from plait.parallel.loss_scale import LossScaler
-from plait.parallel.optimizer_states import refuse_cut_blocks
+from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.order import apply_all, attach_all
-from plait.parallel.pipeline import PipelineRank
-from plait.parallel.reducer import Reducer
+from plait.parallel.pipeline.pipeline_parallel import PipelineRank
+from plait.parallel.precision.loss_scale import LossScaler
+from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 from plait.parallel.technique import Parts
 
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved

@@ -14,8 +14,8 @@ from torch import nn
 from plait.cluster.mesh import default_device_type
 from plait.config.resolve import Resolved
 from plait.engine.misuse import refuse_unfit_layers
-from plait.engine.optimizer import refuse_nothing_to_train
 from plait.model.blocks import find_blocks
+from plait.optim.optimizer import refuse_nothing_to_train
 from plait.parallel.order import check_all
 from plait.parallel.technique import Parts
 

@@ -20,20 +20,20 @@ from plait.comm.pending import Pending
 from plait.comm.waits import Waits
 from plait.config.batch import CALLERS, MICRO
 from plait.config.resolve import Resolved
-from plait.engine.batch import Forward, micro_batches, to_device
 from plait.engine.facts import EngineFacts
 from plait.engine.guard import Guard, checked_loss
-from plait.engine.loss import Loss, checked_total
 from plait.engine.ownership import Owner, close, remember
 from plait.engine.state import load_engine, save_engine
 from plait.engine.step import Outcome, Stepper
-from plait.engine.weight_check import WeightCheck
 from plait.errors import InputError, PlaitError
-from plait.parallel.data import free_after_evaluation, free_gathered
+from plait.losses.loss import Loss, checked_total
+from plait.losses.weight_check import WeightCheck
+from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.hooks import Hooks, StepEnd
-from plait.parallel.pipeline import PipelineRank
-from plait.parallel.styles import Region
+from plait.parallel.micro_batches import Forward, micro_batches, to_device
+from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.technique import Parts
+from plait.parallel.tensor.styles import Region
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Engine(EngineFacts):
 
     def train_batch(self, batch: Any) -> StepResult:
         """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x accumulation samples (see
-        `engine.batch.micro_batches`).
+        `parallel.micro_batches.micro_batches`).
 
         The loss of every target counts the same, whichever rank and micro-batch it is in. Raises InputError for a wrong amount of data and
         PlaitError where the engine has no loss.

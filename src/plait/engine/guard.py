@@ -15,11 +15,11 @@ import torch
 from plait._torch.units import drop_gradients, has_unreduced
 from plait.engine.step import Stepper
 from plait.errors import InputError
-from plait.parallel.data import DataParallel
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Lost, StepHook
-from plait.parallel.reducer import Reducer
-from plait.parallel.styles import Region
 from plait.parallel.technique import Parts
+from plait.parallel.tensor.styles import Region
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 

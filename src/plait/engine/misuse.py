@@ -12,8 +12,8 @@ from torch import nn
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolve import Resolved
-from plait.engine.optimizer import needs_closure, refuse_sharded
 from plait.errors import InputError, ModelError, warn
+from plait.optim.optimizer import needs_closure, refuse_sharded
 
 _LARGEST_SEED = 1 << 32
 """An unseeded generator has 64 random bits; a seed that a user chose fits numpy's 32."""

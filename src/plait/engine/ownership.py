@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, ModelError
-from plait.parallel.data import DataParallel
-from plait.parallel.saved import OffloadedActivations
+from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.technique import Parts
 
 _ATTRIBUTE = "_plait"

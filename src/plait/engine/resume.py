@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from plait._torch.learning_rates import scale_rates
 from plait.checkpoint import exact
-from plait.engine.schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.errors import CheckpointError, InputError
+from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 
 _KERNEL = ("fused", "foreach", "capturable", "differentiable")
 """How a step is computed here; never a checkpoint's."""

@@ -14,7 +14,7 @@ from plait.cluster.mesh import Mesh
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
 from plait.errors import warn
-from plait.parallel.data import free_gathered
+from plait.parallel.data.data_parallel import free_gathered
 
 
 def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Path:

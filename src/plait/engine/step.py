@@ -16,13 +16,13 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
-from plait.engine.backward_optimizer import BackwardOptimizer
-from plait.engine.disk_optimizer import DiskTier
-from plait.engine.gradient_math import multiply_all
-from plait.engine.gradient_norm import clip_factor, global_norm, norm_of_norms
-from plait.engine.schedules import Scheduler, ScheduleSource
 from plait.errors import InputError
-from plait.parallel.loss_scale import LossScaler
+from plait.optim.backward_optimizer import BackwardOptimizer
+from plait.optim.disk_optimizer import DiskTier
+from plait.optim.gradient_math import multiply_all
+from plait.optim.gradient_norm import clip_factor, global_norm, norm_of_norms
+from plait.optim.lr_schedules import Scheduler, ScheduleSource
+from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.reduction import sharded_axes
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
-from plait.engine.loss import causal_lm_loss
+from plait.losses.loss import causal_lm_loss
 
 
 @dataclass(frozen=True)

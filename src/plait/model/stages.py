@@ -205,7 +205,7 @@ def block_list(model: nn.Module, blocks: Sequence[str]) -> str:
 
 def _flow_on_tokens(model: nn.Module, blocks: Sequence[str], skeleton: Skeleton | None) -> Dataflow | None:
     """What the model does with token ids; None for one that takes something else (then the first micro-batch tells, see
-    `parallel.cut_check`)."""
+    `parallel.pipeline.cut_check`)."""
     given = _tokens(model)
     if given is None:
         return None

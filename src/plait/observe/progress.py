@@ -16,7 +16,7 @@ from rich.text import Text
 
 from plait.events import CheckpointSaved, CommunicationDecided, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.model.facts import model_facts
-from plait.parallel.pipeline_account import balance, stage_rows
+from plait.parallel.pipeline.account import balance, stage_rows
 from plait.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A pipeline schedule for the eye: lines of text for a terminal or a pipe, an SVG, and a JSON object.
 
-Draws a `Timeline`; times, bubbles and activations held are computed in `plait.parallel.timeline`.
+Draws a `Timeline`; times, bubbles and activations held are computed in `plait.parallel.schedules.timeline`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rich.text import Text
 
 from plait.errors import InputError
 from plait.observe.templating import render
-from plait.parallel.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
-from plait.parallel.timeline import Durations, Span, Timeline, peak_in_flight
+from plait.parallel.schedules.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
+from plait.parallel.schedules.timeline import Durations, Span, Timeline, peak_in_flight
 
 MEANINGS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward of the input", Kind.WEIGHT: "backward of the weights"}
 _STYLES = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from plait.errors import ConfigError, Problem
 from plait.parallel.compile import Compile
-from plait.parallel.data import DataParallel
+from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.technique import Context
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.technique import Context, Parts, Technique
 
 

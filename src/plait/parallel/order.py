@@ -7,26 +7,26 @@ from collections.abc import Iterable
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
-from plait.parallel.activation_offload import ActivationOffload
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.activations.activation_offload import ActivationOffload
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
-from plait.parallel.compression import Compression
-from plait.parallel.data import DataParallel, ShardedSteps
+from plait.parallel.data.autotune import Trial
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.data_parallel import DataParallel, ShardedSteps
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.residuals import Residuals
+from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.ledger import Ledger
-from plait.parallel.optimizer_offload import OptimizerOffload
-from plait.parallel.parameter_offload import ParameterOffload
-from plait.parallel.pipeline import Pipeline, PipelineRank
-from plait.parallel.precision import Precision
-from plait.parallel.recompute import Recompute
-from plait.parallel.reducer import Reducer
-from plait.parallel.residuals import Residuals
-from plait.parallel.saved import OffloadedActivations
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.pipeline.pipeline_parallel import Pipeline, PipelineRank
+from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Context, Parts, Technique, notes_of
-from plait.parallel.tensor import TensorParallel
-from plait.parallel.trial import Trial
-from plait.parallel.unused import UnusedTracker
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 
 ORDER: tuple[type[Technique], ...] = (
     Precision,

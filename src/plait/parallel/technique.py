@@ -17,8 +17,8 @@ from torch import nn
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.model.facts import ModelFacts
+from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.hooks import Hooks, StepHook
-from plait.parallel.ledger import Ledger
 from plait.policy import Policy
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.parallel.timeline import Timeline
+from plait.parallel.schedules.timeline import Timeline
 from plait.planner.calibrate import Calibration, merged, uncalibrated
 from plait.planner.estimate import lower_end
 from plait.planner.memory import MOMENTS, TERMS, memory_bytes

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from plait.cluster.layout import Layout
 from plait.config.schema import ParallelSection, ZeroSection
 from plait.errors import ConfigError
-from plait.parallel import schedule as tables
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
+from plait.parallel.schedules import schedule as tables
 from plait.parallel.technique import Context
 from plait.planner.job import RECOMPUTE, SCHEDULES
 
@@ -24,7 +24,7 @@ SCHEDULE_NAMES = {
     "zbv": "zbv",
     "dualpipev": "dualpipev",
 }
-"""Schedules that are priced, by the names of `parallel.pipeline.schedule`. Others are priced for published runs alone."""
+"""Schedules that are priced, by the names of `parallel.schedules.schedule`. Others are priced for published runs alone."""
 RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention"}
 """What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core alone."""
 SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")

@@ -1,7 +1,7 @@
 """What Plait's own blocks, those of Transformers without compilation, hold on a rank: what they keep for the backward, and what the
 backward of a block needs besides, by recomputation, tp and sp.
 
-Derived from `engine.dry_model` and the single-rank dry run, which run the model on fake tensors; tests compare them. Eager RMS norms keep
+Derived from `dryrun.dry_model` and the single-rank dry run, which run the model on fake tensors; tests compare them. Eager RMS norms keep
 their input in float32 and the normalised in 16 bits (6 a norm), and sequence parallelism keeps the gathered inputs of products (4 a hidden
 element).
 """

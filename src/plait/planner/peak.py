@@ -3,7 +3,7 @@
 Besides the states these are the tensors that `fully_shard` gathers, accumulates and reduces unit by unit, and the saved tensors of the
 blocks (`own`). The backward runs from the last block to the first: it frees gathered weights and activations and allocates reduced shards,
 so the sum is largest at its start or its end, and only those points are computed: the first block of a backward, the second (with the
-reduction of the first), the last two. The single-rank dry run (`engine.rehearsal`) runs the same step on fake tensors; tests compare the
+reduction of the first), the last two. The single-rank dry run (`engine.single_rank`) runs the same step on fake tensors; tests compare the
 two.
 """
 

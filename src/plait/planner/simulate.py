@@ -1,7 +1,8 @@
 """Simulates the pipeline of one layout by its schedule's own table: the idle time with uneven stages, a heavy head, messages in flight.
 
-Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedule`), the simulation `parallel.timeline`, the
-cut the engine's (`parallel.stages`); durations are the closed form's. Nothing is simulated without a pipeline.
+Refines the closed form for the best candidates. The table is the runtime's (`parallel.schedules.schedule`), the simulation
+`parallel.schedules.timeline`, the cut the engine's (`parallel.pipeline.balance`); durations are the closed form's. Nothing is simulated
+without a pipeline.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from plait.errors import ConfigError, InputError
-from plait.parallel.schedule import make_schedule
-from plait.parallel.stages import cut
-from plait.parallel.timeline import Durations, Timeline, simulate
+from plait.parallel.pipeline.balance import cut
+from plait.parallel.schedules.schedule import make_schedule
+from plait.parallel.schedules.timeline import Durations, Timeline, simulate
 from plait.planner.compute import head_cost, layer_cost
 from plait.planner.constants import Rates
 from plait.planner.job import SCHEDULES, Job

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
-from plait.parallel.data import DataParallel
-from plait.parallel.ledger import Ledger
-from plait.parallel.precision import Precision
-from plait.parallel.stages import cut
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.pipeline.balance import cut
+from plait.parallel.precision.mixed_precision import Precision
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import PRECISIONS, Numbers
 from plait.planner.job import SCHEDULES, Job, Layouts

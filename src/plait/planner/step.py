@@ -101,7 +101,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
 
 def _pace_layers(job: Job) -> tuple[Numbers, Numbers]:
     """(most layers of a stage before the last, layers of the last stage). Plait cuts where the slowest stage is fastest, the head counted
-    (`parallel.stages`): with one chunk a stage that is so many layers fewer on the last stage as the head is worth."""
+    (`parallel.pipeline.balance`): with one chunk a stage that is so many layers fewer on the last stage as the head is worth."""
     most, _, last = stage_layers(job)
     at, model = job.layouts, job.model
     if not job.own:

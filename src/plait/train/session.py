@@ -26,14 +26,14 @@ from plait.data.prepare import Prepared, prepare
 from plait.engine.build import begin
 from plait.engine.check import CheckedModel, checked_model
 from plait.engine.engine import Engine
-from plait.engine.loss import causal_lm_loss
-from plait.engine.optimizer import build_optimizer
-from plait.engine.schedules import build_scheduler
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
 from plait.files import require_folder, user_path
+from plait.losses.loss import causal_lm_loss
+from plait.optim.lr_schedules import build_scheduler
+from plait.optim.optimizer import build_optimizer
 from plait.parallel.order import check_all
-from plait.parallel.pipeline import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
 from plait.train.loop import Position, TrainingContext, train

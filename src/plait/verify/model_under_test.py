@@ -17,11 +17,11 @@ import numpy
 import torch
 from torch import nn
 
-from plait.engine.batch import Forward, default_forward
-from plait.engine.loss import Loss, causal_lm_loss
 from plait.errors import InputError, ModelError
+from plait.losses.loss import Loss, causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
+from plait.parallel.micro_batches import Forward, default_forward
 from plait.policy import Policy
 from plait.verify.batches import BatchFunction, token_batches
 from plait.verify.shrink import Fields, cut_blocks, without_dropout

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait.engine.batch import Forward, default_forward, to_device
 from plait.engine.engine import Engine
-from plait.engine.loss import Loss
-from plait.parallel.pipeline import PipelineParts
+from plait.losses.loss import Loss
+from plait.parallel.micro_batches import Forward, default_forward, to_device
+from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.topology import place
-from plait.engine.batch import to_device
-from plait.engine.gradient_norm import clip_factor
-from plait.engine.optimizer import build_optimizer
+from plait.optim.gradient_norm import clip_factor
+from plait.optim.optimizer import build_optimizer
+from plait.parallel.micro_batches import to_device
 from plait.verify.model_under_test import Built, give_weights
 from plait.verify.parity import Trace, from_all_ranks, spread_over_ranks, whole
 from plait.verify.plan import Pass, Plan

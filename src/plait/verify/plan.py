@@ -21,7 +21,7 @@ from plait.cluster.nccl import Nccl
 from plait.config.resolve import Resolved, resolve
 from plait.config.schema import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem
-from plait.parallel.precision import Precision
+from plait.parallel.precision.mixed_precision import Precision
 from plait.units import dtype_of
 from plait.verify.batches import ragged_steps
 from plait.verify.choose import choose

@@ -22,10 +22,10 @@ from torch import nn
 
 from plait.cluster.ending import end_process
 from plait.cluster.topology import place
-from plait.engine.batch import to_device
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
-from plait.engine.optimizer import build_optimizer
+from plait.optim.optimizer import build_optimizer
+from plait.parallel.micro_batches import to_device
 from plait.units import dtype_of
 from plait.verify import peers
 from plait.verify.model_under_test import Built, give_weights

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from plait.config.optimization import OptimizerSpec
-from plait.engine.batch import to_device
-from plait.engine.loss import causal_lm_loss
+from plait.losses.loss import causal_lm_loss
+from plait.parallel.micro_batches import to_device
 from plait.verify import independent
 from plait.verify.model_under_test import transformers_model
 from plait.verify.parity import Trace

@@ -9,7 +9,7 @@ import pytest
 
 from plait.cli.main import main
 from plait.config.resolve import load, resolve
-from plait.parallel.schedule import make_schedule
+from plait.parallel.schedules.schedule import make_schedule
 from plait.planner.offers import SCHEDULE_NAMES
 from tests.unit.cli.planning import ASKED, runs_file
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait.cli.main import main
-from plait.parallel.schedule import SCHEDULES
+from plait.parallel.schedules.schedule import SCHEDULES
 
 
 def run(*arguments: str) -> int:

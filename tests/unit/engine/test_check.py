@@ -16,7 +16,7 @@ from plait.engine.check import checked_model
 from plait.errors import ConfigError, ModelError
 from plait.model.plans import TensorPlan
 from plait.parallel.order import ORDER, check_all
-from plait.parallel.pipeline import PipelineParts
+from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.technique import Context, Technique
 from tests.parity import cases
 

@@ -16,7 +16,7 @@ from plait.model.blocks import find_blocks
 from plait.model.dataflow import Skeleton, Untraceable
 from plait.model.stages import StageCut, cut_model
 from plait.model.unavailable import Unavailable, output_fields, without
-from plait.parallel.stage import StagedModel, stage_model
+from plait.parallel.pipeline.stage import StagedModel, stage_model
 from tests.unit.model.families import TOKENS, family
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from plait.errors import InputError
 from plait.observe.schedule import as_json, lines, names, summary, svg
-from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
-from plait.parallel.timeline import Timeline, even, peak_in_flight, simulate
+from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
+from plait.parallel.schedules.timeline import Timeline, even, peak_in_flight, simulate
 from tests.unit.parallel.tables import schedules, unhurried
 
 SVG = "{http://www.w3.org/2000/svg}"

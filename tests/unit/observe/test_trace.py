@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 
 from plait.observe.trace import chrome_trace
-from plait.parallel.schedule import Schedule, make_schedule, messages
-from plait.parallel.timeline import Timeline, even, simulate
+from plait.parallel.schedules.schedule import Schedule, make_schedule, messages
+from plait.parallel.schedules.timeline import Timeline, even, simulate
 from tests.unit.parallel.tables import schedules, unhurried
 
 

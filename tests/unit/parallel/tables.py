@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from plait.errors import ConfigError
-from plait.parallel.schedule import SCHEDULES, Schedule, make_schedule
+from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 
 names = st.sampled_from(sorted(SCHEDULES))
 

@@ -8,7 +8,7 @@ from plait.cluster.layout import Layout
 from plait.errors import ConfigError
 from plait.parallel.compatibility import REFUSALS, refuse_incompatible
 from plait.parallel.compile import Compile
-from plait.parallel.data import DataParallel
+from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.technique import Context
 
 

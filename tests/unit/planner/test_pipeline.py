@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from plait.parallel.schedule import make_schedule
-from plait.parallel.timeline import peak_in_flight
+from plait.parallel.schedules.schedule import make_schedule
+from plait.parallel.schedules.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.offers import SCHEDULE_NAMES
 from plait.planner.pipeline import idle_share, in_flight, in_flight_last, put_off

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.planner_accuracy.standing import standing
 from plait.config.resolve import load, resolve
 from plait.errors import ConfigError, InputError
-from plait.parallel.schedule import make_schedule
+from plait.parallel.schedules.schedule import make_schedule
 from plait.planner import explain, output
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plait.parallel.data import DataParallel
-from plait.parallel.ledger import Ledger
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.order import account_all
-from plait.parallel.precision import Precision
-from plait.parallel.tensor import TensorParallel
+from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.search import job_of
 from plait.planner.states import account_states

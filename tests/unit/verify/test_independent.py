@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import plait.engine.loss
+import plait.losses.loss
 from plait.config.optimization import OptimizerSpec
 from plait.config.resolve import load
 from plait.verify import independent, run
@@ -147,7 +147,7 @@ def test_mistakes_in_shared_code_are_seen() -> None:
     shared, independently = sections_of(plan)
     assert not shared.different and not independently.different
     assert {row.kind for row in independently.rows} == {"loss", "gradient norm", "gradient", "parameter"}
-    with patch.object(plait.engine.loss.CausalLMLoss, "_targets", staticmethod(_shifted_twice)):
+    with patch.object(plait.losses.loss.CausalLMLoss, "_targets", staticmethod(_shifted_twice)):
         shared, independently = sections_of(plan)
         assert not shared.different and independently.different[0].kind == "loss"
     with patch.object(run, "build_optimizer", _without_decay):

@@ -19,7 +19,7 @@ from plait.errors import ConfigError, InputError, Problem
 
 if TYPE_CHECKING:
     from plait.config.resolve import Resolved
-    from plait.engine.rehearsal import Rehearsal
+    from plait.engine.single_rank import Rehearsal
     from plait.planner.search import Request
 
 
@@ -91,7 +91,7 @@ def dry_run(
     """Run a rank of the configuration `tree` on as many devices as `request` has. Raises ConfigError, InputError or ModelError for what
     does not run."""
     from plait.config.resolve import load, resolve
-    from plait.engine.rehearsal import rehearse
+    from plait.engine.single_rank import rehearse
 
     world = request.cluster.devices
     full = resolve(load(dict(tree)), world_size=world)
@@ -142,7 +142,7 @@ def dry_run(
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     """The planner's fields of a resolved configuration; None with the reason where it has none for something of it."""
-    from plait.parallel.schedule import SCHEDULES as TABLES
+    from plait.parallel.schedules.schedule import SCHEDULES as TABLES
     from plait.planner.job import RECOMPUTE, SCHEDULES
     from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
 

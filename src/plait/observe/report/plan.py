@@ -19,7 +19,7 @@ from plait.errors import InputError
 from plait.observe.report import charts, page
 from plait.observe.report.ranks import rank_grid
 from plait.observe.schedule import svg
-from plait.parallel.timeline import Timeline
+from plait.parallel.schedules.timeline import Timeline
 from plait.planner import detail
 from plait.planner.calibrate import Calibration
 from plait.planner.estimate import lower_end

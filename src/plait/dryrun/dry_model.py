@@ -1,0 +1,288 @@
+"""One micro-batch through a stage of a model, without data: forward, loss and backward on fake tensors, which have shapes and no memory.
+
+Everything that the real run does to a block is done here too (tensor parallelism, recompute, the dtype of computation), but for what moves
+parameters around; collectives return at once. So the figures are those of the model's own code and of torch's own operators on that kind of
+device, not of a formula. Nothing is communicated, allocated or changed. A model without a pipeline is one stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait._torch.modules import own_buffers
+from plait._torch.operators import FakeTensorMode, tree_leaves, tree_map
+from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
+from plait.errors import ModelError
+from plait.losses.loss import Loss
+from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
+from plait.parallel.micro_batches import Forward
+from plait.parallel.pipeline.pipeline_zero import StagedZero
+from plait.parallel.pipeline.split_backward import backward_inputs, backward_weights
+from plait.parallel.pipeline.stage import Stage, StagedModel
+from plait.parallel.schedules.schedule import Schedule
+from plait.parallel.technique import Parts
+from plait.parallel.tensor.styles import Region
+
+
+def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
+    """A micro-batch of a language model: `input_ids` and `labels` [samples, length], all targets, on meta."""
+    ids = torch.zeros(samples, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclass(frozen=True)
+class StageTrace:
+    """What a forward and a backward of one stage were found to take, in bytes. A figure a block, or of all that is outside of the
+    blocks."""
+
+    kept: tuple[int, ...]
+    """By a block, from forward to backward, its input included."""
+    outside: int
+    """By what runs before and outside of the blocks (embedding, positions, masks)."""
+    head: int
+    """By what follows the last block: final norm, head and loss, the last block's output included."""
+    deferred: tuple[int, ...]
+    """By a block, from the first half of a split backward to the second; empty where it is not split."""
+    deferred_outside: int
+    """The same, of everything else."""
+    flops: int
+    """Floating point operations of forward and backward, what is recomputed included: matrix products and attention."""
+    traffic: Mapping[str, int]
+    """Bytes that forward and backward send over the tp axis, by collective."""
+    peak: int
+    """The most that is alive at once; gradients of parameters are counted until they are accumulated."""
+    received: int
+    """The boundary activations of the stage before."""
+    differentiable: bool
+    """Whether a gradient goes back to a stage before."""
+    moments: StageMoments
+    """What is alive from one point of time to the next."""
+
+
+class DryModel:
+    """A fake copy of a model with techniques applied, to be run stage by stage."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        apply: Callable[[nn.Module], tuple[Parts, StagedModel | None]],
+        *,
+        device: torch.device,
+        batch: Any,
+        compute_dtype: torch.dtype | None,
+        loss_fn: Loss,
+        forward: Callable[[nn.Module], Forward],
+        schedule: Schedule | None = None,
+    ) -> None:
+        """`apply` is given the copy, under a fake tensor mode; `forward` makes the function that calls it. `model` stays as it is."""
+        self._named, self._device, self._schedule, self.loss_fn = model, device, schedule, loss_fn
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            fake = _fake_copy(model, device, compute_dtype)
+            self.parts, self.staged = apply(fake)
+            self._factor = torch.ones((), dtype=torch.float64, device=device)
+            self.piece = tree_map(lambda x: torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x, batch)
+        self.forward = forward(fake)
+        region = self.parts.noted(Region)
+        if region is not None:
+            region.serve(loss_fn)
+
+    def trace(
+        self, index: int = 0, received: Any = None, *, length: int = 0, splits: bool = False, first_unit: int = 0
+    ) -> tuple[StageTrace, Any]:
+        """Run stage `index` on the boundary activations of the one before (tensors on meta; None on the first), for sequences of `length`
+        where shapes depend on it. Also returns the stage's own boundary activations, on meta. `splits`: the backward is split. Blocks are
+        numbered from `first_unit` in the trace's timeline points. Raises ModelError where the model's code looks at values."""
+        with self.mode, _explained(self._named), rows_are_sequences():
+            arrived = tree_map(lambda x: _like(x, self._device) if isinstance(x, torch.Tensor) else x, received)
+            return self._trace(None if self.staged is None else self.staged.stages[index], arrived, length, splits, first_unit)
+
+    def _trace(self, stage: Stage | None, received: Any, length: int, splits: bool, first_unit: int) -> tuple[StageTrace, Any]:
+        model, last = self.parts.model, stage is None or stage.last
+        names = self.parts.blocks if stage is None else stage.blocks
+        units = {name: first_unit + index for index, name in enumerate(names)}
+        batch = [leaf for leaf in tree_leaves(self.piece) if isinstance(leaf, torch.Tensor)]
+        recorder = DryRecorder(known=[*model.parameters(), *model.buffers(), *batch, self._factor], drops_gradients=not splits)
+        inputs = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
+        recorder.hold(inputs)
+        entrance = recorder.total
+        inputs = [leaf for leaf in inputs if leaf.requires_grad]
+        remove = watch(model, units, recorder, last=last)
+        deferred: Counter[int] = Counter()
+        try:
+            with recorder:
+                recorder.mark("forward", BESIDE)
+                outputs, handed = self._forward(stage, received, length, recorder)
+                forward, kept = recorder.take(), Counter(recorder.bytes)
+                recorder.unit = BACKWARD
+                recorder.mark("backward", LOSS if last else HEAD)
+                gradients = None if last else [torch.empty_like(tensor) for tensor in outputs]
+                if splits:
+                    assert stage is not None
+                    second = backward_inputs(outputs, gradients, inputs, self._weights_of(stage))
+                    del gradients
+                    for tensor in inputs:
+                        tensor.grad = None
+                    deferred = Counter({unit: recorder.of_block(unit) for unit in units.values()})
+                    outside = recorder.total - deferred.total()
+                    first = recorder.take()
+                    recorder.mark("weights", BESIDE)
+                    backward_weights(second)
+                    moments = StageMoments(forward, inputs=first, weights=recorder.take())
+                else:
+                    if outputs:
+                        torch.autograd.backward(outputs, gradients)
+                    moments = StageMoments(forward, backward=recorder.take())
+        finally:
+            remove()
+            for parameter in model.parameters():
+                parameter.grad = None
+        trace = StageTrace(
+            kept=tuple(kept[unit] for unit in units.values()),
+            outside=kept[BESIDE],
+            head=kept[HEAD],
+            deferred=tuple(deferred[unit] for unit in units.values()) if splits else (),
+            deferred_outside=outside if splits else 0,
+            flops=recorder.flops,
+            traffic=dict(recorder.traffic),
+            peak=recorder.peak,
+            received=entrance,
+            differentiable=bool(inputs),
+            moments=moments,
+        )
+        return trace, handed
+
+    def _forward(self, stage: Stage | None, received: Any, length: int, recorder: DryRecorder) -> tuple[list[torch.Tensor], Any]:
+        """The tensors that the backward starts from, and the boundary activations."""
+        if stage is None:
+            output = self.forward(self.parts.model, self.piece)
+        else:
+            assert self.staged is not None
+            output = self.staged.run(stage, lambda model: self.forward(model, self.piece), received, length=length)
+            if not stage.last:
+                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+                handed = tree_map(lambda x: _like(x, torch.device("meta")) if isinstance(x, torch.Tensor) else x, output)
+                return [tensor for tensor in tensors if tensor.requires_grad], handed
+        recorder.mark("forward", LOSS)
+        when_gradient_comes(output, lambda: recorder.mark("backward", HEAD))
+        total = self.loss_fn(output, self.piece)[0]
+        return [total * self._factor.to(total.dtype)], None  # as the engine scales it
+
+    def _weights_of(self, stage: Stage) -> Iterator[nn.Parameter]:
+        assert self.staged is not None and self._schedule is not None
+        return StagedZero(self.staged, self._schedule, zero=0, reducer=None).weights(stage.index)
+
+
+def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The boundary activation of a stage: hidden states [samples, length, hidden]; with sequence parallelism a rank's part of the length.
+    Raises ModelError for a model that does not define their width."""
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    if width is None:
+        raise ModelError(f"{type(model).__name__} has no config.hidden_size, so what passes between its stages is not known beforehand")
+    samples, length = piece["input_ids"].shape
+    region = parts.noted(Region)
+    own = length
+    if region is not None:
+        region.length = length
+        if region.sequence_parallel:
+            own = -(-length // region.group.size())
+    dtype = parts.shard.compute_dtype or next(model.parameters()).dtype
+    return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)
+
+
+class CountingStore:
+    """A store for saved tensors that only counts, by block."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[int] = Counter()
+
+    def begin(self) -> None:
+        """As any store."""
+
+    def open(self, index: int) -> _CountingGroup:
+        """Counts for block `index`."""
+        return _CountingGroup(self, index)
+
+    def prefetcher(self) -> Callable[[], None]:
+        """Nothing is prefetched."""
+        return lambda: None
+
+    def drain(self) -> None:
+        """Nothing is being written."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _CountingGroup:
+    def __init__(self, store: CountingStore, index: int) -> None:
+        self._store = store
+        self._index = index
+
+    def put(self, flat: torch.Tensor) -> tuple[int, torch.device]:
+        self._store.bytes[self._index] += flat.numel()
+        return flat.numel(), flat.device
+
+    def get(self, handle: tuple[int, torch.device]) -> torch.Tensor:
+        size, device = handle
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(tensor.requires_grad)
+
+
+def _fake_copy(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
+    """A copy with fake tensors, under a FakeTensorMode; parameters in the dtype of computation, as `fully_shard` casts them."""
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+    for parameter in model.parameters():
+        dtype = compute_dtype if parameter.is_floating_point() else None
+        memo[id(parameter)] = nn.Parameter(fake(parameter, dtype), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for value in (*own_buffers(module).values(), *module.__dict__.values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value)
+    return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """A model whose code reads values is refused with a message."""
+    try:
+        yield
+    except Exception as error:
+        if "DataDependent" not in type(error).__name__ and "data_ptr" not in str(error):
+            raise
+        raise ModelError(
+            f"{type(model).__name__} cannot be run without data: its code looks at values ({type(error).__name__}), so what it keeps is "
+            "not known beforehand; choose parallel.recompute.mode yourself in place of a budget"
+        ) from error
+
+
+@contextmanager
+def rows_are_sequences() -> Iterator[None]:
+    """Transformers looks at position ids for several sequences in a row, and builds a mask where it cannot look. Rows of one sequence,
+    which the real model finds, need none."""
+    masking = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or looks is None:
+        yield
+        return
+    masking.__dict__["find_packed_sequence_indices"] = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.__dict__["find_packed_sequence_indices"] = looks

@@ -1,0 +1,196 @@
+"""What is alive during a forward and a backward, by block and from one timeline point to the next: storages, with the block that runs.
+
+`Recorder` watches a run of any kind, `DryRecorder` one on fake tensors: it counts operations and traffic too, and its collectives return
+at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from plait._torch.groups import finished_work, process_group_of
+from plait._torch.operators import operator_name, tree_leaves
+from plait.dryrun.storage_tracker import LiveStorages
+from plait.parallel.accounting.timeline_points import BESIDE, HEAD, Alive, Direction, Moment
+
+BACKWARD = -4
+"""Unit of what is made during backward before the first block's; block i has BACKWARD - 1 - i then."""
+
+
+class Recorder(LiveStorages):
+    """Storages by unit (the index of a block, BESIDE, HEAD, or a unit of backward), and the points of time at which another unit begins."""
+
+    def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
+        super().__init__(known=known)
+        self.unit = BESIDE
+        self.gradients: Counter[int] = Counter()
+        """Bytes of gradients that are accumulated, by block."""
+        self.drops_gradients = drops_gradients
+        """Whether a block's gradients are gone when its backward ends."""
+        self._done: list[Moment] = []
+        self._now: tuple[Direction, int] | None = None
+        self._peak = self._peak_with = Alive()
+
+    def begin_forward(self, unit: int) -> None:
+        """New storages belong to `unit`."""
+        self.mark("forward", unit)
+        self.unit = unit
+
+    def begin_backward(self, block: int) -> None:
+        """The same in backward, where blocks have units of their own."""
+        self.mark("backward", block)
+        self.unit = BACKWARD - 1 - block
+
+    def of_block(self, index: int) -> int:
+        """Bytes of a block, made in forward or in backward."""
+        return self.bytes[index] + self.bytes[BACKWARD - 1 - index]
+
+    def mark(self, direction: Direction, unit: int) -> None:
+        """Another stretch of time begins."""
+        if self._now == (direction, unit):
+            return
+        self._close()
+        self._now = (direction, unit)
+        self._peak, self._peak_with = self._alive(with_gradients=False), self._alive()
+
+    def take(self) -> tuple[Moment, ...]:
+        """The stretches so far; they are forgotten."""
+        self._close()
+        done, self._done, self._now = tuple(self._done), [], None
+        return done
+
+    def accumulated(self, parameter: nn.Parameter, unit: int) -> None:
+        """The gradient of a parameter has been made."""
+        assert parameter.grad is not None
+        before = self.total
+        self.forget([parameter.grad])
+        self.gradients[unit] += before - self.total
+        self._compare()
+
+    def _close(self) -> None:
+        if self._now is None:
+            return
+        direction, unit = self._now
+        self._done.append(Moment(direction, unit, self._peak, self._peak_with, self._alive()))
+        if direction == "backward" and unit >= 0 and self.drops_gradients:
+            self.gradients[unit] = 0
+
+    def _appeared(self, storage: torch.UntypedStorage) -> None:
+        super()._appeared(storage)
+        self._compare()
+
+    def _compare(self) -> None:
+        if self.total > self._peak.total:
+            self._peak = self._alive(with_gradients=False)
+        if self.total + self.gradients.total() > self._peak_with.total:
+            self._peak_with = self._alive()
+
+    def _alive(self, *, with_gradients: bool = True) -> Alive:
+        logits, temporaries = self.bytes[HEAD], sum(size for unit, size in self.bytes.items() if unit <= BACKWARD)
+        root = self.gradients[BESIDE]
+        return Alive(
+            activations=self.total - logits - temporaries,
+            logits=logits,
+            temporaries=temporaries,
+            gradients=self.gradients.total() - root if with_gradients else 0,
+            root_gradients=root if with_gradients else 0,
+        )
+
+
+class DryRecorder(Recorder):
+    """For fake tensors."""
+
+    def __init__(self, *, known: Any, drops_gradients: bool = True) -> None:
+        super().__init__(known=known, drops_gradients=drops_gradients)
+        self.flops = 0
+        """Of matrix products and attention."""
+        self.traffic: Counter[str] = Counter()
+        """Bytes that this rank sends in rings, by collective."""
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        out = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        return out
+
+    def _collective(self, func: Any, args: Any) -> Any:
+        kind, whole, returns_tensors = _COLLECTIVES[operator_name(func)]
+        size = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[whole]) if isinstance(leaf, torch.Tensor))
+        ranks = process_group_of(args).size()
+        self.traffic[kind] += (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+        return (args[0], finished_work()) if returns_tensors else finished_work()
+
+
+_COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0, True),
+    "_allgather_base_": ("all_gather", 0, True),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, True),
+    "alltoall_base_": ("reduce_scatter", 1, False),  # how a reduce-scatter is carried out on gloo
+}
+"""Operator to kind, index of the full tensor among its arguments, and whether it returns tensors with its work."""
+
+
+def watch(model: nn.Module, units: Mapping[str, int], recorder: Recorder, *, last: bool = True) -> Callable[[], None]:
+    """Tell the recorder which block (name to unit) runs, forward and backward, and which gradients are made. `last`: the head follows the
+    last of the blocks. A block's input belongs to it, whoever made it. Returns what removes the watch."""
+    handles = []
+    first_block, last_block = min(units.values(), default=None), max(units.values(), default=None)
+
+    def entering(index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        recorder.begin_forward(index)
+        if isinstance(hidden, torch.Tensor):
+            recorder.claim(hidden, index)
+            if index == first_block and hidden.requires_grad:
+                hidden.register_hook(lambda _: recorder.mark("backward", BESIDE))
+
+    def leaving(index: int, _module: nn.Module, _args: object, output: Any) -> None:
+        ends = last and index == last_block
+        recorder.begin_forward(HEAD if ends else BESIDE)
+        if ends:
+            for leaf in tree_leaves(output)[:1]:
+                recorder.claim(leaf, HEAD)
+        when_gradient_comes(output, partial(recorder.begin_backward, index))
+
+    for name, index in units.items():
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(partial(entering, index), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(leaving, index)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            unit = next((unit for block, unit in units.items() if name.startswith(f"{block}.")), BESIDE)
+            handles.append(parameter.register_post_accumulate_grad_hook(lambda p, unit=unit: recorder.accumulated(p, unit)))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def when_gradient_comes(output: Any, call: Callable[[], None]) -> None:
+    """Call when the first gradient of a tensor of `output` has been computed."""
+    if not isinstance(output, torch.Tensor | tuple | list | dict):
+        output = vars(output)
+    called = False
+
+    def first(_: torch.Tensor) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            call()
+
+    for leaf in tree_leaves(output):
+        leaf = getattr(leaf, "hidden", leaf)  # logits that are not made yet
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(first)

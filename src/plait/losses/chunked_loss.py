@@ -1,0 +1,237 @@
+"""Next-token cross entropy without full logits: the head and the loss are computed for a chunk of tokens at a time. Forward sums the loss
+and keeps only the head's input; backward recomputes each chunk. One more product with the head's weight saves the logits' memory: about 12
+bytes per token and vocabulary entry. Gradients of the weight are accumulated in float32 or wider. While the model runs, its head returns
+its input. Elementwise changes that the model makes to its logits afterwards (a soft cap, a scale, a cast) are recorded and applied to each
+chunk; anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from plait._torch.modules import hooks_of
+from plait._torch.operators import tree_leaves
+from plait._torch.storage import is_view
+from plait.errors import ModelError
+from plait.losses.loss import IGNORED, CausalLMLoss, cross_entropy_sum
+from plait.model.boundary_layers import head_name
+from plait.parallel.micro_batches import Forward
+from plait.parallel.tensor.hook_checks import is_foreign
+from plait.parallel.tensor.styles import Region
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """What stands in place of logits: the head, not yet applied."""
+
+    hidden: torch.Tensor
+    """The head's input [batch, seq, hidden]."""
+    head: Head
+    """Gives logits [tokens, vocab] of hidden states [tokens, hidden]; split over the vocabulary where a loss can use them so."""
+    parameters: tuple[nn.Parameter, ...]
+    """The head's own that are trained."""
+
+
+@dataclass(frozen=True)
+class ChunkedCausalLMLoss(CausalLMLoss):
+    """`CausalLMLoss`, value and gradients, for a model whose forward is `deferred`. Takes plain logits too."""
+
+    split_logits: ClassVar[bool] = True
+    chunk_tokens: int = 1024
+    """Tokens whose logits exist at the same time."""
+
+    def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = output.logits
+        if not isinstance(logits, DeferredLogits):
+            return super().__call__(output, batch)
+        targets = self._targets(batch)
+        return chunked_cross_entropy(logits, targets, chunk_tokens=self.chunk_tokens), (targets != IGNORED).sum()
+
+
+def chunked_causal_lm_loss(
+    hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, *, chunk_tokens: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of the cross entropies, number of targets) for your own training loop.
+
+    `hidden` [batch, seq, hidden] is the input of `head`, the layer that makes logits; `labels` [batch, seq] int64 are shifted here
+    (position t predicts label t + 1), -100 ignored. The same as applying the head and `plait.causal_lm_loss`, in the memory of
+    `chunk_tokens` tokens.
+    """
+    targets = CausalLMLoss._targets({"labels": labels})
+    deferred = DeferredLogits(hidden, head, tuple(p for p in head.parameters() if p.requires_grad))
+    return chunked_cross_entropy(deferred, targets, chunk_tokens=chunk_tokens), (targets != IGNORED).sum()
+
+
+def chunked_cross_entropy(logits: DeferredLogits, targets: torch.Tensor, *, chunk_tokens: int) -> torch.Tensor:
+    """Sum over targets, 0-dimensional. `targets` [batch, seq] int64, `IGNORED` ones count for nothing."""
+    return _Chunked.apply(logits.hidden, targets, logits.head, chunk_tokens, logits.parameters, *logits.parameters)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: Head, size: int, parameters: tuple[nn.Parameter, ...], *_: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, targets)
+        ctx.head, ctx.size, ctx.parameters = head, size, parameters
+        sums = [cross_entropy_sum(head(piece), wanted) for piece, wanted in _pieces(hidden, targets, size)]
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        hidden, targets = ctx.saved_tensors
+        wanted_hidden = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted_hidden else None
+        into = gradient.view(-1, hidden.shape[-1]).split(ctx.size) if gradient is not None else ()
+        sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
+        for index, (piece, wanted) in enumerate(_pieces(hidden, targets, ctx.size)):
+            leaf = piece.detach().requires_grad_(wanted_hidden)
+            leaves = [*([leaf] if wanted_hidden else []), *ctx.parameters]
+            with torch.enable_grad():
+                loss = cross_entropy_sum(ctx.head(leaf), wanted)
+            found = list(torch.autograd.grad(loss, leaves, grad))
+            if wanted_hidden:
+                into[index].copy_(found.pop(0))
+            for position, part in enumerate(found):
+                before = sums[position]
+                # Halves lose digits when many are added up.
+                wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) and hidden.numel() > piece.numel() else part
+                sums[position] = wide if before is None else before.add_(part)
+        kept = [None if total is None else total.to(p.dtype) for total, p in zip(sums, ctx.parameters, strict=True)]
+        return gradient, None, None, None, None, *kept
+
+
+def _pieces(hidden: torch.Tensor, targets: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(hidden.reshape(-1, hidden.shape[-1]).split(size), targets.reshape(-1).split(size), strict=True))
+
+
+def deferred(forward: Forward, model: nn.Module) -> Forward:
+    """`forward`, leaving the head of `model` to the loss.
+
+    Raises ModelError where the model does not name its head.
+    """
+    name = head_name(model)
+    if name is None:
+        raise ModelError(
+            f"parallel.loss_chunk_tokens: {type(model).__name__} does not name the layer that makes its logits; give it a method "
+            "get_output_embeddings that returns it, or use 0"
+        )
+
+    def run(whole: nn.Module, batch: Any) -> Any:
+        module = whole.get_submodule(name)
+        if any(is_foreign(hook) for hook in hooks_of(module, "forward").values()):
+            raise ModelError(
+                f"parallel.loss_chunk_tokens: {name} has a forward hook, which would see the head's input, because the loss computes the "
+                "logits in chunks; remove the hook, or use 0"
+            )
+        own = module.__dict__.get("forward")
+        original: Head = module.forward
+        given: list[torch.Tensor] = []
+
+        def give_back(hidden: torch.Tensor) -> torch.Tensor:
+            # A view would be the output of the full model, and torch warns of hooks on views; the copy is small compared to the logits.
+            given.append(hidden.clone() if is_view(hidden) and torch.is_grad_enabled() else hidden)
+            changes.noted.clear()
+            if len(given) == 1:  # the rest of the model runs without being watched
+                watched.enter_context(changes)
+            return given[-1]
+
+        watched = ExitStack()
+        changes = _Changes(given, f"parallel.loss_chunk_tokens: {type(whole).__name__}")
+        module.forward = give_back
+        try:
+            with watched:
+                output = forward(whole, batch)
+        finally:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = own
+        if not given or getattr(output, "logits", None) is not given[-1]:
+            raise ModelError(
+                f"parallel.loss_chunk_tokens: the logits of {type(whole).__name__} are not what its {name} returns, changed "
+                "elementwise at most, so its head cannot be left to the loss; use 0"
+            )
+        trained = tuple(p for p in module.parameters() if p.requires_grad)
+        output.logits = DeferredLogits(given[-1], changes.after(_as_now(original)), trained)
+        return output
+
+    return run
+
+
+class _Changes(TorchFunctionMode):
+    """Notes what is done to the one tensor of `given`, which stands for logits, and does not do it."""
+
+    def __init__(self, given: list[torch.Tensor], who: str) -> None:
+        super().__init__()
+        self.given, self.who = given, who
+        self.noted: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        stands = self.given[-1] if self.given else None
+        name = getattr(func, "__name__", "")
+        if stands is None or name in _LOOKS or not any(leaf is stands for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        at = next((index for index, argument in enumerate(args) if argument is stands), None)
+        others = [leaf for index, leaf in enumerate(args) if index != at] + list(kwargs.values())
+        if at is None or name.strip("_") not in _ELEMENTWISE or not all(_is_constant(other) for other in others):
+            raise ModelError(
+                f"{self.who} does `{name}` to its logits, and with a loss in chunks they are never allocated in full: what is done to them "
+                "elementwise with constants (a scale, a soft cap, a cast) is supported; use 0"
+            )
+        self.noted.append(lambda logits: func(*args[:at], logits, *args[at + 1 :], **kwargs))
+        return stands
+
+    def after(self, head: Head) -> Head:
+        """The head, and what was noted."""
+        if not self.noted:
+            return head
+
+        def apply(hidden: torch.Tensor) -> torch.Tensor:
+            logits = head(hidden)
+            for change in self.noted:
+                logits = change(logits)
+            return logits
+
+        return apply
+
+
+_ELEMENTWISE = frozenset(
+    {"mul", "rmul", "imul", "multiply", "div", "truediv", "itruediv", "idiv", "true_divide", "divide", "add", "radd", "iadd", "sub", "isub"}
+    | {"neg", "tanh", "float", "double", "half", "bfloat16", "to", "type", "clone", "contiguous"}
+)
+_LOOKS = frozenset({"__get__", "register_hook", "is_floating_point", "is_complex", "_is_view", "__hash__"})
+"""What fully_shard and models ask a tensor for, which changes nothing."""
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.requires_grad
+    return isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.memory_format | None)
+
+
+def _as_now(head: Head) -> Head:
+    """The head with its logits gathered or left split over the vocabulary as they are to be now, also when backward applies it."""
+    region: Region | None = getattr(head, "region", None)
+    if region is None:
+        return head
+    gather = region.gather_logits
+
+    def apply(hidden: torch.Tensor) -> torch.Tensor:
+        before, region.gather_logits = region.gather_logits, gather
+        try:
+            return head(hidden)
+        finally:
+            region.gather_logits = before
+
+    return apply

@@ -1,0 +1,1 @@
+"""Activations: recomputation, offload, and what a rank holds of them."""

@@ -1,0 +1,349 @@
+"""Data parallelism and ZeRO stages 0 to 3 over `dp_replicate` x `dp_shard` ranks.
+
+A stage is a meaning, in bytes and in traffic (P: bytes of all parameters, k: micro-batches of a step, n: ranks; times (n-1)/n):
+
+    stage  sharded                            traffic per step           between micro-batches a rank holds
+    0      nothing                            2 P   (one all-reduce)     parameters, full gradients
+    1      optimizer states                   2 P                        gathered parameters, full gradients
+    2      and gradients                      (k + 1) P                  gathered parameters, gradient shards
+    3      and parameters, freed after use    3 k P, less the root's kP  shards only
+
+Mechanisms: replicated parameters in their own dtype use `reducer.Reducer`; everything else is torch's `fully_shard`, which keeps the master
+weights sharded and gathers a copy in the compute dtype. With `dp_replicate > 1` (hybrid sharding) shards stay inside the `dp_shard` group
+and the reduced shards are all-reduced across, once per step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from plait._torch.dtensor import local_tensor, sum_before_reading
+from plait._torch.passes import reset_failed_step
+from plait._torch.units import reduce_unused_parameters, sharded_modules
+from plait._torch.watched_shards import watch_shards
+from plait.cluster.mesh import Mesh
+from plait.comm.waits import Waits
+from plait.errors import ModelError
+from plait.model.facts import ModelFacts
+from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
+from plait.parallel.accounting.ledger import Array, Ledger, local_rows
+from plait.parallel.buffers import ChangingBuffers
+from plait.parallel.data import collective_selection
+from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
+from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.shared_parameters import hold_once
+from plait.parallel.data.unused import UnusedTracker
+from plait.parallel.hooks import Lost, StepHook
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtypes, refuse_unusable_parameters
+from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.precision.optimizer_states import state_bytes
+from plait.parallel.technique import Context, Parts
+from plait.shards import shard_length, shard_size
+
+Stage = Literal[0, 1, 2, 3]
+
+
+class DataParallel(CollectiveSettings):
+    """ZeRO stage, and how gradients are reduced."""
+
+    stage: Stage = 0
+    """0 replicated; 1 optimizer states sharded; 2 gradients too; 3 parameters too."""
+    unused_parameters: bool = True
+    """Let a step leave parameters unused, also different ones on different ranks. Costs one small all-reduce a step."""
+    update_in_backward: bool = False
+    """Update a parameter when its gradient is complete, inside of the backward, and free the gradient."""
+
+    def check(self, context: Context) -> None:
+        """Raise ModelError for parameters that cannot be trained so."""
+        if context.model is None:
+            return
+        layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)
+        # Be it on one rank only.
+        sharded = layout.dp_shard > 1 or context.chosen(Precision).compute is not None or set(offloads) != {"none"}
+        moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
+        refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp > 1)
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Shard in place, or make the gradient reducer."""
+        shard, waits, compression = parts.shard, Waits(), parts.noted(Compression) or Compression()
+        parts = parts.with_notes(self, waits)
+        if shard.compute_dtype is not None or shard.reduce_dtype is not None:
+            refuse_complex(parts.model)
+        whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
+        if whole and not shard.masters_on_host and not shard.always_shard:  # nothing to shard, nothing to cast
+            group = mesh.group("dp_replicate")
+            if group is None:
+                return parts
+            summing = collective_selection.replicated(self, compression, group, mesh, gradient_bytes=_gradient_bytes(parts))
+            reducer = Reducer(
+                parts.model,
+                group,
+                bucket_bytes=summing.way.bucket_bytes,
+                make_buckets=summing.way.make_buckets,
+                separate_vectors=compression.scheme.gradients,
+                reduce_dtype=shard.reduce_dtype,
+                track_unused=self.unused_parameters,
+                waits=waits,
+            )
+            reducer.said = summing.said
+            return parts.with_notes(reducer, summing.trial_of(reducer, collective_selection.deciding_groups(mesh)))
+        _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
+        sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh, waits)
+        return parts.with_notes(sharing, sharing.trial, sharing.compressors)
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """The reduction of gradients, what becomes of parameters that a step did not use, and buffers that a forward changes."""
+        model, mean, hooks = parts.model, parts.shard.mean, list[StepHook]()
+        reducer, sharing = parts.noted(Reducer), parts.noted(Sharing)
+        if reducer is not None:
+            reducer.mean = reducer.accepts = mean
+            reducer.attach()
+            if mean:
+                reducer.finish_with_backward()
+            hooks.append(reducer)
+        if isinstance(model, FSDPModule):
+            steps = ShardedSteps(model, self.stage)
+            steps.said = _description(sharing, parts) if sharing is not None else ""
+            hooks.append(steps)
+            if not mean:
+                reduce_by_sum(model)
+            group = mesh.group("dp_replicate", "dp_shard")
+            if self.unused_parameters and group is not None:
+                if mean:
+                    reduce_unused_parameters(model)
+                else:
+                    hooks.append(UnusedTracker(model, group, device=mesh.device))
+        buffers = ChangingBuffers(model, parts.blocks, mesh)
+        if mean:
+            buffers.send_in_forward(model)
+        return [*hooks, buffers]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Bytes and traffic of the table above, exact to the padding."""
+        return _account(self, ledger, facts)
+
+
+def _description(sharing: Sharing, parts: Parts) -> str:
+    """How shards are gathered and reduced, with those that are put into shared memory there."""
+    waits = parts.noted(Waits)
+    assert waits is not None
+    words = hold_once(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
+    return ". ".join(filter(None, (sharing.said, words)))
+
+
+def _gradient_bytes(parts: Parts) -> int:
+    """What this rank sums in a step."""
+    trainable = [p for p in parts.model.parameters() if p.requires_grad]
+    return sum(local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize for p in trainable)
+
+
+def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
+    _refuse_unshardable(parts)
+    _make_contiguous(parts.model)
+    axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
+
+    def offload(unit: str) -> OffloadPolicy:
+        here = parts.shard.masters_on_host and unit in parts.shard.offloaded_units
+        return CPUOffloadPolicy(pin_memory=parts.shard.pin_masters) if here else OffloadPolicy()
+
+    policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
+    for name in parts.blocks:
+        block = parts.model.get_submodule(name)
+        fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
+    # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
+    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(""), reshard_after_forward=False)
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Parameters whose rows do not lie one after the other (transposed, channels last) cannot be cut into shards as they lie."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _refuse_unshardable(parts: Parts) -> None:
+    refuse_several_dtypes(parts.model, parts.blocks)
+    owner: dict[int, tuple[str, str]] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        if parameter.ndim == 0:
+            raise ModelError(
+                f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0"
+            )
+        block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
+        first_name, first_block = owner.setdefault(id(parameter), (name, block))
+        if block != first_block:
+            raise ModelError(
+                f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
+                "name a common parent in parallel.blocks, or use ZeRO stage 0"
+            )
+
+
+# ---- the reduction, step by step ------------------------------------------------------------------------------------------------
+
+
+def reduce_by_sum(model: nn.Module) -> None:
+    """Make the reductions of shards sums: the engine has divided every loss by the global weight already. torch's default is the mean over
+    ranks."""
+    for module in sharded_modules(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled reduction
+
+
+class ShardedSteps(StepHook):
+    """Gives every ZeRO stage its meaning from micro-batch to micro-batch."""
+
+    def __init__(self, model: FSDPModule, stage: Stage) -> None:
+        assert isinstance(model, nn.Module)
+        self.model, self.stage, self._root = model, stage, model
+
+    def before_microbatch(self, last: bool) -> None:
+        """Which gradients are reduced, and which parameters are freed."""
+        self.model.set_requires_gradient_sync(last or self.stage >= 2)
+        self.model.set_requires_all_reduce(last)
+        self.model.set_reshard_after_backward(last or self.stage == 3)
+
+    def finish_reduction(self) -> None:
+        """Nothing gathered is left."""
+        free_gathered(self._root)  # a forward between the last backward and this would keep the old values, or be read while they change
+
+    def on_error(self, lost: Lost) -> None:
+        """Everything is sharded, and nothing awaited."""
+        reset_failed_step(self._root, keep_gradients=lost == "forward")
+
+
+def watch_shards_of(model: nn.Module) -> None:
+    """What a user does with shards is right or refused: reading numbers of them, and writing to what is not them. When the model has the
+    parameters that it keeps."""
+    sum_before_reading()
+    for module in sharded_modules(model):
+        watch_shards(module)
+
+
+def free_after_evaluation(model: nn.Module, unless: Callable[[], bool] = lambda: False) -> None:
+    """Free what a forward without gradients gathered, when it ends: code that then reads or writes the model's parameters finds the
+    shards."""
+
+    def after(*_: object) -> None:
+        if not torch.is_grad_enabled() and not unless():
+            free_gathered(model)
+
+    if isinstance(model, FSDPModule):
+        model.register_forward_hook(after)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Reshard gathered parameters, e.g. after an evaluation, so that the model holds its shards."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+# ---- the same, in numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledger:
+    stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
+    n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
+    # One column a distinct shape, split and so on: models repeat a few shapes many times.
+    kinds = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "wire_gather_block",
+        "wire_gather_root",
+        "wire_reduce_block",
+        "wire_reduce_root",
+        "wire_gather_again",
+        "across",
+        "compression",
+        "whole",
+    )
+    total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
+    sharded = (n > 1) | (ledger.compute_bytes is not None)
+    for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
+        rows, row_numel = local_rows(shape, tensor_dim, ledger)
+        held = np.where(sharded, shard_length(rows, n, ledger.shard_rank), rows)
+        padded = np.where(sharded, shard_size(rows, n), rows)  # shards are stored padded to the first rank's
+        full = np.where(sharded, padded * n, rows)
+        compute = itemsize if ledger.compute_bytes is None else ledger.compute_bytes
+        reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
+        total["parameters"] += count * padded * row_numel * itemsize
+        total["gathered"] += count * full * row_numel * compute
+        shard, again = padded * row_numel, technique.second_copy or n
+        sent = count * n * sent_bytes(ledger.scheme.weight_bits, shape, shard, compute)
+        total["wire_gather_block" if in_block else "wire_gather_root"] += sent
+        if in_block:  # the backward's gathering, which may have larger shards over fewer ranks
+            larger = sent_bytes(ledger.scheme.weight_bits, shape, shard * n // again, compute)
+            total["wire_gather_again"] += count * (again - 1) * larger
+        if trainable:
+            total["gradients"] += count * padded * row_numel * itemsize
+            states = state_bytes(
+                ledger.optimizer_states, shape, itemsize=itemsize, tensors=ledger.optimizer_tensors, numel=held * row_numel
+            )
+            total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
+            sent = count * n * sent_bytes(ledger.scheme.gradient_bits, shape, shard, reduce)
+            total["wire_reduce_block" if in_block else "wire_reduce_root"] += sent
+            total["across"] += count * padded * row_numel * reduce
+            total["compression"] += count * error_bytes(ledger.scheme, shape, shard, n)
+            total["whole"] += count * rows * row_numel * reduce
+    accumulates = (k > 1) & (ledger.stage is None)  # a pipeline's, after each computation, are `pipeline_account.held_after`
+    between = {
+        "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
+        "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),
+    }
+    if technique.update_in_backward:
+        total["gradients"] = _largest_gradients(ledger, facts, sharded)
+    for kind in ("parameters", "gradients", "optimizer"):
+        ledger = ledger.add_memory(kind, total[kind])
+    for kind, extra in between.items():
+        ledger = ledger.add_memory(kind, extra)
+    root_gathers = k if ledger.stage is None else ledger.stage.root_gathers
+    root_reduces = k if ledger.stage is None else ledger.stage.root_reduces
+    gathers = np.where(stage == 3, k, 1) * total["wire_gather_block"] + np.where(stage == 3, root_gathers, 1) * total["wire_gather_root"]
+    again = np.where(stage == 3, k, 0) * total["wire_gather_again"]
+    reduces = np.where(stage >= 2, k, 1) * total["wire_reduce_block"] + np.where(stage >= 2, root_reduces, 1) * total["wire_reduce_root"]
+    ledger = ledger.add_traffic("all_gather", np.where(sharded, gathers * (n - 1) // n + again, 0))
+    ledger = ledger.add_traffic("reduce_scatter", np.where(sharded, reduces * (n - 1) // n, 0))
+    ledger = ledger.add_memory("compression", np.where(sharded, total["compression"], 0))
+    special = ledger.scheme.gradients or technique.all_reduce in ALGORITHM_KINDS
+    in_buckets = np.broadcast_to(~sharded & (replicas > 1) & special, n.shape)
+    ledger = ledger.add_traffic("all_reduce", np.where(in_buckets, 0, 2 * total["across"] * (replicas - 1) // replicas))
+    if not in_buckets.any():
+        return ledger
+    numels = [rows * of_row for rows, of_row in (local_rows(p.shape, ledger.tensor_dims.get(p.name), ledger) for p in facts.trainable)]
+    return account_buckets(technique.all_reduce, ledger, facts, numels, bucket_bytes=technique.bucket_bytes, at=in_buckets)
+
+
+def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bool_]) -> Array:
+    """Bytes of the gradients that exist at the same time where parameters are updated in the backward: those of the largest unit, which
+    are reduced together; where nothing is sharded, the largest parameter's."""
+    zero = np.zeros_like(ledger.dp_shard)
+    units: dict[int, Array] = {}
+    largest = zero
+    for parameter in facts.trainable:
+        rows, row_numel = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        units[parameter.unit] = units.get(parameter.unit, zero) + shard_size(rows, ledger.dp_shard) * row_numel * parameter.itemsize
+        largest = np.maximum(largest, rows * row_numel * parameter.itemsize)
+    return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
+
+
+def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
+    return Counter((p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name)) for p in facts.parameters)
+
+
+def memory_total(ledger: Ledger) -> Array:
+    """Bytes of model states at the optimizer step: parameters, gradients and optimizer states."""
+    return np.sum([ledger.memory[kind] for kind in ("parameters", "gradients", "optimizer")], axis=0, dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Offload of optimizer states and parameters to host memory and files."""

@@ -1,0 +1,340 @@
+"""Runs a schedule's table on this rank: forwards, backwards and the messages between stages, for training steps and for evaluations.
+
+torch's own runtime is not used, because it fixes the shapes of a run, cuts batches into equal parts, and keeps a stage's parameters and
+gradients unsharded between micro-batches at every ZeRO stage. This one executes the same tables. Every rank of the pipeline must be given
+the same micro-batches; shapes may differ between them and between steps. What passes between two stages is described to the next one once
+for every new shape of a batch, and with every micro-batch where it may follow from the batch's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from plait._torch.operators import tree_leaves, tree_map
+from plait._torch.passes import expect_backward
+from plait.comm.messages import Arriving, Messenger
+from plait.errors import InputError, ModelError
+from plait.model.unavailable import without
+from plait.parallel.containers import tensors_in
+from plait.parallel.pipeline.cut_check import CutCheck, LossFunction, Verdict
+from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
+from plait.parallel.pipeline.stage import Stage, StagedModel
+from plait.parallel.schedules.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
+
+Forward = Callable[[torch.nn.Module, Any], Any]
+"""(model, micro-batch) -> output."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""(output, micro-batch) -> what backward starts from, a 0-dimensional tensor."""
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Which of the tensors stands here."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What passes from a stage to the next."""
+
+    structure: Any
+    """A block's output, with a Slot in the place of every tensor."""
+    tensors: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    """Shape, dtype, and whether a gradient is returned."""
+    length: int
+    """Length of the sequences where tensor parallelism splits them."""
+
+    @property
+    def differentiable(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of the returned gradients."""
+        return [(shape, dtype) for shape, dtype, needs in self.tensors if needs]
+
+    def allows(self, other: Boundary) -> bool:
+        """Whether the next stage, which knows this one, takes the other for what it is."""
+        plain = lambda structure: [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Slot | int | float | str | None)]  # noqa: E731
+        return (self.tensors, self.length) == (other.tensors, other.length) and plain(self.structure) == plain(other.structure)
+
+    def summary(self) -> str:
+        """Shapes and dtypes, for a message."""
+        return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype, _ in self.tensors) or "no tensor"
+
+
+@dataclass
+class _Held:
+    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+
+    inputs: list[torch.Tensor]
+    """Those that a gradient is sent back for."""
+    outputs: list[torch.Tensor]
+    """Those with a gradient; the loss on the last stage."""
+    deferred: Deferred | None = None
+
+
+@dataclass
+class Runtime:
+    """The pipeline of one rank. `observers` are called before (False) and after (True) every computation, `listeners` with what is sent to
+    another stage."""
+
+    schedule: Schedule
+    staged: StagedModel
+    messenger: Messenger
+    weights_of: Callable[[int], Iterable[torch.nn.Parameter]]
+    """Parameters of a stage, as autograd sees them now."""
+    check: CutCheck | None
+    """Asked about every kind of batch before it is used; None for a rank that runs alone."""
+    observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
+    listeners: list[Callable[[Message, Sequence[torch.Tensor]], None]] = field(default_factory=list)
+    _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
+    _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
+
+    def foretell(self, stage: int, piece: Any, output: Any) -> None:
+        """Set the boundary activations of `stage` for a micro-batch like `piece`, so that they are not requested: for a rank that runs
+        alone."""
+        tensors: list[torch.Tensor] = []
+        structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
+        length = self.staged.region.length if self.staged.region is not None else 0
+        told = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
+        self.check = None
+        self._boundaries[stage, _signature(piece)] = Boundary(structure, told, length)
+        self._trusted.add((stage + 1, _signature(piece)))
+
+    def train(self, pieces: Sequence[Any], *, forward: Forward, loss: Loss, loss_fn: LossFunction | None = None) -> None:
+        """All forwards and backwards of a step. Gradients accumulate in the parameters. Collective over the pipeline.
+
+        `loss_fn` is what `loss` computes with, to be checked without weights. Raises ModelError, on every rank, for what the cut model
+        would not compute right.
+        """
+        if len(pieces) != self.schedule.microbatches:
+            raise InputError(f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not {len(pieces)}")
+        _Pass(self, self.schedule, pieces, forward, loss, self._verdicts(pieces, forward, loss_fn)).run()
+
+    def _verdicts(self, pieces: Sequence[Any], forward: Forward, loss_fn: LossFunction | None) -> list[Verdict]:
+        if self.check is None:
+            return [Verdict({}, False)] * len(pieces)
+        training = self.staged.model.training
+        return [self.check.verdict(piece, forward=forward, loss=loss_fn, training=training) for piece in pieces]
+
+    @torch.no_grad()
+    def evaluate(self, piece: Any, *, forward: Forward) -> Any:
+        """The model's output for one micro-batch on the rank of the last stage, None on the others. Collective over the pipeline.
+
+        Entries of it that follow from values of earlier stages are unavailable: their use is an error."""
+        ranks = tuple(tuple(Action(s, Kind.FORWARD, 0) for s in self.schedule.stages_of(r)) for r in range(self.schedule.pp))
+        once = Schedule("forward", self.schedule.pp, 1, self.schedule.stage_ranks, ranks)
+        found: list[Any] = [None]
+
+        def keep(output: Any, _: Any) -> torch.Tensor:
+            found[0] = output
+            return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), torch.zeros(()))
+
+        _Pass(self, once, [piece], forward, keep, self._verdicts([piece], forward, None)).run()
+        return found[0]
+
+
+class _Pass:
+    """One execution of a table."""
+
+    def __init__(
+        self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss, verdicts: Sequence[Verdict]
+    ) -> None:
+        self.runtime, self.schedule, self.pieces = runtime, schedule, pieces
+        self.forward, self.loss, self.verdicts = forward, loss, verdicts
+        self.rank = runtime.messenger.rank
+        self.signatures = [_signature(piece) for piece in pieces]
+        self.described: dict[tuple[int, int], Boundary] = {}
+        """Of micro-batches whose shapes follow from values: the boundary activations of a stage."""
+        self.held: dict[tuple[int, int], _Held] = {}
+        self.here: dict[Message, tuple[torch.Tensor, ...]] = {}
+        """Passed by another stage of this rank."""
+        self.arriving: dict[Message, Arriving] = {}
+        self.expected = {source: list(row) for (source, to), row in messages(schedule).items() if to == self.rank}
+
+    def run(self) -> None:
+        for action in self.schedule.ranks[self.rank]:
+            for observe in self.runtime.observers:
+                observe(action, False)
+            match action.kind:
+                case Kind.FORWARD:
+                    self._forward(action)
+                case Kind.BACKWARD | Kind.INPUT:
+                    self._backward(action)
+                case Kind.WEIGHT:
+                    self._weights(action)
+            for observe in self.runtime.observers:
+                observe(action, True)
+        self.runtime.messenger.finish()
+
+    # ---- computations ---------------------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        stage, piece = self.runtime.staged.stages[action.stage], self.pieces[action.microbatch]
+        received, boundary = [], None
+        if not stage.first:
+            received = list(self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)))
+            boundary = self._boundary(action.stage - 1, action.microbatch)
+            assert boundary is not None
+            for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
+                tensor.requires_grad_(needs)
+        output = self.runtime.staged.run(
+            stage,
+            lambda model: self.forward(model, piece),
+            _assembled(boundary, received) if boundary is not None else None,
+            length=boundary.length if boundary is not None else 0,
+        )
+        if stage.last:
+            output = without(output, self.verdicts[action.microbatch].missing)
+            loss = self.loss(output, piece)
+            # Where torch has found every tensor of the output, it makes the root ready once the loss's own backward is done.
+            outputs = [expect_backward(self.runtime.staged.model, loss) if _is_opaque(output) else loss]
+        else:
+            outputs = self._hand_on(action, output)
+        self._check_known(stage, action.microbatch, received, outputs)
+        if torch.is_grad_enabled():
+            kept = [tensor for tensor in outputs if tensor.requires_grad]
+            self.held[action.stage, action.microbatch] = _Held([tensor for tensor in received if tensor.requires_grad], kept)
+
+    def _backward(self, action: Action) -> None:
+        held = self.held[action.stage, action.microbatch]
+        gradients = None
+        if action.stage < self.schedule.stages - 1:
+            gradients = self._take(Message(Payload.GRADIENT, action.stage + 1, action.microbatch))
+        if action.kind is Kind.INPUT:
+            held.deferred = backward_inputs(held.outputs, gradients, held.inputs, self.runtime.weights_of(action.stage))
+        else:
+            del self.held[action.stage, action.microbatch]
+            if held.outputs:
+                torch.autograd.backward(held.outputs, gradients)
+        if action.stage > 0:
+            back = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held.inputs]
+            for tensor in held.inputs:
+                tensor.grad = None
+            self._send(Message(Payload.GRADIENT, action.stage, action.microbatch), back)
+
+    def _weights(self, action: Action) -> None:
+        deferred = self.held.pop((action.stage, action.microbatch)).deferred
+        assert deferred is not None
+        backward_weights(deferred)
+
+    def _check_known(self, stage: Stage, microbatch: int, received: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Once for every kind of micro-batch: what is not known on this stage did not come through."""
+        key = (stage.index, self.signatures[microbatch])
+        if stage.first or key in self.runtime._trusted:
+            return
+        self.runtime._trusted.add(key)
+        floating = [tensor.detach() for tensor in outputs if tensor.is_floating_point() and tensor.numel()]
+        if floating and all(bool(torch.isnan(t).all()) for t in floating) and all(bool(torch.isfinite(t.detach()).all()) for t in received):
+            raise ModelError(
+                f"parallel.pp: on stage {stage.index} the model uses a value that is computed before {stage.blocks[0]} and does not pass "
+                "through the chain of blocks (a skip connection, or an embedding read again), so it cannot be cut; use parallel.pp = 1"
+            )
+
+    # ---- messages -------------------------------------------------------------------------------------------------------------------
+
+    def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
+        """The boundary activations of `stage` for a micro-batch, where both sides know them."""
+        if self.verdicts[microbatch].values:
+            return self.described.get((stage, microbatch))
+        return self.runtime._boundaries.get((stage, self.signatures[microbatch]))
+
+    def _agree(self, stage: int, microbatch: int, boundary: Boundary) -> None:
+        if self.verdicts[microbatch].values:
+            self.described[stage, microbatch] = boundary
+        else:
+            self.runtime._boundaries[stage, self.signatures[microbatch]] = boundary
+
+    def _hand_on(self, action: Action, output: Any) -> list[torch.Tensor]:
+        """Give a block's output to the next stage; returns its tensors."""
+        tensors: list[torch.Tensor] = []
+        structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
+        message = Message(Payload.ACTIVATION, action.stage, action.microbatch)
+        to = destination(self.schedule, message)
+        region = self.runtime.staged.region
+        boundary = Boundary(
+            structure,
+            tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors),
+            region.length if region is not None else 0,
+        )
+        agreed = self._boundary(action.stage, action.microbatch)
+        if agreed is None:
+            self._agree(action.stage, action.microbatch, boundary)
+            if to is not None:
+                self.runtime.messenger.send_object(boundary, to=to)
+        elif not agreed.allows(boundary):
+            raise ModelError(
+                f"parallel.pp: stage {action.stage} sent {agreed.summary()} for a batch of these shapes before, and now "
+                f"{boundary.summary()}: what the model passes between blocks follows from more than the batch's shapes and from what it "
+                "looks at outside of its blocks; pad every batch to one length, or use parallel.pp = 1"
+            )
+        self._send(message, tensors)
+        return tensors
+
+    def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        for listen in self.runtime.listeners:
+            listen(message, tensors)
+        to = destination(self.schedule, message)
+        if to is None:
+            self.here[message] = tuple(tensor.detach() for tensor in tensors)
+        else:
+            self.runtime.messenger.send(tensors, to=to)
+
+    def _take(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """The tensors of a message to this rank. Receives are begun in the order in which the other rank sends."""
+        if message in self.here:
+            return self.here.pop(message)
+        source = self.schedule.stage_ranks[message.stage]
+        while message not in self.arriving:
+            self._begin(source, may_wait=True)
+        tensors = self.arriving.pop(message).wait()
+        self._begin(source, may_wait=False)  # the next one is received while this one is used
+        return tensors
+
+    def _begin(self, source: int, *, may_wait: bool) -> None:
+        """Begin to receive the next message of a rank. What is not known yet (its shapes) is waited for only if it may be."""
+        waiting = self.expected[source]
+        if not waiting:
+            return
+        message = waiting[0]
+        if message.payload is Payload.ACTIVATION:
+            boundary = self._boundary(message.stage, message.microbatch)
+            if boundary is None:
+                if not may_wait:
+                    return
+                boundary = self.runtime.messenger.receive_object(source=source)
+                self._agree(message.stage, message.microbatch, boundary)
+            like = [(shape, dtype) for shape, dtype, _ in boundary.tensors]
+        else:
+            boundary = self._boundary(message.stage - 1, message.microbatch)
+            if boundary is None:
+                assert not may_wait, f"{message} before this rank's own forward"
+                return
+            like = boundary.differentiable
+        waiting.pop(0)
+        self.arriving[message] = self.runtime.messenger.receive(like, source=source)
+
+
+def _signature(piece: Any) -> Signature:
+    """What the shapes between stages follow from."""
+    tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
+    return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+
+def _assembled(boundary: Boundary, tensors: Sequence[torch.Tensor]) -> Any:
+    return tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, boundary.structure)
+
+
+def _slot(leaf: Any, tensors: list[torch.Tensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    tensors.append(leaf)
+    return Slot(len(tensors) - 1)
+
+
+def _is_opaque(output: Any) -> bool:
+    """Whether something in a model's output is of a class into which torch does not look."""
+    return any(not isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(output))

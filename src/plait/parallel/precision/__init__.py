@@ -1,0 +1,1 @@
+"""Mixed precision: compute and reduction dtypes, loss scaling, low-bit optimizer states."""

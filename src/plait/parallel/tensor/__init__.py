@@ -1,0 +1,1 @@
+"""Tensor parallelism and sequence parallelism."""

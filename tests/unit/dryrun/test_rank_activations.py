@@ -1,0 +1,168 @@
+"""The dry run against torch's own hooks and against a block counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plait
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import Mesh
+from plait.dryrun.dry_model import token_batch
+from plait.dryrun.rank_activations import rank_activations
+from plait.errors import ModelError
+from plait.losses.loss import causal_lm_loss, per_sample
+from plait.model.blocks import find_blocks
+from plait.parallel.accounting.activations import StageFacts
+from plait.parallel.activations.recompute import Recompute
+from tests.parity import cases
+
+
+def stage(model: nn.Module, **more: Any) -> StageFacts:
+    """The one stage of a model in one process."""
+    return rank_activations(model, mesh=ONE, **more)[0].stages[0]
+
+
+ONE = Mesh(Layout(), torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
+
+
+def saved_by_hooks(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes of the distinct storages that autograd saves for backward, as its own hooks see them, parameters and batch left out."""
+    known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), *batch.values())}
+    seen: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            seen[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        total, _ = causal_lm_loss(model(input_ids=batch["input_ids"]), batch)
+    assert total.requires_grad
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+@pytest.mark.parametrize("cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "gemma2", "gpt_neox"])
+def test_equals_torchs_saved_tensor_hooks(kind: str, recompute: str, cache: bool) -> None:
+    """Real tensors on one side, fake ones on the other. Under full recompute the hooks see the inputs of the blocks."""
+    model = cases.build(kind, tied=False, dtype=torch.float32, device="cpu")
+    model.config.use_cache = cache  # type: ignore[union-attr]
+    blocks = find_blocks(model)
+    batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
+    found = stage(model, blocks=blocks, batch=batch).modes[recompute]  # type: ignore[index]
+    if recompute == "full":
+        from plait.parallel.technique import Parts
+
+        Recompute(mode="full").apply(Parts(model=model, blocks=blocks), ONE)
+    alive = sum(found.kept) + found.outside + found.head
+    # Alive, and not saved: what a loss returns, and the count of its targets.
+    assert alive - saved_by_hooks(model, batch) in (0, 4, 8, 12)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10, bias=False)
+        self.down = nn.Linear(10, 6, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return cases.Output(self.head(hidden))
+
+
+def test_by_hand() -> None:
+    """A block saves its input and the rectified product; recomputed, its input. The head saves its input and the loss the
+    log-probabilities."""
+    with torch.device("meta"):
+        model = Model()
+    tokens = 3 * 5
+    found = stage(model, blocks=("blocks.0", "blocks.1", "blocks.2"), batch=token_batch(3, 5))
+    assert found.modes["none"].kept == (4 * tokens * (6 + 10),) * 3
+    assert found.modes["full"].kept == (4 * tokens * 6,) * 3
+    assert found.modes["selective"].kept == (4 * tokens * (6 + 10),) * 3, "the first product of two"
+    assert found.modes["none"].outside == 0
+    labels, scalars = 8 * tokens, 8
+    assert found.modes["none"].head - 4 * tokens * (6 + 7) in range(labels, labels + 4 * scalars + 8 * tokens)
+    forward = 2 * tokens * (3 * 2 * 6 * 10 + 6 * 7)
+    assert found.modes["none"].flops == 3 * forward
+    assert found.modes["full"].flops - 3 * forward == 2 * tokens * 3 * 6 * 10, "the second product is not needed again"
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_model_that_looks_at_values_is_refused() -> None:
+    class Looking(Model):
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return super().forward(input_ids + int(input_ids.max()))
+
+    with pytest.raises(ModelError, match="cannot be run without data"):
+        stage(Looking(), blocks=("blocks.0",), batch=token_batch(1, 2))
+
+
+def test_other_losses_and_batches() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    loss = per_sample(lambda output, batch: F.mse_loss(output, batch[1], reduction="sum"))
+    found = stage(model, blocks=("0", "1", "2"), batch=(torch.ones(2, 4), torch.ones(2, 4)), loss_fn=loss)
+    assert found.modes["none"].kept == (0, 32, 32), "the first block's input is the batch"
+
+
+def test_a_budget_in_the_engine() -> None:
+    """Between everything and nothing, and what is held is what was promised."""
+    from tests.measured.memory import measure_activations
+
+    model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+    (rank,) = rank_activations(model, mesh=ONE, blocks=find_blocks(model), batch=token_batch(2, 12))
+    (facts,) = rank.stages
+    budget = rank.most(("none", "none")) - 1
+    section = {"budget_gib": budget / 2**30, "sequence_length": 12}
+    engine = plait.initialize(
+        model, {"train_micro_batch_size_per_gpu": 2, "parallel": {"recompute": section}}, loss_fn=plait.causal_lm_loss
+    )
+    try:
+        modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
+        assert set(modes) != {"none"}
+        assert rank.most(modes) <= budget
+        batch = {name: torch.zeros_like(ids, device="cpu") for name, ids in token_batch(2, 12).items()}
+        held = measure_activations(engine, batch)
+        assert held["activations"] == facts.kept(modes)
+        assert held["activations"] + held["logits"] + facts.returning(modes) <= budget
+    finally:
+        engine.close()
+
+
+def test_the_published_formulas_of_llama() -> None:
+    """Bytes a token and block, bfloat16: 8h + 2gh + 2f + 4a where attention and every second product are kept (torchtitan's choice), 2h
+    where the input alone is; h width, g share of key-value heads, f width of the MLP, a heads (Korthikanti et al. 2205.05198, section 5,
+    for a block without biases, dropout or a whole softmax)."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    h, f, a, kv, layers, tokens = 512, 1792, 8, 2, 2, 256
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=h, intermediate_size=f, num_hidden_layers=layers, num_attention_heads=a, num_key_value_heads=kv
+    )
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = stage(model, blocks=find_blocks(model), batch=token_batch(1, tokens), compute_dtype=torch.bfloat16).modes
+    selective = 8 * h + 2 * h * kv // a + 2 * f + 4 * a
+    assert found["selective"].kept == (tokens * selective,) * layers
+    assert found["full"].kept == (tokens * 2 * h,) * layers

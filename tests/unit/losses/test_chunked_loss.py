@@ -1,0 +1,167 @@
+"""Cross entropy in pieces: value and gradients of the plain one, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.dryrun.storage_tracker import LiveStorages
+from plait.errors import ConfigError, ModelError
+from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
+from plait.losses.loss import causal_lm_loss, per_sample
+from plait.parallel.micro_batches import default_forward
+from tests.parity import cases
+from tests.unit.model.families import family
+
+WIDTH, VOCABULARY = 12, 31
+
+
+def data(*, seed: int = 0, ragged: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(3, 7, WIDTH, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (3, 7), generator=generator)
+    if ragged:
+        labels[0, 3:], labels[2] = -100, -100
+    return hidden, labels
+
+
+def both(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, size: int) -> list[list[torch.Tensor]]:
+    """[loss, weight, gradients ...] of the plain loss and of the one in pieces."""
+    found = []
+    for pieces in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        if pieces:
+            total, weight = plait.chunked_causal_lm_loss(leaf, head, labels, chunk_tokens=size)
+        else:
+            total, weight = causal_lm_loss(cases.Output(head(leaf)), {"labels": labels})
+        found.append([total, weight, *torch.autograd.grad(total * 0.37, [leaf, *(p for p in head.parameters() if p.requires_grad)])])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 21, 1000])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_equals_the_plain_loss(size: int, bias: bool, ragged: bool) -> None:
+    head = nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=torch.float64)
+    plain, pieces = both(head, *data(ragged=ragged), size)
+    for a, b in zip(plain, pieces, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_no_target_at_all() -> None:
+    """Loss 0, gradients 0."""
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+    hidden, labels = data()
+    _, pieces = both(head, hidden, torch.full_like(labels, -100), 4)
+    assert all(not part.any() for part in pieces)
+
+
+def test_frozen_heads_and_frozen_models() -> None:
+    head = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64).requires_grad_(False)
+    plain, pieces = both(head, *data(), 4)
+    torch.testing.assert_close(plain[2], pieces[2], rtol=1e-12, atol=1e-12)
+    hidden, labels = data()
+    head.requires_grad_(True)
+    total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=4)
+    wanted, _ = causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})
+    torch.testing.assert_close(torch.autograd.grad(total, head.weight), torch.autograd.grad(wanted, head.weight), rtol=1e-12, atol=1e-12)
+
+
+def test_halves_are_added_up_in_float32() -> None:
+    """Many small pieces lose no more digits than one product."""
+    torch.manual_seed(0)
+    head = nn.Linear(64, 16, bias=False)
+    hidden, labels = torch.randn(8, 256, 64), torch.randint(0, 16, (8, 256))
+    exact = torch.autograd.grad(causal_lm_loss(cases.Output(head(hidden)), {"labels": labels})[0], head.weight)[0]
+    half = head.to(torch.bfloat16)
+    errors = []
+    for size in (10**6, 16):
+        total, _ = plait.chunked_causal_lm_loss(hidden.bfloat16(), half, labels, chunk_tokens=size)
+        errors.append(float((torch.autograd.grad(total, half.weight)[0].float() - exact).norm() / exact.norm()))
+    assert errors[1] < 1.5 * errors[0]
+
+
+def test_logits_never_exist() -> None:
+    """The most that forward and backward hold, against the logits' size."""
+    head = nn.Linear(16, 4096, bias=False)
+    hidden, labels = torch.randn(2, 512, 16, requires_grad=True), torch.randint(0, 4096, (2, 512))
+    peaks = []
+    for size in (64, 10**6):
+        with LiveStorages(known=[hidden, labels, *head.parameters()]) as live:
+            total, _ = plait.chunked_causal_lm_loss(hidden, head, labels, chunk_tokens=size)
+            total.backward()
+        hidden.grad = head.weight.grad = None
+        peaks.append(live.peak)
+    logits = 2 * 512 * 4096 * 4
+    assert peaks[1] > 2 * logits
+    assert peaks[0] < logits / 4
+
+
+class Capped(cases.PlainModel):
+    """Works on its logits after the head."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def change(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = 30 * torch.tanh(logits / 30.0)
+        logits *= 0.5
+        return logits.to(torch.float64)
+
+    def forward(self, input_ids: torch.Tensor, side: bool = False) -> Any:
+        return cases.Output(self.change(super().forward(input_ids, side).logits))
+
+
+class Cut(Capped):
+    """Changes the logits other than elementwise."""
+
+    def change(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[..., :-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3", "capped", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_models_head_is_left_to_the_loss(kind: str, tied: bool) -> None:
+    """Also one that is tied to the embedding, and logits that are capped or scaled afterwards (B8); the model is as it was afterwards."""
+    if kind in ("gemma2", "cohere", "granite"):
+        model: nn.Module = family(kind, vocab_size=cases.VOCABULARY, tie_word_embeddings=tied)
+        model.config.logits_scaling = 3.0
+    else:
+        model = Capped(tied=tied).double() if kind == "capped" else cases.build(kind, tied=tied, device="cpu")
+    batch = (cases.ragged_steps(1, keys=()) if kind == "capped" else cases.ragged_steps(1))[0][0]
+    wanted, weight = causal_lm_loss(default_forward(model, batch), batch)
+    gradients = torch.autograd.grad(wanted, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    loss = ChunkedCausalLMLoss(chunk_tokens=5)
+    total, found_weight = loss(deferred(default_forward, model)(model, batch), batch)
+    torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.equal(weight, found_weight)
+    found = torch.autograd.grad(total, list(model.parameters()), allow_unused=True, materialize_grads=True)
+    for a, b in zip(gradients, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert default_forward(model, batch).logits.shape[-1] == cases.VOCABULARY
+
+
+def test_refusals() -> None:
+    batch = cases.ragged_steps(1, keys=())[0][0]
+    with pytest.raises(ModelError, match="does `__getitem__` to its logits"):
+        deferred(default_forward, Cut(tied=False))(Cut(tied=False), batch)
+    with pytest.raises(ModelError, match="does not name the layer"):
+        deferred(default_forward, cases.PlainModel(tied=False))
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {"loss_chunk_tokens": 8}}
+    for loss in (None, per_sample(lambda output, batch: output.logits.sum())):
+        with pytest.raises(ConfigError, match=r"only plait\.causal_lm_loss is computed in chunks"):
+            plait.initialize(cases.build("llama", tied=False, device="cpu"), config, loss_fn=loss)
+    with pytest.raises(ConfigError, match=r"no loss is given"):
+        plait.parallelize(cases.build("llama", tied=False, device="cpu"), config)
+
+
+def test_a_hook_on_the_head_is_refused() -> None:
+    """A17: it would be given the head's input in place of logits."""
+    model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+    model.get_submodule("lm_head").register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="lm_head has a forward hook"):
+        deferred(default_forward, model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.int64)})

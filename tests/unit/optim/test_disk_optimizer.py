@@ -1,0 +1,225 @@
+"""The step over files: bits of torch's own step for every kind of optimizer, and reading, computing and writing at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.config.optimization import OptimizerSpec
+from plait.errors import ModelError
+from plait.optim.disk_files import large_states
+from plait.optim.disk_optimizer import ALIGNED, DiskTier
+from plait.optim.optimizer import build_optimizer
+from plait.parallel.offload.arena import Arena
+
+
+def model() -> nn.Module:
+    """One parameter of several slices, some that share a piece, a scalar-like one."""
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Linear(300, 111), nn.Linear(7, 5), nn.Linear(1, 1)])
+
+
+def train(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 3, before: Callable[[], None] = lambda: None
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for index, parameter in enumerate(parameters):
+            if step == 1 and index == 2:
+                continue  # a step that leaves one unused
+            (parameter * torch.randn(parameter.shape, generator=generator)).sum().backward()
+        before()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+SPECS: dict[str, dict[str, Any]] = {
+    "AdamW": {"weight_decay": 0.1},
+    "Adam": {"amsgrad": True, "adam_w_mode": False},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adagrad": {},
+    "RMSprop": {"centered": True, "momentum": 0.1},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adadelta": {},
+    "ASGD": {},
+    "Adafactor": {},
+    "Muon": {},
+}
+
+
+@pytest.mark.parametrize("buffer", [ALIGNED * 16, 10**9], ids=["many pieces", "one piece"])
+@pytest.mark.parametrize("kind", list(SPECS))
+def test_same_bits_as_torch(tmp_path: Path, kind: str, buffer: int) -> None:
+    spec = OptimizerSpec(type=kind, params=SPECS[kind])
+    plain, filed = model(), model()
+    theirs = build_optimizer(spec, plain.named_parameters())
+    train(theirs, list(plain.parameters()))
+    arena = Arena(tmp_path)
+    tier = DiskTier(arena, buffer_bytes=buffer)
+    tier.adopt(filed, states=large_states(lambda named: build_optimizer(spec, named)))
+    reserved = arena.reserved_bytes
+    ours = build_optimizer(spec, filed.named_parameters())
+    tier.drive(ours)
+    train(ours, list(filed.parameters()))
+    for a, b in zip(plain.parameters(), filed.parameters(), strict=True):
+        assert torch.equal(a, b)
+        first, second = theirs.state[a], ours.state[b]
+        assert set(first) == set(second)
+        for name, value in first.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, second[name]), name
+                assert arena.holds(second[name]) or value.shape != a.shape or not value.ndim
+            else:
+                assert value == second[name]
+    assert arena.reserved_bytes == reserved, "what was reserved at the start was enough"
+
+
+def test_schedules_work_and_closures_are_refused(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=1.0)
+    DiskTier(Arena(tmp_path), buffer_bytes=10**6).drive(optimizer)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ModelError, match="no closure"):
+        optimizer.step(lambda: 1.0)
+    with pytest.raises(ModelError, match="all parameters at once"):
+        DiskTier(Arena(tmp_path), buffer_bytes=10**6).drive(torch.optim.LBFGS(model().parameters()))
+
+
+class Packed(torch.Tensor):
+    """Numbers in a form of their own, like torchao's states of 8 bits."""
+
+
+class KeepsPacked(torch.optim.Optimizer):
+    """Its states are Packed."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter.detach()).as_subclass(Packed)
+
+
+def test_states_of_another_form_are_refused(tmp_path: Path) -> None:
+    parameters = model()
+    tier = DiskTier(Arena(tmp_path), buffer_bytes=10**6)
+    tier.adopt(parameters, states=1)
+    tier.drive(KeepsPacked(parameters.parameters()))
+    with pytest.raises(ModelError, match="`exp_avg` of the optimizer is a Packed"):
+        train(tier._optimizer, list(parameters.parameters()), steps=1)  # type: ignore[arg-type]
+
+
+SECONDS = 20
+"""Long enough for any machine: reached only where something waits for what comes later."""
+
+
+class Interlocked(Arena):
+    """Its transfers wait for what must come before their end: the reading of a piece for the computation of the one before, the writing of
+    a piece for the computation of the next."""
+
+    def __init__(self, folder: Path, *, pieces: int, tensors: int) -> None:
+        super().__init__(folder)
+        self.on = False
+        self.tensors = tensors
+        """Read of a piece."""
+        self.read = self.written = 0
+        self.asked = [threading.Event() for _ in range(pieces + 1)]
+        self.computed = [threading.Event() for _ in range(pieces + 1)]
+        self.met: list[bool] = []
+
+    def transfer(self, size: int, *, reading: bool) -> None:
+        if not self.on:
+            return
+        if reading:
+            piece, self.read = self.read // self.tensors, self.read + 1
+            self.asked[piece].set()
+            if piece:
+                self.met.append(self.computed[piece - 1].wait(SECONDS))
+        else:
+            piece, self.written = self.written // (self.tensors - 1), self.written + 1  # a gradient is not written
+            if piece < len(self.computed) - 2:
+                self.met.append(self.computed[piece + 1].wait(SECONDS))
+
+
+def test_reading_computing_and_writing_at_the_same_time(tmp_path: Path) -> None:
+    """The piece after the one that is computed has been asked for, its arrival is not waited for, and nobody waits for the writing of the
+    one before. Anything else would stand still."""
+    pieces = 8
+    parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(pieces))
+    arena = Interlocked(tmp_path, pieces=pieces, tensors=3)
+    tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=3 * pieces)  # room for pieces that a late thread still writes
+    tier.adopt(parameters, states=2)
+    optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
+    tier.drive(optimizer)
+    inner = tier._inner_step
+    assert inner is not None
+    count = 0
+
+    def watched(*args: Any) -> None:
+        nonlocal count
+        if arena.on:
+            arena.computed[count].set()
+            if count + 1 < pieces:
+                arena.met.append(arena.asked[count + 1].wait(SECONDS))
+            count += 1
+        inner(*args)
+
+    def grads() -> None:
+        for parameter in parameters:
+            parameter.grad = tier._gradients[parameter].zero_()
+
+    tier._inner_step = watched
+    grads()
+    optimizer.step()  # makes the states
+    grads()
+    arena.on = True
+    optimizer.step()
+    assert count == pieces and (arena.read, arena.written) == (3 * pieces, 2 * pieces)
+    assert len(arena.met) == 3 * (pieces - 1) + 2 * (pieces - 1) + (pieces - 1) and all(arena.met)
+
+
+def test_no_more_pieces_than_buffers(tmp_path: Path) -> None:
+    """Pieces that arrive, are computed and leave, counted at every event."""
+
+    class Counting(Arena):
+        held = most = 0
+        counts = False
+        lock = threading.Lock()  # two threads count
+
+        def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
+            with self.lock:
+                if self.counts:
+                    self.held += tensor.nbytes
+                    self.most = max(self.most, self.held)
+            super().fetch(tensor, write=write)
+
+        def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+            super().put_away(tensor, written=written)
+            with self.lock:
+                if self.counts and self.holds(tensor):
+                    self.held -= tensor.nbytes
+
+    for buffers in (2, 4, 7):
+        parameters = nn.ParameterList(nn.Parameter(torch.zeros(ALIGNED)) for _ in range(16))
+        arena = Counting(tmp_path)
+        tier = DiskTier(arena, buffer_bytes=ALIGNED * 16, buffer_count=buffers)
+        tier.adopt(parameters, states=2)
+        optimizer = torch.optim.AdamW(parameters.parameters(), fused=True)
+        tier.drive(optimizer)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = tier._gradients[parameter].zero_()
+            optimizer.step()
+            arena.counts = True
+        assert arena.held == 0 and 2 * 12 * ALIGNED <= arena.most <= buffers * 12 * ALIGNED

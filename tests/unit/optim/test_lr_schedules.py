@@ -1,0 +1,506 @@
+"""Learning rates are DeepSpeed 0.19.8's to the last bit; torch's and Transformers' schedules are theirs; all of them resume from JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from plait.checkpoint import exact
+from plait.config import schedules as known
+from plait.config.optimization import OptimizerSpec, SchedulerSpec
+from plait.errors import CheckpointError, ConfigError
+from plait.optim.lr_schedules import build_scheduler
+from plait.optim.optimizer import build_optimizer
+
+# ---- DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, transcribed for one parameter group ----------------------------------------
+# Each class keeps DeepSpeed's state (`last`, its last_batch_iteration) and the order of its operations. `lr` and `mom` are what it has
+# written into the optimizer.
+
+
+class TheirWarmupLR:
+    def __init__(self, own, *, warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log"):
+        self.min_lr = warmup_min_lr
+        self.max_lr = own if warmup_max_lr is None else warmup_max_lr
+        self.delta_lr = self.max_lr - self.min_lr
+        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_type = warmup_type
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+        self.last, self.mom = -1, None
+        self.lr = self.get_lr()
+
+    def get_lr(self):
+        if self.last < 0:
+            return self.min_lr
+        return self.min_lr + (self.delta_lr * self.get_gamma())
+
+    def get_gamma(self):
+        if self.last < self.warmup_num_steps:
+            if self.warmup_type == "log":
+                return self.inverse_log_warm_up * math.log(self.last + 1)
+            return self.last / self.warmup_num_steps
+        return self.after_warmup()
+
+    def after_warmup(self):
+        return 1.0
+
+    def step(self):
+        self.last += 1
+        self.lr = self.get_lr()
+
+
+class TheirWarmupDecayLR(TheirWarmupLR):
+    def __init__(self, own, *, total_num_steps, warmup_max_lr=0.001, **others):
+        self.total_num_steps = total_num_steps
+        super().__init__(own, warmup_max_lr=warmup_max_lr, **others)
+
+    def after_warmup(self):
+        left = float(self.total_num_steps - self.last)
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+
+
+class TheirWarmupCosineLR:
+    def __init__(self, own, *, total_num_steps, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log"):
+        self.own, self.total_num_steps = own, total_num_steps
+        self.cos_min_ratio, self.warmup_min_ratio = cos_min_ratio, warmup_min_ratio
+        self.warmup_type = warmup_type
+        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+        self.last, self.mom, self.lr = -1, None, 0.0
+
+    def get_lr_ratio(self):
+        if self.last < self.warmup_num_steps:
+            if self.warmup_type == "log":
+                ratio = self.inverse_log_warm_up * math.log(self.last + 1)
+            else:
+                ratio = self.last / self.warmup_num_steps
+            ratio_delta = 1.0 - self.warmup_min_ratio
+            return self.warmup_min_ratio + ratio * ratio_delta
+        real_last_step = self.last - self.warmup_num_steps + 1
+        real_total_steps = max(1, self.total_num_steps - self.warmup_num_steps)
+        cosine_progress = min(1.0, real_last_step / real_total_steps)
+        ratio_delta = 1.0 - self.cos_min_ratio
+        ratio = (1 + math.cos(math.pi * cosine_progress)) / 2
+        return max(0.0, self.cos_min_ratio + ratio_delta * ratio)
+
+    def step(self):
+        self.last += 1
+        self.lr = self.own * self.get_lr_ratio()
+
+
+class TheirLRRangeTest:
+    def __init__(
+        self,
+        own,
+        *,
+        lr_range_test_min_lr=1e-3,
+        lr_range_test_step_size=2000,
+        lr_range_test_step_rate=1.0,
+        lr_range_test_staircase=False,
+    ):
+        self.min_lr, self.step_size, self.step_rate = lr_range_test_min_lr, lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        self.last, self.mom, self.lr = -1, None, lr_range_test_min_lr
+
+    def step(self):
+        self.last += 1
+        interval = float(self.last + 1) / self.step_size
+        if self.staircase:
+            interval = math.floor(interval)
+        self.lr = self.min_lr * (1 + self.step_rate * interval)
+
+
+class TheirOneCycle:
+    def __init__(
+        self,
+        own,
+        *,
+        cycle_min_lr,
+        cycle_max_lr,
+        decay_lr_rate=0.0,
+        cycle_first_step_size=2000,
+        cycle_second_step_size=None,
+        cycle_first_stair_count=0,
+        cycle_second_stair_count=None,
+        decay_step_size=0,
+        cycle_min_mom=0.8,
+        cycle_max_mom=0.9,
+        decay_mom_rate=0.0,
+    ):
+        first = float(cycle_first_step_size)
+        second = float(cycle_second_step_size) if cycle_second_step_size is not None else first
+        self.total_size = first + second
+        self.step_ratio = first / self.total_size
+        self.first_step_size, self.second_step_size = first, second
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.decay_step_size = decay_step_size
+        self.skip_lr_decay = self.skip_mom_decay = math.isclose(decay_step_size, 0)
+        self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
+        self.skip_lr_decay = self.skip_lr_decay or math.isclose(decay_lr_rate, 0)
+        self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.skip_mom_decay = self.skip_mom_decay or math.isclose(decay_mom_rate, 0)
+        self.last, self.lr, self.mom = -1, cycle_min_lr, cycle_min_mom
+
+    def get_scale_factor(self):
+        batch_iteration = self.last + 1
+        cycle = math.floor(1 + batch_iteration / self.total_size)
+        x = 1.0 + batch_iteration / self.total_size - cycle
+        if x <= self.step_ratio:
+            scale_factor = x / self.step_ratio
+            stair_count = self.first_stair_count
+        else:
+            scale_factor = (x - 1) / (self.step_ratio - 1)
+            stair_count = self.second_stair_count
+        if stair_count > 0:
+            cycle_iteration = batch_iteration % self.total_size
+            if cycle_iteration <= self.first_step_size:
+                stair_position = cycle_iteration * stair_count / self.first_step_size
+            else:
+                stair_position = (self.total_size - cycle_iteration) * stair_count / self.second_step_size
+            scale_factor = math.floor(stair_position) / stair_count
+        return scale_factor
+
+    def step(self):
+        self.last += 1
+        if self.last < self.total_size:
+            self.lr = self.min_lr + (self.max_lr - self.min_lr) * self.get_scale_factor()
+            self.mom = self.max_mom - (self.max_mom - self.min_mom) * self.get_scale_factor()
+            return
+        decay_batch_iteration = self.last - self.total_size + 1
+        self.lr, self.mom = self.min_lr, self.max_mom
+        if not self.skip_lr_decay:
+            self.lr = self.min_lr / (1 + self.decay_lr_rate * (decay_batch_iteration / self.decay_step_size))
+        if not self.skip_mom_decay:
+            self.mom = self.max_mom * (1 + self.decay_mom_rate * (decay_batch_iteration / self.decay_step_size))
+
+
+THEIRS = {
+    "WarmupLR": TheirWarmupLR,
+    "WarmupDecayLR": TheirWarmupDecayLR,
+    "WarmupCosineLR": TheirWarmupCosineLR,
+    "LRRangeTest": TheirLRRangeTest,
+    "OneCycle": TheirOneCycle,
+}
+
+RATE, RATIO, MOMENTUM = st.floats(0, 0.2), st.floats(0, 1), st.floats(0, 0.95)
+WARMUP = {"warmup_num_steps": st.integers(1, 150), "warmup_type": st.sampled_from(["log", "linear"])}
+RATES = {"warmup_min_lr": RATE, "warmup_max_lr": RATE}
+PARAMS = {
+    "WarmupLR": st.fixed_dictionaries({}, optional={**WARMUP, **RATES}),
+    "WarmupDecayLR": st.fixed_dictionaries({"total_num_steps": st.integers(1, 300)}, optional={**WARMUP, **RATES}),
+    "WarmupCosineLR": st.fixed_dictionaries(
+        {"total_num_steps": st.integers(1, 300)}, optional={**WARMUP, "warmup_min_ratio": RATIO, "cos_min_ratio": RATIO}
+    ),
+    "LRRangeTest": st.fixed_dictionaries(
+        {},
+        optional={
+            "lr_range_test_min_lr": RATE,
+            "lr_range_test_step_size": st.integers(1, 100),
+            "lr_range_test_step_rate": st.floats(0, 5),
+            "lr_range_test_staircase": st.booleans(),
+        },
+    ),
+    "OneCycle": st.fixed_dictionaries(
+        {"cycle_min_lr": RATE, "cycle_max_lr": RATE, "cycle_first_step_size": st.integers(1, 100)},
+        optional={
+            "cycle_second_step_size": st.integers(0, 100),
+            "cycle_first_stair_count": st.integers(-1, 10),
+            "cycle_second_stair_count": st.integers(0, 10),
+            "decay_step_size": st.integers(0, 20),
+            "decay_lr_rate": st.floats(0, 2),
+            "cycle_min_mom": MOMENTUM,
+            "cycle_max_mom": MOMENTUM,
+            "decay_mom_rate": st.sampled_from([0.0, 1e-5, -1e-5]),
+        },
+    ),
+}
+
+
+def make(kind, params=None, *, lr=0.05, total_steps=None, type="AdamW"):
+    """(parameter, optimizer, schedule)"""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer(OptimizerSpec(type=type, params={"lr": lr}), [("p", parameter)])
+    return parameter, optimizer, build_scheduler(SchedulerSpec(type=kind, params=params or {}), optimizer, total_steps=total_steps)
+
+
+def run(made, steps):
+    """(lr, betas) that each optimizer step uses."""
+    parameter, optimizer, scheduler = made
+    seen = []
+    for _ in range(steps):
+        group = optimizer.param_groups[0]
+        assert scheduler.get_last_lr() == [group["lr"]]
+        seen.append((group["lr"], group["betas"]))
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("kind", sorted(THEIRS))
+@given(data=st.data())
+def test_every_rate_is_deepspeeds_to_the_last_bit(kind, data):
+    params = data.draw(PARAMS[kind])
+    own = data.draw(RATE)
+    theirs = THEIRS[kind](own, **params)
+    for ours in run(make(kind, params, lr=own), 350):
+        betas = (0.9, 0.999) if theirs.mom is None else (theirs.mom, 0.99)
+        assert ours == (theirs.lr, betas), f"at index {theirs.last}"
+        theirs.step()
+
+
+def test_the_first_two_steps_of_a_warmup_have_its_lowest_rate():
+    seen = run(make("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}), 7)
+    assert [lr for lr, _ in seen] == pytest.approx([0.01, 0.01, 0.02, 0.03, 0.04, 0.05, 0.05])
+
+
+def test_defaults_are_deepspeeds():
+    assert [lr for lr, _ in run(make("WarmupLR", lr=0.05), 1003)][-1] == 0.05  # the optimizer's own rate
+    assert [lr for lr, _ in run(make("WarmupDecayLR", {"total_num_steps": 2000}, lr=0.05), 1002)][-1] == 0.001
+    assert known.deepspeed_schedule("WarmupCosineLR", {}).cos_min_ratio == 0.0001
+
+
+def test_each_group_has_its_own_rates():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)])
+    params = {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": [0.0, 0.1]}
+    scheduler = build_scheduler(SchedulerSpec(type="WarmupLR", params=params), optimizer, total_steps=None)
+    optimizer.step()
+    rates = [scheduler.get_last_lr()]
+    for _ in range(3):
+        scheduler.step()
+        rates.append(scheduler.get_last_lr())
+    assert rates == [pytest.approx(expected) for expected in ([0, 0.1], [0, 0.1], [0.05, 0.15], [0.1, 0.2])]
+
+
+def test_a_list_of_another_length_than_the_groups_is_refused():
+    with pytest.raises(ConfigError, match=r"warmup_min_lr = \[?.*: it has 2 values and the optimizer has 1 parameter group; give one"):
+        make("WarmupLR", {"warmup_min_lr": [0.0, 0.1]})
+
+
+# ---- the length of the run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("WarmupDecayLR", "total_num_steps"),
+        ("WarmupCosineLR", "total_num_steps"),
+        ("CosineAnnealingLR", "T_max"),
+        ("linear", "num_training_steps"),
+    ],
+)
+def test_the_length_of_the_run_is_filled_in_where_the_file_leaves_it(kind, name):
+    warm = {"warmup_num_steps": 3} if kind.startswith("Warmup") else {}
+    written = run(make(kind, {**warm, name: 40}), 45)
+    assert run(make(kind, warm, total_steps=40), 45) == written
+    assert run(make(kind, {**warm, name: "auto"}, total_steps=40), 45) == written
+    assert run(make(kind, {**warm, name: 40}, total_steps=99), 45) == written
+    assert run(make(kind, warm, total_steps=30), 45) != written
+    for params in (warm, {**warm, name: "auto"}):
+        with pytest.raises(ConfigError, match=f"scheduler.params.{name}.*{kind} needs the length of the run.*set {name}"):
+            make(kind, params)
+
+
+def test_auto_takes_hugging_faces_values():
+    auto = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    assert run(make("WarmupDecayLR", auto, lr=0.03, total_steps=20), 25) == run(
+        make("WarmupDecayLR", {"warmup_min_lr": 0, "warmup_max_lr": 0.03, "warmup_num_steps": 1, "total_num_steps": 20}), 25
+    )
+
+
+def test_a_run_shorter_than_its_warmup_is_said(caplog):
+    make("WarmupDecayLR", {"warmup_num_steps": 100}, total_steps=50)
+    assert "50 steps, fewer than the 100 of the warm-up" in caplog.text
+
+
+# ---- momentum -------------------------------------------------------------------------------------------------------------------------
+
+CYCLE = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 5}
+
+
+def test_momentum_is_cycled_only_where_there_is_one():
+    _, optimizer, _ = make("OneCycle", CYCLE, type="SGD")
+    assert "betas" not in optimizer.param_groups[0]
+    assert run(make("OneCycle", {**CYCLE, "cycle_momentum": False}), 3)[2][1] == (0.9, 0.999)
+    with pytest.raises(ConfigError, match="cycle_momentum = True: SGD has no betas"):
+        make("OneCycle", {**CYCLE, "cycle_momentum": True}, type="SGD")
+
+
+def test_a_momentum_that_would_reach_one_is_refused_as_soon_as_it_is_known():
+    rising = {**CYCLE, "decay_step_size": 1, "decay_mom_rate": 0.05}
+    with pytest.raises(ConfigError, match=r"decay_mom_rate = 0.05: the momentum is 1\.\d+ at step 20"):
+        make("OneCycle", rising, total_steps=20)
+    unknown_length = make("OneCycle", rising)
+    with pytest.raises(ConfigError, match="outside 0 to 1"):
+        run(unknown_length, 20)
+
+
+# ---- torch's and Transformers' --------------------------------------------------------------------------------------------------------
+
+NEEDED = {
+    "OneCycle": CYCLE,
+    "StepLR": {"step_size": 7},
+    "MultiStepLR": {"milestones": [3, 9, 15]},
+    "ExponentialLR": {"gamma": 0.9},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 5},
+    "OneCycleLR": {"max_lr": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 5},
+    "cosine_with_min_lr": {"min_lr": 1e-3},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-3},
+}
+EVERY = [*known.DEEPSPEED, *known.TORCH, *known.TRANSFORMERS]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_schedule_goes_on_after_a_round_trip_through_json(kind):
+    if kind in known.TRANSFORMERS:
+        pytest.importorskip("transformers")
+    whole = run(make(kind, NEEDED.get(kind), total_steps=30), 25)
+    stopped = make(kind, NEEDED.get(kind), total_steps=30)
+    first = run(stopped, 11)
+    resumed = make(kind, NEEDED.get(kind), total_steps=30)
+    resumed[1].load_state_dict(stopped[1].state_dict())
+    resumed[2].load_state_dict(exact.decode(json.loads(json.dumps(exact.encode(stopped[2].state_dict()))), resumed[2].state_dict()))
+    assert first + run(resumed, 14) == whole
+    assert len(set(whole)) > 1 or kind.startswith(("constant", "warmup_stable"))
+
+
+def test_loading_a_position_sets_the_rate_at_once():
+    made = make("WarmupLR", {"warmup_num_steps": 10})
+    expected = run(make("WarmupLR", {"warmup_num_steps": 10}), 7)[6][0]
+    made[2].load_state_dict({"last_epoch": 6})
+    assert made[1].param_groups[0]["lr"] == expected == made[2].get_last_lr()[0]
+    cycled = make("OneCycle", CYCLE)
+    expected = run(make("OneCycle", CYCLE), 4)[3]
+    cycled[2].load_state_dict({"last_epoch": 3})
+    assert (cycled[1].param_groups[0]["lr"], cycled[1].param_groups[0]["betas"]) == expected
+    with pytest.raises(CheckpointError, match="has no `last_epoch`"):
+        made[2].load_state_dict({"step": 6})
+
+
+def test_torch_schedules_are_torchs():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.05)
+    theirs = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 9, 15])
+    assert run((parameter, optimizer, theirs), 20) == run(make("MultiStepLR", NEEDED["MultiStepLR"]), 20)
+
+
+def test_transformers_schedules_are_its_own():
+    transformers = pytest.importorskip("transformers")
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.05)
+    theirs = transformers.get_scheduler(
+        "cosine", optimizer, num_warmup_steps=4, num_training_steps=30, scheduler_specific_kwargs={"num_cycles": 1.5}
+    )
+    ours = make("cosine", {"num_warmup_steps": 4, "num_cycles": 1.5}, total_steps=30)
+    assert run(ours, 30) == run((parameter, optimizer, theirs), 30)
+
+
+def test_the_table_of_transformers_schedules_is_complete():
+    optimization = pytest.importorskip("transformers.optimization")
+    import inspect
+
+    theirs = {kind.value: build for kind, build in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()}
+    assert set(theirs) - set(known.REFUSED) == set(known.TRANSFORMERS)
+    for kind, names in known.TRANSFORMERS.items():
+        assert set(inspect.signature(theirs[kind]).parameters) - {"optimizer", "last_epoch"} == set(names), kind
+
+
+def test_without_transformers_the_message_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="scheduler.type = 'cosine': .*not installed; pip install transformers"):
+        make("cosine", total_steps=10)
+
+
+def test_what_a_schedule_itself_refuses_is_a_config_error():
+    with pytest.raises(ConfigError, match="LinearLR says: Starting multiplicative factor.*; correct the value"):
+        make("LinearLR", {"start_factor": 7})
+    with pytest.raises(ConfigError, match="cosine_with_min_lr says: .*min_lr"):
+        make("cosine_with_min_lr", total_steps=10)
+
+
+# ---- Megatron-LM's --------------------------------------------------------------------------------------------------------------------
+
+
+def megatron(done, *, samples, high, low, warm, total, style, init):
+    """As its scheduler computes it: in samples of which a step takes `samples`."""
+    steps, warm, total = done * samples, warm * samples, total * samples
+    if warm > 0 and steps <= warm:
+        return init + (high - init) * float(steps) / float(warm)
+    if style == "constant":
+        return high
+    if steps > total:
+        return low
+    if style == "inverse-square-root":
+        return max(low, high * max(warm, 1) ** 0.5 / (max(steps, 1) ** 0.5))
+    ratio = float(steps - warm) / float(total - warm)
+    share = 1.0 - ratio if style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return low + share * (high - low)
+
+
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
+@pytest.mark.parametrize("warm", [0, 7])
+def test_every_rate_is_megatrons(style, warm):
+    """D6, E8: by its own formula, which counts samples, past the end of the decay."""
+    params = {"decay_style": style, "warmup_num_steps": warm, "min_lr": 0.004, "init_lr": 0.001, "total_num_steps": 40}
+    samples = 1 if style == "inverse-square-root" and not warm else 16  # without a warm-up that style depends on the batch
+    seen = [lr for lr, _ in run(make("MegatronLR", params, lr=0.05), 50)]
+    expected = [megatron(n, samples=samples, high=0.05, low=0.004, warm=warm, total=40, style=style, init=0.001) for n in range(50)]
+    assert seen == pytest.approx(expected, rel=1e-12)
+    share = {"decay_style": "cosine", "warmup_fraction": 0.25}
+    assert run(make("MegatronLR", share, total_steps=40), 11)[10][0] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"min_lr": 1}, "which is the highest rate"),
+        ({"warmup_num_steps": 50}, "before a warm-up of 50 steps does"),
+        ({"warmup_num_steps": 5, "warmup_fraction": 0.1}, "says the same otherwise"),
+    ],
+)
+def test_what_megatron_asserts_is_refused(params, words):
+    with pytest.raises(ConfigError, match=words):
+        make("MegatronLR", {"total_num_steps": 40, **params})
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
+def test_wsd_is_megatrons(style: str) -> None:
+    """Against `get_lr` of Megatron-LM's core/optimizer_param_scheduler.py, as it stands there, with its counts in steps."""
+    highest, lowest, warm, total, falls = 0.05, 0.005, 5, 40, 12
+
+    def get_lr(num_steps: int) -> float:
+        if num_steps <= warm:
+            return 0.0 + (highest - 0.0) * float(num_steps) / float(warm)
+        if num_steps > total:
+            return lowest
+        start = total - falls
+        if num_steps <= start:
+            coeff = 1.0
+        else:
+            ratio = float(num_steps - start) / float(falls)
+            coeff = {
+                "linear": 1.0 - ratio,
+                "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+                "exponential": (2.0 * math.pow(0.5, ratio)) - 1.0,
+                "minus_sqrt": 1.0 - math.sqrt(ratio),
+            }[style]
+        return lowest + coeff * (highest - lowest)
+
+    params = {"decay_style": "WSD", "wsd_decay_style": style, "wsd_decay_steps": falls, "total_num_steps": total}
+    seen = [lr for lr, _ in run(make("MegatronLR", {**params, "min_lr": lowest, "warmup_num_steps": warm}, lr=highest), 45)]
+    assert seen == [get_lr(step) for step in range(45)]
+    for wrong in ({"wsd_decay_steps": 36}, {"wsd_decay_steps": None}):
+        given = {name: value for name, value in {**params, **wrong}.items() if value is not None}
+        with pytest.raises(ConfigError, match="wsd_decay_steps"):
+            make("MegatronLR", {**given, "warmup_num_steps": warm}, lr=highest)

@@ -1,0 +1,256 @@
+"""Stores give back what they took, in time, and leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.cluster.layout import Layout
+from plait.errors import ConfigError, ModelError, PlaitError
+from plait.parallel.activations import activation_store
+from plait.parallel.activations.activation_offload import ActivationOffload
+from plait.parallel.activations.activation_store import DiskStore, HostStore
+from plait.parallel.activations.saved_tensors import SavedTensors
+from plait.parallel.compile import Compile
+from plait.parallel.pipeline.staged_store import StagedStore
+from plait.parallel.schedules.schedule import Action, Kind
+from plait.parallel.technique import Context
+
+CPU = torch.device("cpu")
+
+
+def flat(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=["host", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """On a CPU the host store makes plain copies; its streams are for GPUs."""
+    return HostStore(CPU) if request.param == "host" else DiskStore(tmp_path, CPU)
+
+
+def test_what_is_put_comes_back(store: Any) -> None:
+    """In any order, also twice."""
+    group = store.open(0)
+    tensors = [flat(size, size) for size in (1, 4096, 100_000)]
+    handles = [group.put(tensor) for tensor in tensors]
+    for handle, tensor in reversed(list(zip(handles, tensors, strict=True))):
+        assert torch.equal(group.get(handle), tensor)
+        assert torch.equal(group.get(handle), tensor)
+
+
+def test_the_block_before_starts_its_way_back(store: Any) -> None:
+    """And the block after does not, nor the last block of the forward before."""
+    earlier = store.open(3)
+    groups = [store.open(index) for index in range(3)]
+    started: list[int] = []
+    for index, group in enumerate([*groups, earlier]):
+        group.put(flat(10))
+        group.prefetch = lambda index=index, original=group.prefetch: (started.append(index), original())  # type: ignore[misc]
+    store.prefetcher()()
+    assert started == [2]
+    groups[2].get(0)
+    assert started == [2, 2, 1]
+    groups[0].get(0)
+    assert started == [2, 2, 1, 0]
+
+
+def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often tensors of one block are asked for; a second time for one of them is a read of its own."""
+    read: list[int] = []
+    original = activation_store._read
+    monkeypatch.setattr(activation_store, "_read", lambda *args: (read.append(args[2].offset), original(*args))[1])
+    group = DiskStore(tmp_path, CPU).open(0)
+    handles = [group.put(flat(4096, seed)) for seed in range(3)]
+    assert all(torch.equal(group.get(handle), flat(4096, seed)) for seed, handle in enumerate(handles))
+    assert sorted(read) == [0, 4096, 8192]
+    assert torch.equal(group.get(handles[1]), flat(4096, 1))
+    assert sorted(read) == [0, 4096, 4096, 8192]
+
+
+def test_a_stage_begins_its_way_back_before_its_backward(store: Any) -> None:
+    """Micro-batches apart, stages of a rank apart; a stage that ends with blocks of its own waits for them."""
+    stages: Any = {index: SimpleNamespace(blocks=(f"{index}.a", f"{index}.b")) for index in (0, 2)}
+    staged = StagedStore(store, stages, ("0.a", "0.b", "2.a"))
+    started: list[str] = []
+
+    def forward(stage: int, microbatch: int, blocks: range) -> list[Any]:
+        staged(Action(stage, Kind.FORWARD, microbatch), False)
+        groups = []
+        for index in blocks:
+            group = store.open(index)
+            group.put(flat(10))
+            name = f"{microbatch}/{index}"
+            group.prefetch = lambda name=name, original=group.prefetch: (started.append(name), original())
+            groups.append(group)
+        staged(Action(stage, Kind.FORWARD, microbatch), True)
+        return groups
+
+    first, second, third = forward(0, 0, range(2)), forward(0, 1, range(2)), forward(2, 0, range(2, 3))
+    assert third[0].before is None and second[0].before is None, "another stage, another micro-batch"
+    staged(Action(2, Kind.BACKWARD, 0), False)
+    assert started == []
+    staged(Action(0, Kind.INPUT, 0), False)
+    assert started == ["0/1"]
+    staged(Action(0, Kind.WEIGHT, 0), False)
+    staged(Action(0, Kind.BACKWARD, 1), False)
+    assert started == ["0/1", "1/1"]
+    assert torch.equal(first[1].get(0), flat(10))
+
+
+def test_host_buffers_are_used_again() -> None:
+    store = HostStore(CPU)
+    group = store.open(0)
+    group.put(flat(100))
+    first = group._buffers[0].data_ptr()
+    del group
+    gc.collect()
+    again = store.open(0)
+    again.put(flat(100))
+    assert again._buffers[0].data_ptr() == first
+
+
+def test_files_have_no_name_and_are_closed(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, CPU)
+    group = store.open(0)
+    handle = group.put(flat(5000))
+    assert torch.equal(group.get(handle), flat(5000))
+    assert list(tmp_path.iterdir()) == []
+    before = len(os.listdir("/proc/self/fd"))
+    del group
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = DiskStore(tmp_path, CPU)
+    group = store.open(0)
+    monkeypatch.setattr(activation_store.os, "pwrite", full)
+    handle = group.put(flat(5000))
+    with pytest.raises(PlaitError, match=r"No space left on device; free some space there"):
+        group.get(handle)
+    with pytest.raises(PlaitError, match="No space left"):
+        group.put(flat(5000))
+    store.wait_for_room(store._limit)  # what failed waits no longer
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(PlaitError, match="parallel.activation_offload.path"):
+        DiskStore(file / "folder", CPU)
+
+
+def test_forward_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the limit is held in memory."""
+    gate = threading.Event()
+    write = os.pwrite
+
+    def slow(*args: Any) -> int:
+        gate.wait(10)
+        return write(*args)
+
+    monkeypatch.setattr(activation_store.os, "pwrite", slow)
+    store = DiskStore(tmp_path, CPU, pending_bytes=2500)
+    group = store.open(0)
+    group.put(flat(1000))
+    group.put(flat(1000))
+    waiting = threading.Thread(target=group.put, args=(flat(1000, 3),))
+    waiting.start()
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    gate.set()
+    waiting.join(10)
+    assert torch.equal(group.get(2), flat(1000, 3))
+
+
+class Block(nn.Module):
+    """Saves its input twice, a view of a product, and a mask that is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.linear(hidden)
+        return torch.sin(y[:, :32]).sum() + (torch.cos(y[:, 32:]) * mask).sum() + hidden.sin().sum()
+
+
+def test_each_storage_is_moved_once_and_shared_ones_stay(store: Any) -> None:
+    """The input and the product; not the mask, not the weight."""
+    put: list[int] = []
+    open_group = store.open
+
+    def opened(index: int) -> Any:
+        group = open_group(index)
+        original = group.put
+        group.put = lambda tensor: (put.append(tensor.numel()), original(tensor))[1]
+        return group
+
+    store.open = opened
+    block = Block()
+    hidden, mask = torch.randn(16, 64, requires_grad=True), torch.rand(16, 32)
+    wanted = torch.autograd.grad(block(hidden, mask), [hidden, *block.parameters()])
+    saved = SavedTensors(block, store=store, partition=None, index=0)
+    with saved.hooks((hidden, mask), {}):
+        out = block(hidden, mask)
+    found = torch.autograd.grad(out, [hidden, *block.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert put == [16 * 64 * 4, 16 * 64 * 4]
+
+
+def test_what_is_saved_again_after_a_write_is_another(store: Any) -> None:
+    """One storage, saved for a product that no backward reaches, written to, and saved again for one that does."""
+    factors = torch.randn(2, 1024, requires_grad=True)
+    hidden = torch.randn(1024)
+    with SavedTensors(nn.Identity(), store=store, partition=None, index=0).hooks((), {}):
+        unused = factors[0] * hidden
+        hidden.mul_(2)  # after which torch refuses the backward of `unused`
+        used = factors[1] * hidden
+    (found,) = torch.autograd.grad(used.sum(), [factors])
+    assert torch.equal(found, torch.stack([torch.zeros_like(hidden), hidden]))
+    assert unused.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("technique", "compiled", "device", "said"),
+    [
+        (ActivationOffload(fraction=1.0), False, "cpu", "a copy there frees nothing"),
+        (ActivationOffload(fraction=0.1, device="disk", path="x"), False, "cpu", "less than half of one; use 0.333"),
+        (ActivationOffload(fraction=1.0), True, "cuda", "decided by the compiler"),
+    ],
+)
+def test_refusals(technique: ActivationOffload, compiled: bool, device: str, said: str) -> None:
+    context = Context(Layout(), (Compile(enabled=compiled),), device_type=device, model=nn.Identity(), blocks=("a", "b", "c"))
+    with pytest.raises(ConfigError, match=said):
+        technique.check(context)
+    with pytest.raises(ModelError, match="no repeated blocks"):
+        technique.check(replace(context, blocks=()))
+
+
+def test_host_buffers_serve_other_lengths() -> None:
+    """B11: a hundred lengths, and no more memory than one of them needs; what is in use at once decides."""
+    store = HostStore(CPU)
+    for size in [*range(1000, 2000, 50), *range(5000, 6000, 50), 0]:
+        group = store.open(0)
+        handles = [group.put(flat(size, seed)) for seed in range(3)]
+        assert all(torch.equal(group.get(handle), flat(size, seed)) for seed, handle in enumerate(handles))
+        assert torch.equal(group.get(handles[1]), flat(size, 1))
+        del group
+        assert sum(len(buffers) for buffers in store._free.values()) <= 6
+    assert store._held == sum(buffer.numel() for buffers in store._free.values() for buffer, _ in buffers) <= store._most == 3 * 8192
+    assert store._used == 0

@@ -1,0 +1,210 @@
+"""Shards in files: what is asked for when, in forward, at the turn and in backward; and that nobody waits for what is read ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from plait._torch.units import replace_shard_buffers, sharded_modules
+from plait.parallel.offload.arena import Arena
+from plait.parallel.offload.shard_reader import ShardReader
+
+BLOCKS, WIDTH = 5, 64
+UNIT_BYTES = WIDTH * WIDTH * 4
+SECONDS = 20
+"""Long enough for any machine: reached only where something waits for what comes later."""
+
+
+@pytest.fixture(params=[1, 2], ids=["one process", "two processes"])
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A fake world: whole shards are copied by another call of torch than gathered ones."""
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+class Inline(ThreadPoolExecutor):
+    """Does what it is told at once, so that the order is that of the asking."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+class Watched(Arena):
+    """Tells what passes, by the number of the block."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.events: list[str] = []
+        self.numbers: dict[int, int] = {}
+        self.fetching: Callable[[int], None] = lambda number: None
+
+    def fetch(self, tensor: torch.Tensor, *, write: bool) -> None:
+        number = self.numbers[tensor.data_ptr()]
+        self.events.append(f"read {number}")
+        self.fetching(number)
+        super().fetch(tensor, write=write)
+
+    def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+        if tensor.data_ptr() in self.numbers:
+            assert not written
+            self.events.append(f"give back {self.numbers[tensor.data_ptr()]}")
+        super().put_away(tensor, written=written)
+
+
+class Block(nn.Module):
+    """Tells when it computes."""
+
+    def __init__(self, number: int, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.number, self.tell = number, tell
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.tell(f"forward {self.number}")
+        out = self.inner(hidden)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.tell(f"backward {self.number}"))
+        return out * 1  # whose gradient comes first, and gathers
+
+
+def build(folder: Path, world: int, *, units: int, reader: ThreadPoolExecutor) -> tuple[nn.Sequential, Watched, ShardReader]:
+    """Blocks in files, with a pool for the shards of so many."""
+    arena = Watched(folder)
+    model = nn.Sequential(*(Block(number, lambda event: arena.events.append(event)) for number in range(BLOCKS)))
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    blocks = sharded_modules(model)[1:]  # the root has no parameters of its own
+    for number, block in enumerate(blocks):
+
+        def copied(buffer: torch.Tensor, number: int = number) -> torch.Tensor:
+            mapped = arena.copy(buffer)
+            arena.numbers[mapped.data_ptr()] = number
+            return mapped
+
+        replace_shard_buffers(block, copied)
+    made = ShardReader(arena, blocks, pool_bytes=units * UNIT_BYTES // world, reader=reader)
+    arena.events.clear()
+    return model, arena, made
+
+
+def step(model: nn.Module, made: ShardReader) -> None:
+    model(torch.ones(2, WIDTH)).sum().backward()
+    made.end_step()
+
+
+def test_the_order_of_a_step(world: int, tmp_path: Path) -> None:
+    """With room for three blocks two are asked for ahead of the one that computes. The last block of the forward stays for its backward,
+    which torch gathers one block early."""
+    model, arena, made = build(tmp_path, world, units=3, reader=Inline())
+    step(model, made)
+    first = list(arena.events)
+    assert first.index("read 1") > first.index("forward 0"), "nothing is known of the first step"
+    for _ in range(2):
+        arena.events.clear()
+        step(model, made)
+        forward, backward = arena.events[: arena.events.index("forward 4") + 1], arena.events[arena.events.index("forward 4") + 1 :]
+        reads = [event for event in forward if "read" in event or "forward" in event]
+        assert reads == [
+            *("read 0", "read 1", "read 2", "forward 0"),
+            *("read 3", "forward 1", "read 4", "forward 2"),
+            *("forward 3", "read 3", "read 2", "forward 4"),
+        ]
+        assert [event for event in backward if "read" in event] == ["read 1", "read 0"]
+        assert backward.index("read 1") < backward.index("backward 4") and backward.index("read 0") < backward.index("backward 3")
+    # At most three blocks at any time, and none between two steps.
+    held: set[str] = set()
+    for event in arena.events:
+        number = event.split()[-1]
+        held = held | {number} if event.startswith("read") else held - {number} if event.startswith("give") else held
+        assert len(held) <= 3, event
+    assert not held
+
+
+def test_evaluations_and_accumulation_have_orders_of_their_own(world: int, tmp_path: Path) -> None:
+    """Each is read ahead from its second time on, beside the others; nothing is read that is not used, but for what follows a change."""
+    model, arena, made = build(tmp_path, world, units=2, reader=Inline())
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+
+    def accumulate() -> None:
+        for last in (False, True):
+            model.set_requires_all_reduce(last)  # type: ignore[operator]
+            model(torch.ones(2, WIDTH)).sum().backward()
+        made.end_step()
+
+    for _ in range(3):
+        accumulate()
+        evaluate()
+        evaluate()
+    arena.events.clear()
+    accumulate()
+    reads = [event for event in arena.events if event.startswith("read")]
+    gathers = 2 * (BLOCKS + BLOCKS - 1)  # the last block's shards are read once a micro-batch
+    assert len(reads) <= gathers + 1
+    arena.events.clear()
+    evaluate()
+    ahead = [event for event in arena.events if "give" not in event]
+    assert ahead.index("read 4") < ahead.index("forward 3")
+
+
+def test_without_room_only_the_gathered_block_is_in_memory(world: int, tmp_path: Path) -> None:
+    model, arena, made = build(tmp_path, world, units=1, reader=Inline())
+    for _ in range(2):
+        arena.events.clear()
+        step(model, made)
+    forward = [event for event in arena.events[: arena.events.index("forward 4")] if event != "forward 4"]
+    assert forward[:6] == ["read 0", "give back 0", "forward 0", "read 1", "give back 1", "forward 1"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_blocks_compute_while_the_next_is_read(world: int, tmp_path: Path, direction: str) -> None:
+    """The reading of a block ends only when the block before it computes: whoever waited for it would wait for ever."""
+    model, arena, made = build(tmp_path, world, units=3, reader=ThreadPoolExecutor(1))
+    for _ in range(2):
+        step(model, made)
+    computes = [threading.Event() for _ in range(BLOCKS)]
+    waited: list[bool] = []
+    turn = threading.Event()
+
+    def fetching(number: int) -> None:
+        if turn.is_set() != (direction == "backward"):
+            return
+        # torch gathers a block in backward while the one before it has not computed yet, so what is read ahead is two further.
+        before = number - 1 if direction == "forward" else number + 2
+        if 0 <= before < BLOCKS:
+            waited.append(computes[before].wait(SECONDS))
+
+    def tell(event: str) -> None:
+        kind, number = event.split()
+        if kind == direction:
+            computes[int(number)].set()
+
+    for block in model:
+        block.tell = tell  # type: ignore[assignment]
+    arena.fetching = fetching
+    output = model(torch.ones(2, WIDTH)).sum()
+    if direction == "backward":
+        for future in made._ahead.values():  # read ahead by the forward
+            future.result()
+    turn.set()
+    output.backward()
+    made.end_step()
+    assert waited and all(waited)

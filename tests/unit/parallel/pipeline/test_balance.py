@@ -1,0 +1,148 @@
+"""Cuts against all possible cuts, and the costs of models whose numbers are known."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from plait.errors import InputError, ModelError
+from plait.model.blocks import find_blocks
+from plait.model.facts import ModelFacts, model_facts
+from plait.parallel.pipeline.balance import Costs, cut, forward_costs, imbalance, stage_costs
+
+costs = st.one_of(st.integers(0, 20), st.floats(0, 100, allow_nan=False), st.sampled_from([0.1, 0.2, 0.3]))
+
+
+def all_cuts(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    """Every way to give each stage at least one block."""
+    cuts = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
+    return [tuple(end - start for start, end in pairwise(edges)) for edges in cuts]
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(costs, min_size=1, max_size=9), costs, costs)
+def test_no_cut_is_better(data: st.DataObject, blocks: list[float], first: float, last: float) -> None:
+    """Of all cuts, with the two ends."""
+    stages = data.draw(st.integers(1, len(blocks)))
+    found = cut(blocks, stages, first=first, last=last)
+    assert len(found) == stages and sum(found) == len(blocks) and min(found) >= 1
+    best = min(max(stage_costs(blocks, sizes, first=first, last=last)) for sizes in all_cuts(len(blocks), stages))
+    assert max(stage_costs(blocks, found, first=first, last=last)) == pytest.approx(best, rel=1e-12, abs=0)
+
+
+@given(st.integers(1, 60), st.data())
+def test_equal_blocks(blocks: int, data: st.DataObject) -> None:
+    """The quotient and one more, the larger ones at the end."""
+    stages = data.draw(st.integers(1, blocks))
+    cost = data.draw(st.sampled_from([1, 0.1, 1e15, 1e-3]))
+    assert list(cut([cost] * blocks, stages)) == sorted(blocks // stages + (stage < blocks % stages) for stage in range(stages))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "first", "last", "expected"),
+    [
+        ([1] * 10, 4, 0, 0, (2, 2, 3, 3)),
+        ([1] * 32, 4, 0, 2.4, (8, 9, 9, 6)),
+        ([1] * 8, 4, 0, 6, (2, 2, 3, 1)),
+        ([1] * 8, 4, 6, 0, (1, 2, 2, 3)),
+        ([5, 1, 1, 1, 1, 1], 3, 0, 0, (1, 2, 3)),
+        ([0, 0, 0, 0], 2, 0, 0, (3, 1)),
+        ([3, 0, 0, 3], 2, 0, 0, (3, 1)),
+    ],
+)
+def test_cuts(blocks: list[float], stages: int, first: float, last: float, expected: tuple[int, ...]) -> None:
+    """Ties and ends as documented."""
+    assert cut(blocks, stages, first=first, last=last) == expected
+
+
+def test_floats_are_compared_exactly() -> None:
+    """0.1 + 0.2 > 0.3 in binary: the limit is one that some cut has, to the last bit."""
+    assert cut([0.1, 0.2, 0.3, 0.3], 3) == (2, 1, 1)
+    assert cut([1e-300, 1e300, 1e-300], 2) == (1, 2)
+
+
+def test_many_blocks_and_stages() -> None:
+    """1,000 blocks on 512 stages, equal or not, in well under a second of processor time."""
+    begun = time.process_time()
+    for blocks in ([1.0] * 1000, [float(1 + index * 7919 % 101) for index in range(1000)], [0.0] * 999 + [1.0]):
+        for stages in (2, 17, 512, 1000):
+            assert sum(cut(blocks, stages, first=0.5, last=12.25)) == 1000
+    assert time.process_time() - begun < 5
+
+
+def test_wrong_arguments() -> None:
+    """More stages than blocks; costs that are none."""
+    with pytest.raises(InputError, match="5 pipeline stages and 4 blocks: every stage needs a block; use 1 to 4 stages"):
+        cut([1, 1, 1, 1], 5)
+    with pytest.raises(InputError):
+        cut([1, 1], 0)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="not below 0"):
+            cut([1, bad], 1)
+        with pytest.raises(InputError, match="not below 0"):
+            cut([1, 1], 1, last=bad)
+    with pytest.raises(InputError, match="3 blocks are to be shared out"):
+        stage_costs([1, 1, 1], [1, 1])
+    with pytest.raises(InputError):
+        stage_costs([1, 1], [2, 0])
+
+
+def test_imbalance() -> None:
+    """Largest over mean."""
+    assert imbalance(stage_costs([1] * 8, (2, 2, 2, 2))) == 1
+    assert imbalance(stage_costs([1] * 8, (2, 2, 3, 1), last=2)) == pytest.approx(3 / 2.5)
+    assert imbalance([0, 0]) == 1
+
+
+class Llama(nn.Module):
+    """The order of a Llama: embedding, blocks, norm, head."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head(tied: bool) -> None:
+    """The lookup is free, the head is vocab x hidden on the last stage, tied or not."""
+    model = Llama(tied)
+    expected = Costs((2.0 * 2 * 8 * 16,) * 3, 0.0, 2.0 * 50 * 8)
+    assert forward_costs(model_facts(model, find_blocks(model))) == expected
+    assert cut(expected.blocks, 2, first=expected.first, last=expected.last) == (2, 1)
+
+
+def test_convolutions_and_shared_blocks() -> None:
+    """A patch embedding is multiplied; a weight that all blocks share counts in each."""
+    block = nn.Linear(4, 4)
+    model = nn.ModuleDict({"patches": nn.Conv2d(3, 4, 2), "blocks": nn.ModuleList([block, block])})
+    assert forward_costs(model_facts(model, ("blocks.0", "blocks.1"))) == Costs((32.0, 32.0), 2.0 * 4 * 3 * 4, 0.0)
+
+
+def test_costs_of_a_published_model() -> None:
+    """Llama-3 8B by its shapes: 218,103,808 weights a block and a head as costly as 2.4 of them."""
+    shapes = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096), (4096, 14336), (4096, 14336), (14336, 4096)]
+    with torch.device("meta"):
+        layers = nn.ModuleList(nn.ModuleList(nn.Linear(inner, outer, bias=False) for inner, outer in shapes) for _ in range(32))
+        model = nn.ModuleDict({"embed": nn.Embedding(128256, 4096), "layers": layers, "head": nn.Linear(4096, 128256, bias=False)})
+    found = forward_costs(model_facts(model, find_blocks(model)))
+    assert found == Costs((2.0 * 218_103_808,) * 32, 0.0, 2.0 * 525_336_576)
+    sizes = cut(found.blocks, 4, first=found.first, last=found.last)
+    assert sizes == (8, 9, 9, 6)
+    assert imbalance(stage_costs(found.blocks, sizes, first=found.first, last=found.last)) == pytest.approx(9 / 8.602, abs=0.001)
+
+
+def test_no_blocks() -> None:
+    """Nothing to cut."""
+    with pytest.raises(ModelError, match=r"parallel\.blocks"):
+        forward_costs(ModelFacts((), ()))

@@ -1,0 +1,170 @@
+"""The scale sequence is DeepSpeed 0.19.8's, for any settings and any sequence of overflows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from plait.errors import CheckpointError
+from plait.parallel.precision.loss_scale import LossScale, LossScaleError, LossScaler, first_state, next_state
+
+
+class DeepSpeedScaler:
+    """`DynamicLossScaler.update_scale` of DeepSpeed 0.19.8 (deepspeed/runtime/fp16/loss_scaler.py), transcribed statement by statement."""
+
+    def __init__(self, init_scale, scale_window, min_scale, delayed_shift, consecutive_hysteresis):
+        self.cur_scale = init_scale
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = 2.0
+        self.scale_window = scale_window
+        self.min_scale = min_scale
+        self.delayed_shift = delayed_shift
+        self.cur_hysteresis = delayed_shift
+        self.consecutive_hysteresis = consecutive_hysteresis
+
+    def update_scale(self, overflow):
+        if overflow:
+            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
+                if self.cur_scale == self.min_scale:
+                    raise RuntimeError("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
+                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            if self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
+            stable_interval = (self.cur_iter - self.last_overflow_iter) - 1
+            if (stable_interval > 0) and (stable_interval % self.scale_window == 0):
+                if not self.consecutive_hysteresis:
+                    self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
+
+
+POLICIES = st.builds(
+    LossScale,
+    initial_scale_power=st.integers(2, 10),
+    window=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+    consecutive_hysteresis=st.booleans(),
+    minimum=st.sampled_from([0.25, 1.0, 3.0, 4.0]),
+)
+OVERFLOWS = st.lists(st.booleans(), max_size=80)
+
+
+def scales(scaler, overflows):
+    """The scale after every update, "raises" where the run ends."""
+    found = []
+    update = getattr(scaler, "update_scale", None) or scaler.update
+    for overflow in overflows:
+        try:
+            update(overflow)
+        except (RuntimeError, LossScaleError):
+            return [*found, "raises"]
+        found.append(scaler.cur_scale if isinstance(scaler, DeepSpeedScaler) else scaler.scale)
+    return found
+
+
+@given(policy=POLICIES, overflows=OVERFLOWS)
+def test_sequence_is_deepspeeds(policy, overflows):
+    theirs = DeepSpeedScaler(2**policy.initial_scale_power, policy.window, policy.minimum, policy.hysteresis, policy.consecutive_hysteresis)
+    assert scales(LossScaler(policy), overflows) == scales(theirs, overflows)
+
+
+def test_first_doubling_comes_after_window_plus_one_steps_then_every_window():
+    found = scales(LossScaler(LossScale(initial_scale_power=4, window=3)), [False] * 8)
+    assert found == [16, 16, 16, 32, 32, 32, 64, 64]
+
+
+def test_default_hysteresis_forgives_one_overflow_and_then_none_until_a_doubling():
+    found = scales(LossScaler(LossScale(initial_scale_power=4, window=2)), [True, False, True, True, False, False, False, True, True])
+    assert found == [16, 16, 8, 4, 4, 4, 8, 8, 4]
+
+
+def test_consecutive_hysteresis_counts_only_overflows_in_a_row():
+    policy = LossScale(initial_scale_power=4, consecutive_hysteresis=True)
+    assert scales(LossScaler(policy), [True, False, True, False, True, True]) == [16, 16, 16, 16, 16, 8]
+
+
+def test_overflow_at_the_minimum_says_step_scale_and_remedy_and_changes_nothing():
+    scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1))
+    scaler.update(True)
+    before = scaler.state
+    with pytest.raises(LossScaleError, match=r"step 2: .* loss scale is 1, .*min_loss_scale = 1.* bf16") as error:
+        scaler.update(True)
+    assert scaler.state == before
+    assert error.value.exit_code == 1
+
+
+def test_static_scale_never_changes():
+    scaler = LossScaler(LossScale(static=128))
+    assert scaler.scale == 128
+    assert scales(scaler, [True, False] * 20) == [128] * 40
+    assert scaler.state.step == 40
+
+
+@given(policy=POLICIES, before=OVERFLOWS, after=OVERFLOWS)
+def test_a_resumed_run_goes_on_as_if_never_stopped(policy, before, after):
+    whole = LossScaler(policy)
+    if "raises" in scales(whole, before):
+        return
+    resumed = LossScaler(policy)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert resumed.state == whole.state
+    assert scales(resumed, after) == scales(whole, after)
+
+
+def test_the_settings_of_the_resumed_run_rule():
+    saved = LossScaler(LossScale(initial_scale_power=4, hysteresis=4)).state_dict()
+    strict = LossScaler(LossScale(minimum=64, hysteresis=2))
+    strict.load_state_dict(saved)
+    assert (strict.scale, strict.state.allowance) == (64, 2)
+
+    static = LossScaler(LossScale(static=8))
+    static.load_state_dict(saved)
+    assert static.scale == 8
+
+
+def test_a_run_that_turns_dynamic_starts_anew_with_its_window_from_there():
+    static = LossScaler(LossScale(static=8))
+    scales(static, [False] * 100)
+    dynamic = LossScaler(LossScale(initial_scale_power=4, window=3))
+    dynamic.load_state_dict(static.state_dict())
+    assert dynamic.state.step == 100
+    assert scales(dynamic, [False] * 5) == [16, 16, 16, 32, 32]
+
+
+def test_a_state_of_something_else_is_refused():
+    with pytest.raises(CheckpointError, match="has no step, last_overflow, allowance, dynamic"):
+        LossScaler(LossScale()).load_state_dict({"scale": 1.0})
+
+
+def test_next_state_does_not_change_its_argument():
+    policy = LossScale()
+    state = first_state(policy)
+    assert next_state(policy, state, overflow=True) != state
+    assert state == first_state(policy)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"static": -1},
+        {"static": float("nan")},
+        {"window": 0},
+        {"hysteresis": 0},
+        {"minimum": 0},
+        {"initial_scale_power": 127},
+        {"initial_scale_power": 2, "minimum": 8},
+        {"windw": 5},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        LossScale(**wrong)

@@ -1,0 +1,318 @@
+"""The simulator against the published formulas of every schedule, and against a second way to find the same times.
+
+Times are of all stages of a rank together for one micro-batch: F forward, I and W the halves of the backward, B = I + W. p ranks, m
+micro-batches, v stages a rank. "Overhead" is the length of the step less m (F + B), the work of one rank.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+from plait.errors import InputError
+from plait.parallel.schedules.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Message,
+    Payload,
+    Schedule,
+    destination,
+    make_schedule,
+    messages,
+    needed_by,
+    produced_by,
+)
+from plait.parallel.schedules.timeline import Durations, Span, Timeline, even, peak_in_flight, simulate
+from tests.unit.parallel.tables import schedules, unhurried
+
+ranks = st.integers(1, 8)
+quarters = st.integers(1, 12).map(lambda n: n / 4)
+WAVES = {"gpipe": (1, 1), "1f1b": (1, 1), "looped-bfs": (1, 4), "interleaved-1f1b": (2, 4)}
+"""The schedules with whole backwards, and the stages a rank that are tried."""
+
+
+def overhead(schedule: Schedule, f: float, i: float, w: float) -> float:
+    """The step less the work of one rank."""
+    return simulate(schedule, even(schedule, forward=f, input=i, weight=w)).total - schedule.microbatches * (f + i + w)
+
+
+@unhurried
+@given(st.data(), st.sampled_from(sorted(WAVES)), ranks, quarters, quarters, quarters)
+def test_bubble_of_whole_backwards(data: st.DataObject, name: str, p: int, f: float, i: float, w: float) -> None:
+    """Overhead (p - 1)(F + B)/v and bubble (p - 1)/(v m + p - 1): arXiv:2104.04473, sections 2.2 and 2.2.2; arXiv:2211.05953 for looped.
+
+    With v > 1 they assume m >= p. Below, each of the v - 1 turns waits for the first micro-batch to come around: (p - m) more slots a turn.
+    """
+    v = data.draw(st.integers(*WAVES[name]))
+    m = data.draw(st.integers(1, 3 * p).filter(lambda m: name != "interleaved-1f1b" or m % max(1, m // p) == 0))
+    schedule = make_schedule(name, pp=p, microbatches=m, stages_per_rank=v)
+    slots = p - 1 + (v - 1) * max(0, p - m)
+    assert overhead(schedule, f, i, w) == pytest.approx(slots * (f + i + w) / v)
+    timeline = simulate(schedule, even(schedule, forward=f, input=i, weight=w))
+    assert timeline.bubble_overall == pytest.approx(slots / (v * m + slots))
+    for rank in range(p):
+        assert timeline.bubble(rank) == pytest.approx(slots / (v * m + slots)), "equal stages: every rank is idle equally long"
+
+
+@unhurried
+@given(ranks, st.integers(2, 4), st.integers(1, 4), quarters, quarters, quarters)
+def test_bubble_of_interleaved_zero_bubble(p: int, v: int, rounds: int, f: float, i: float, w: float) -> None:
+    """ZB1P's overhead is (p - 1)(F + B - 2W), with B = I + W (arXiv:2401.10241, table 2), here over v. It assumes that a W is no longer
+    than what it fills; otherwise the wait for the first F or I down the pipeline remains."""
+    schedule = make_schedule("interleaved-zero-bubble", pp=p, microbatches=rounds * p, stages_per_rank=v)
+    assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * max(f + i - w, f, i) / v)
+
+
+@unhurried
+@given(st.data(), ranks, quarters, quarters, quarters)
+def test_bubble_of_zbv(data: st.DataObject, p: int, f: float, i: float, w: float) -> None:
+    """The paper's ZB-V (arXiv:2401.10241, section 6) has no bubble at F = I = W, counted from a rank's own first action to its last: true
+    of torch's table from 2p - 1 micro-batches on. Over the whole step, rank r begins r F / 2 later and all end together with the last: (p
+    - 1) F / 2. Other times: (p - 1) I / 2 where F <= I and W <= I <= 2W (found here, not published)."""
+    assume(f <= i and w <= i <= 2 * w)
+    m = data.draw(st.integers(2 * p - 1, 4 * p))
+    schedule = make_schedule("zbv", pp=p, microbatches=m)
+    assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * i / 2)
+    timeline = simulate(schedule, even(schedule, forward=f, input=f, weight=f))
+    for rank, row in enumerate(timeline.ranks):
+        assert row[-1].end - row[0].start == pytest.approx(timeline.busy(rank))
+
+
+@unhurried
+@given(ranks)
+def test_zbv_with_few_microbatches(p: int) -> None:
+    """The ranks then wait for each other: one micro-batch leaves 2 (p - 1) units of F = I = W idle."""
+    schedule = make_schedule("zbv", pp=p, microbatches=1)
+    assert overhead(schedule, 1, 1, 1) == pytest.approx((p - 1) * 2)
+    parts = [overhead(make_schedule("zbv", pp=p, microbatches=m), 1, 1, 1) for m in range(1, 2 * p + 1)]
+    assert parts == sorted(parts, reverse=True), "more micro-batches fill more"
+
+
+@unhurried
+@given(st.data(), ranks, quarters, quarters, quarters)
+def test_bubble_of_dualpipev(data: st.DataObject, p: int, f: float, i: float, w: float) -> None:
+    """DeepSeek's README gives (p - 1)(F&B + B - 3W)/2, F&B being the pair as one unit of work that hands both results on at its end.
+
+    It holds for torch's pairs run so (with nothing gained by the overlap: F&B = F + B). These tables run the two one after the other, so
+    the forward's result leaves before the backward begins, and the overhead is (p - 1)(F + I - W)/2, the published one less (p - 1) I /
+    2; or (p - 1) F / 2 where W > I. Both for I <= F <= B.
+    """
+    assume(i <= f <= i + w)
+    m = data.draw(st.integers(2 * p, 4 * p))
+    schedule = make_schedule("dualpipev", pp=p, microbatches=m)
+    assert overhead(schedule, f, i, w) == pytest.approx((p - 1) * max(f + i - w, f) / 2)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 7), (4, 8), (8, 16), (8, 20)])
+def test_bubble_of_dualpipev_in_pairs(p: int, m: int) -> None:
+    """The published formula, F = I = W: (p - 1)(F + B + B - 3W)/2 = p - 1 for torch's pairs as units."""
+    stage = SimpleNamespace(num_stages=2 * p, group_size=p, group_rank=0, submod=None)
+    order: dict[int, list[Any]] = ScheduleDualPipeV([stage, stage], m).pipeline_order  # type: ignore[list-item]
+    units = [[action.sub_actions or (action,) for action in order[rank] if action is not None] for rank in range(p)]
+    there: dict[Message, float] = {}
+    free, at = [0.0] * p, [0] * p
+    while any(at[rank] < len(units[rank]) for rank in range(p)):
+        for rank in range(p):
+            if at[rank] == len(units[rank]):
+                continue
+            unit = [Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index) for a in units[rank][at[rank]]]
+            needs = [need for action in unit for need in needed_by(action, stages=2 * p)]
+            if any(need not in there for need in needs):
+                continue
+            free[rank] = max([free[rank], *(there[need] for need in needs)]) + sum(1.0 if a.kind is Kind.BACKWARD else 0.5 for a in unit)
+            at[rank] += 1
+            for action in unit:
+                payload = Payload.ACTIVATION if action.kind is Kind.FORWARD else Payload.GRADIENT
+                if action.kind is not Kind.WEIGHT:
+                    there[Message(payload, action.stage, action.microbatch)] = free[rank]
+    assert max(free) - 3 * m == pytest.approx(p - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "bubble", "peak"),
+    [
+        ("gpipe", 1, 0.304, 16),
+        ("1f1b", 1, 0.304, 8),
+        ("looped-bfs", 2, 0.179, 16),
+        ("interleaved-1f1b", 2, 0.179, 11.5),
+        ("interleaved-1f1b", 4, 0.099, 9.75),
+        ("interleaved-zero-bubble", 2, 0.068, 8),
+        ("zbv", 2, 0.068, 8),
+        ("dualpipev", 2, 0.068, 8.5),
+    ],
+)
+def test_eight_ranks_sixteen_microbatches(name: str, v: int, bubble: float, peak: float) -> None:
+    """F = I = W, numbers that documents quote."""
+    schedule = make_schedule(name, pp=8, microbatches=16, stages_per_rank=v)
+    assert round(simulate(schedule, even(schedule)).bubble_overall, 3) == pytest.approx(bubble, abs=0.0006)
+    assert max(peak_in_flight(schedule)) == peak == peak_in_flight(schedule)[0]
+
+
+@unhurried
+@given(schedules)
+def test_peak_in_flight(schedule: Schedule) -> None:
+    """Stages held at once. GPipe and looped: all. 1F1B: p - rank. Interleaved (arXiv:2205.05198, section 4.2.3): p + (p - 1)/v in full
+    stages on rank 0. Zero bubble holds until W, p on every rank. DualPipeV: 2p + 1 stages."""
+    p, m = schedule.pp, schedule.microbatches
+    v = schedule.stages // p
+    turn = m // max(1, m // p)  # micro-batches that an interleaved schedule takes through one stage before the next: p where p divides m
+    expected = {
+        "gpipe": [m] * p,
+        "looped-bfs": [v * m] * p,
+        "1f1b": [min(m, p - rank) for rank in range(p)],
+        "interleaved-1f1b": [min(v * m, (v - 1) * turn + 2 * (p - 1 - rank) + 1) for rank in range(p)],
+        "interleaved-zero-bubble": [min(v * m, (v - 1) * turn + p)] * p,
+        "zbv": [2 * p] * p,
+        "dualpipev": [2 * p + 1] * p,
+    }[schedule.name]
+    stages = peak_in_flight(schedule, held=(1,) * schedule.stages)
+    if schedule.name == "zbv" and m < 2 * p - 1:
+        assert all(count <= min(2 * m, 2 * p) for count in stages)
+    else:
+        assert list(stages) == expected
+    assert peak_in_flight(schedule) == pytest.approx([count / v for count in stages])
+    if schedule.name == "interleaved-1f1b" and m % p == 0 and m > p:
+        assert peak_in_flight(schedule)[0] == pytest.approx(p + (p - 1) / v)
+
+
+@unhurried
+@given(st.data(), schedules)
+def test_peak_with_unequal_stages(data: st.DataObject, schedule: Schedule) -> None:
+    """In bytes: the largest sum over the micro-batches whose activations exist, recounted at every action from the whole row."""
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages))
+    peaks = peak_in_flight(schedule, held=sizes)
+    for rank, row in enumerate(schedule.ranks):
+        most = 0
+        for at in range(len(row)):
+            begun = {(a.stage, a.microbatch) for a in row[: at + 1] if a.kind is Kind.FORWARD}
+            ended = {(a.stage, a.microbatch) for a in row[:at] if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
+            most = max(most, sum(sizes[stage] for stage, _ in begun - ended))
+        assert peaks[rank] == most
+
+
+def durations_of(schedule: Schedule, data: st.DataObject) -> Durations:
+    """Unequal stages and boundaries, some of them free."""
+
+    def draw(count: int) -> tuple[float, ...]:
+        return tuple(n / 4 for n in data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count)))
+
+    stages = schedule.stages
+    return Durations(draw(stages), draw(stages), draw(stages), draw(stages - 1))
+
+
+def relaxed(schedule: Schedule, durations: Durations) -> dict[Action, float]:
+    """The earliest ends, found by raising them until every rule holds: own rank's order, what is needed, one message at a time on a
+    link."""
+    ends = {action: 0.0 for row in schedule.ranks for action in row}
+    by = {(a.stage, a.microbatch, a.kind is Kind.FORWARD): a for a in ends if a.kind is not Kind.WEIGHT}
+    made = {m: by[m.stage, m.microbatch, m.payload is Payload.ACTIVATION] for pair in messages(schedule).values() for m in pair}
+    arrivals = dict.fromkeys(made, 0.0)
+    while True:
+        before = (dict(ends), dict(arrivals))
+        for order in messages(schedule).values():
+            last = 0.0
+            for message in order:
+                boundary = message.stage - (message.payload is Payload.GRADIENT)
+                last = arrivals[message] = max(last, ends[made[message]]) + durations.send[boundary]
+        for row in schedule.ranks:
+            last = 0.0
+            for action in row:
+                for need in needed_by(action, stages=schedule.stages):
+                    own = by[need.stage, need.microbatch, need.payload is Payload.ACTIVATION]
+                    crosses = need.stage != action.stage and destination(schedule, need) is not None
+                    last = max(last, arrivals[need] if crosses else ends[own])
+                last = ends[action] = last + durations.of(action)
+        if before == (ends, arrivals):
+            return ends
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), schedules)
+def test_times_are_the_earliest_possible(data: st.DataObject, schedule: Schedule) -> None:
+    """With unequal stages and messages that take time, also longer than a computation."""
+    durations = durations_of(schedule, data)
+    timeline = simulate(schedule, durations)
+    ends = relaxed(schedule, durations)
+    for row, planned in zip(timeline.ranks, schedule.ranks, strict=True):
+        assert tuple(span.action for span in row) == planned
+        for span in row:
+            assert span.end == ends[span.action] and span.end - span.start == durations.of(span.action)
+    assert timeline.total == max(ends.values())
+    for rank in range(schedule.pp):
+        assert timeline.busy(rank) == sum(durations.of(action) for action in schedule.ranks[rank])
+
+
+def test_messages_queue_on_a_link() -> None:
+    """Two ranks, messages (3) longer than a forward (1) or a backward (2): the link decides.
+
+    Rank 1 has the last activation at 1 + 3m and has done its forward at 2 + 3m; its gradients leave every 3; the last arrives at
+    2 + 3m + 2 + 3m.
+    """
+    m = 4
+    schedule = make_schedule("gpipe", pp=2, microbatches=m)
+    assert simulate(schedule, even(schedule, send=3)).total == (2 + 3 * m + 2 + 3 * m) + 2
+    fast = simulate(schedule, even(schedule, send=0.5)).total
+    assert fast == (m + 1) * 3 + 2 * 0.5, "shorter than a computation: only the way down and back up is added"
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    """1F1B with one stage twice as slow. Its rank works 36, begins after one forward of stage 0, ends before one backward of it, and
+    waits once, 1, for the first gradient, which stage 2 has after 6."""
+    schedule = make_schedule("1f1b", pp=3, microbatches=6)
+    timeline = simulate(schedule, Durations((1, 2, 1), (1, 2, 1), (1, 2, 1), (0, 0)))
+    assert timeline.total == 36 + 1 + 2 + 1
+    assert [timeline.bubble(rank) for rank in range(3)] == pytest.approx([1 - 18 / 40, 1 - 36 / 40, 1 - 18 / 40])
+    assert timeline.bubble_overall == pytest.approx(1 - 72 / 120)
+
+
+def test_the_least_timeline() -> None:
+    """One rank, one micro-batch."""
+    schedule = make_schedule("1f1b", pp=1, microbatches=1)
+    forward, backward = Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)
+    assert simulate(schedule, even(schedule)) == Timeline(schedule, ((Span(forward, 0, 1), Span(backward, 1, 3)),))
+    nothing = simulate(schedule, even(schedule, forward=0, input=0, weight=0))
+    assert nothing.total == 0 and nothing.bubble_overall == 0
+
+
+def test_wrong_durations() -> None:
+    """Of another number of stages, negative, not a number."""
+    schedule = make_schedule("1f1b", pp=2, microbatches=2)
+    for bad in (
+        Durations((1,), (1, 1), (1, 1), (0,)),
+        Durations((1, 1), (1, 1), (1, 1), ()),
+        Durations((1, -1), (1, 1), (1, 1), (0,)),
+        Durations((1, 1), (1, 1), (1, 1), (float("nan"),)),
+        Durations((1, 1), (1, float("inf")), (1, 1), (0,)),
+    ):
+        with pytest.raises(InputError, match="durations"):
+            simulate(schedule, bad)
+    with pytest.raises(InputError, match="held has 1 values"):
+        peak_in_flight(schedule, held=(1,))
+
+
+def test_all_schedules_are_covered() -> None:
+    """A new schedule needs its formula here."""
+    assert set(SCHEDULES) == {*WAVES, "interleaved-zero-bubble", "zbv", "dualpipev"}
+
+
+@unhurried
+@given(schedules)
+def test_transfers_are_the_messages(schedule: Schedule) -> None:
+    """Each once, after its producer and before its consumer, one at a time on a pair's link."""
+    timeline = simulate(schedule, even(schedule, send=0.5))
+    sent: dict[tuple[int, int], list[Message]] = {}
+    free: dict[tuple[int, int], float] = {}
+    made = {produced_by(span.action): span.end for row in timeline.ranks for span in row}
+    for transfer in timeline.transfers:
+        pair = transfer.source, transfer.destination
+        sent.setdefault(pair, []).append(transfer.message)
+        assert transfer.end - transfer.start == pytest.approx(0.5)
+        assert transfer.start == max(made[transfer.message], free.get(pair, 0.0))
+        free[pair] = transfer.end
+    assert {pair: tuple(found) for pair, found in sent.items()} == messages(schedule)
