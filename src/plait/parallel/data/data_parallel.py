@@ -36,6 +36,7 @@ from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
 from plait.parallel.accounting.ledger import Array, Ledger, local_rows
+from plait.parallel.accounting.zero_rule import of_block
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.data import collective_selection
 from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
@@ -211,9 +212,10 @@ class ShardedSteps(StepHook):
 
     def before_microbatch(self, last: bool) -> None:
         """Which gradients are reduced, and which parameters are freed."""
-        self.model.set_requires_gradient_sync(last or self.stage >= 2)
-        self.model.set_requires_all_reduce(last)
-        self.model.set_reshard_after_backward(last or self.stage == 3)
+        then = of_block(self.stage, {0: 1 if last else 2}, ran=0, own=0)  # one stage, and the root unit ends its step with the blocks
+        self.model.set_requires_gradient_sync(then.reduce)
+        self.model.set_requires_all_reduce(then.last)
+        self.model.set_reshard_after_backward(then.free)
 
     def finish_reduction(self) -> None:
         """Nothing gathered is left."""
