@@ -19,7 +19,6 @@ from plait.comm.messages import Arriving
 from plait.dryrun.recorder import BACKWARD, Recorder, watch
 from plait.dryrun.storage_tracker import LiveStorages
 from plait.engine.engine import Engine
-from plait.optim.step_tensors import step_tensors
 from plait.parallel.accounting.ledger import MEMORY_KINDS
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD
 from plait.parallel.activations.saved_tensors import OffloadedActivations
@@ -186,6 +185,15 @@ class MeasuredPeak:
     """By torch's own tracker."""
     own_bytes: int
     """By the storage tracker `dryrun.storage_tracker`, which also counts the fake tensors of a dry run."""
+
+
+def step_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: Reducer | None, batch: Any) -> list[torch.Tensor]:
+    """What exists before a step: parameters and their gradients, buffers, optimizer states, buckets, the batch."""
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    buckets = [tensor for bucket in reducer.buckets for tensor in (bucket.flat, bucket.wire)] if reducer is not None else []
+    found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *states, *buckets, *tree_leaves(batch)]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def measure_peak(engine: Engine, batch: Any) -> MeasuredPeak:

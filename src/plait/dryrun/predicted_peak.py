@@ -31,8 +31,8 @@ from plait.losses.loss import causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import TensorPlan
+from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
-from plait.optim.step_tensors import make_states
 from plait.parallel.accounting.ledger import Ledger, local_rows
 from plait.parallel.accounting.peak import Peak, step_peak
 from plait.parallel.accounting.timeline_points import StageMoments, StepFacts

@@ -32,8 +32,8 @@ from plait.engine.build import split
 from plait.engine.check import checked_model
 from plait.errors import InputError
 from plait.losses.loss import causal_lm_loss
+from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
-from plait.optim.step_tensors import make_states
 from plait.parallel import materialise
 from plait.parallel.micro_batches import default_forward, micro_batches
 from plait.parallel.order import attach_all

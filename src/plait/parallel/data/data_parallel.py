@@ -344,8 +344,3 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
 
 def _shapes(facts: ModelFacts, ledger: Ledger) -> Counter[tuple[tuple[int, ...], int, bool, bool, int | None]]:
     return Counter((p.shape, p.itemsize, p.trainable, p.unit >= 0, ledger.tensor_dims.get(p.name)) for p in facts.parameters)
-
-
-def memory_total(ledger: Ledger) -> Array:
-    """Bytes of model states at the optimizer step: parameters, gradients and optimizer states."""
-    return np.sum([ledger.memory[kind] for kind in ("parameters", "gradients", "optimizer")], axis=0, dtype=np.int64)

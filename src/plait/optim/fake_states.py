@@ -1,0 +1,15 @@
+"""Optimizer states on fake tensors, for predictions of the peak."""
+
+from __future__ import annotations
+
+import torch
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step on gradients without values, so that the states exist; for fake tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
