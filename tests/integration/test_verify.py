@@ -123,7 +123,7 @@ def _attach_in_float32(self: Reducer) -> None:
 
 
 def _average(self: DataParallel, parts: Any, mesh: Any) -> Any:
-    with patch("plait.parallel.data.reduce_by_sum", lambda model: None):
+    with patch(f"{DataParallel.__module__}.reduce_by_sum", lambda model: None):
         hooks = _attach_hooks(self, parts, mesh)
     for hook in hooks:
         if isinstance(hook, Reducer):
