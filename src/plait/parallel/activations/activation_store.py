@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from plait.errors import PlaitError
+from plait._torch.storage import version_of
+from plait.errors import ModelError, PlaitError
 from plait.parallel.offload.folders import require_writable
 from plait.units import MIB, format_bytes
 
@@ -238,12 +239,16 @@ class DiskStore:
             self._pending -= size
             self._room.notify_all()
 
-    def failed(self, error: OSError) -> PlaitError:
+    def failed(self, error: OSError) -> DiskError:
         """What to tell."""
-        return PlaitError(
+        return DiskError(
             f"activations cannot be kept in {self.folder}: {error.strerror or error}; free some space there, name another folder in "
             "parallel.activation_offload.path, or lower parallel.activation_offload.fraction. No training state was touched"
         )
+
+
+class DiskError(PlaitError):
+    """A file cannot be written."""
 
 
 @dataclass
@@ -273,13 +278,14 @@ class DiskGroup:
             except OSError as error:
                 raise self._store.failed(error) from error
         for extent in self._extents:
-            if extent.write.done() and extent.write.exception() is not None:
+            if extent.write.done() and isinstance(extent.write.exception(), DiskError):
                 extent.write.result()
         size = flat.numel()
         self._store.wait_for_room(size)
         host, event = _to_host(flat)
         del flat
-        extent = _Extent(self._end, size, self._store.pool.submit(_write, self._store, self._file, self._end, [host], event))
+        written = self._store.pool.submit(_write, self._store, self._file, self._end, [host], event, version_of(host))
+        extent = _Extent(self._end, size, written)
         self._extents.append(extent)
         self._end += size
         return len(self._extents) - 1
@@ -314,8 +320,9 @@ def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return host, torch.cuda.current_stream(flat.device).record_event()
 
 
-def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], event: Any) -> None:
-    """`host` is emptied, so that the memory is free when `written` says so."""
+def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], event: Any, version: int) -> None:
+    """`host` is emptied, so that the memory is free when `written` says so. Raises ModelError, told where the tensor is used, if it was
+    written to meanwhile (`version`: as it was saved)."""
     data = host.pop()
     size = data.numel()
     left = memoryview(data.numpy())  # type: ignore[arg-type]
@@ -325,6 +332,11 @@ def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], e
         while left:
             done = os.pwrite(file.fileno(), left, offset)
             left, offset = left[done:], offset + done
+        if version_of(data) != version:
+            raise ModelError(
+                "a tensor that a block with parallel.activation_offload saved for its backward was modified in place before it was stored, "
+                "so its gradients would be wrong (torch refuses the same without offload); use an operation that is not in place"
+            )
     except OSError as error:
         raise store.failed(error) from error
     finally:

@@ -155,6 +155,21 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         DiskStore(file / "folder", CPU)
 
 
+def test_a_write_before_the_disk_has_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch refuses a backward through what was modified; where no backward asks for it, nothing is."""
+    gate, write = threading.Event(), os.pwrite
+    monkeypatch.setattr(activation_store.os, "pwrite", lambda *args: (gate.wait(10), write(*args))[1])
+    hidden = torch.arange(4096.0)
+    group = DiskStore(tmp_path, CPU).open(0)
+    handle = group.put(hidden.detach().view(torch.uint8))
+    hidden.mul_(2)
+    gate.set()
+    again = group.put(hidden.detach().view(torch.uint8))
+    assert torch.equal(group.get(again).view(torch.float32), hidden)
+    with pytest.raises(ModelError, match="modified in place before it was stored"):
+        group.get(handle)
+
+
 def test_forward_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than the limit is held in memory."""
     gate = threading.Event()
