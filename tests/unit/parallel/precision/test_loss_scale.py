@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -71,6 +71,10 @@ def scales(scaler, overflows):
     return found
 
 
+@example(  # an overflow is forgiven, the scale doubles, and another is forgiven then
+    policy=LossScale(initial_scale_power=8, window=1, hysteresis=2, consecutive_hysteresis=False, minimum=1.0),
+    overflows=[True, False, False, True, True, True],
+)
 @given(policy=POLICIES, overflows=OVERFLOWS)
 def test_sequence_is_deepspeeds(policy, overflows):
     theirs = DeepSpeedScaler(2**policy.initial_scale_power, policy.window, policy.minimum, policy.hysteresis, policy.consecutive_hysteresis)
