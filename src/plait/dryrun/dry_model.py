@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from plait._torch.operators import FakeTensorMode, tree_leaves, tree_map
 from plait.dryrun.recorder import BACKWARD, DryRecorder, watch, when_gradient_comes
 from plait.errors import ModelError
 from plait.losses.loss import Loss
+from plait.parallel.accounting.activations import StageMode
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, StageMoments
 from plait.parallel.micro_batches import Forward
 from plait.parallel.pipeline.pipeline_zero import StagedZero
@@ -31,6 +32,7 @@ from plait.parallel.pipeline.stage import Stage, StagedModel
 from plait.parallel.schedules.schedule import Schedule
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
+from plait.shards import shard_size
 
 
 def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
@@ -41,25 +43,10 @@ def token_batch(samples: int, length: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class StageTrace:
-    """What a forward and a backward of one stage were found to take, in bytes. A figure a block, or of all that is outside of the
-    blocks."""
+    """What a forward and a backward of one stage were found to take."""
 
-    kept: tuple[int, ...]
-    """By a block, from forward to backward, its input included."""
-    outside: int
-    """By what runs before and outside of the blocks (embedding, positions, masks)."""
-    head: int
-    """By what follows the last block: final norm, head and loss, the last block's output included."""
-    deferred: tuple[int, ...]
-    """By a block, from the first half of a split backward to the second; empty where it is not split."""
-    deferred_outside: int
-    """The same, of everything else."""
-    flops: int
-    """Floating point operations of forward and backward, what is recomputed included: matrix products and attention."""
-    traffic: Mapping[str, int]
-    """Bytes that forward and backward send over the tp axis, by collective."""
-    peak: int
-    """The most that is alive at once; gradients of parameters are counted until they are accumulated."""
+    figures: StageMode
+    """In the mode that its blocks are in, without what only a comparison of modes or a store says (`returning`, `stored`)."""
     received: int
     """The boundary activations of the stage before."""
     differentiable: bool
@@ -147,14 +134,17 @@ class DryModel:
             for parameter in model.parameters():
                 parameter.grad = None
         trace = StageTrace(
-            kept=tuple(kept[unit] for unit in units.values()),
-            outside=kept[BESIDE],
-            head=kept[HEAD],
-            deferred=tuple(deferred[unit] for unit in units.values()) if splits else (),
-            deferred_outside=outside if splits else 0,
-            flops=recorder.flops,
-            traffic=dict(recorder.traffic),
-            peak=recorder.peak,
+            figures=StageMode(
+                kept=tuple(kept[unit] for unit in units.values()),
+                outside=kept[BESIDE],
+                head=kept[HEAD],
+                returning=(),
+                flops=recorder.flops,
+                traffic=dict(recorder.traffic),
+                peak=recorder.peak,
+                deferred=tuple(deferred[unit] for unit in units.values()) if splits else (),
+                deferred_outside=outside if splits else 0,
+            ),
             received=entrance,
             differentiable=bool(inputs),
             moments=moments,
@@ -194,7 +184,7 @@ def handed_on(model: nn.Module, parts: Parts, piece: dict[str, torch.Tensor]) ->
     if region is not None:
         region.length = length
         if region.sequence_parallel:
-            own = -(-length // region.group.size())
+            own = shard_size(length, region.group.size())
     dtype = parts.shard.compute_dtype or next(model.parameters()).dtype
     return torch.empty(samples, own, width, dtype=dtype, device="meta", requires_grad=True)
 

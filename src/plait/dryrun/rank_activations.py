@@ -125,19 +125,10 @@ def _facts(plain: StageTrace, modes: dict[BlockMode, tuple[StageTrace, tuple[int
     """`plain` is the stage without recompute and without a store: what a block's backward has on the device."""
     found: dict[BlockMode, StageMode] = {}
     for mode, (one, stored) in modes.items():
-        before = (0, *stored[:-1]) if stored else (0,) * len(one.kept)  # prefetched at the same time
-        found[mode] = StageMode(
-            kept=one.kept,
-            outside=one.outside,
-            head=one.head,
-            returning=tuple(full - kept + more for full, kept, more in zip(plain.kept, one.kept, before, strict=True)),
-            flops=one.flops,
-            traffic=one.traffic,
-            peak=one.peak,
-            stored=stored,
-            deferred=one.deferred,
-            deferred_outside=one.deferred_outside,
-        )
+        kept = one.figures.kept
+        before = (0, *stored[:-1]) if stored else (0,) * len(kept)  # prefetched at the same time
+        returning = tuple(full - own + more for full, own, more in zip(plain.figures.kept, kept, before, strict=True))
+        found[mode] = replace(one.figures, returning=returning, stored=stored)
     return StageFacts(found, plain.received, plain.differentiable)
 
 

@@ -26,7 +26,7 @@ def global_norm(grads: Iterable[torch.Tensor], mesh: Mesh, *, tier: DiskTier | N
     for grad in grads:
         by_axes.setdefault(sharded_axes(grad), []).append(local_tensor(grad))
     walked = {axes: [members] if tier is None else tier.walk(members) for axes, members in by_axes.items()}
-    return _over_ranks({axes: _joined([norm for some in parts for norm in norms_of(some)]) for axes, parts in walked.items()}, mesh)
+    return norm_of_norms([(axes, norm) for axes, parts in walked.items() for some in parts for norm in norms_of(some)], mesh)
 
 
 def norm_of_norms(norms: Iterable[tuple[tuple[str, ...], torch.Tensor]], mesh: Mesh) -> torch.Tensor:

@@ -27,7 +27,7 @@ Array = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StageCounts:
-    """What one rank of a pipeline does in a step, counted from its schedule's table (see `pipeline_account`)."""
+    """What one rank of a pipeline does in a step, counted from its schedule's table (see `pipeline.account`)."""
 
     root_gathers: Array
     """How often ZeRO stage 3 gathers what is outside of the blocks."""
@@ -46,7 +46,7 @@ class StageCounts:
 MEMORY_KINDS = ("parameters", "gathered_parameters", "gradients", "unsharded_gradients", "optimizer", "compression")
 """`parameters`, `gradients`, `optimizer` and `compression` (its errors) are what a rank holds just before the optimizer step;
 `gathered_parameters` and `unsharded_gradients` are what it holds in addition between two micro-batches of a step; in a pipeline,
-`pipeline_account.held_after` tells them for every computation."""
+`pipeline.account.held_after` tells them for every computation."""
 
 ACTIVATION_KINDS = ("activations", "logits", "returning_activations", "stored_activations")
 """What a micro-batch keeps on the device from forward to backward, in blocks and before them, and after them (head, loss); the most that

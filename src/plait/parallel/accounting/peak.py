@@ -1,8 +1,8 @@
 """The most that a rank holds during a training step, and when: the account of the tensors in flight, iterated over the step in order.
 
-Three things are put together: what a micro-batch keeps and needs (`moments`, measured), what the ranks hold and move of parameters and
-gradients (`unit_bytes`, arithmetic; the order is that of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a pipeline the
-rank's row of the schedule. Bytes are those of storages: what an allocator rounds up or cannot reuse comes on top.
+Three things are put together: what a micro-batch keeps and needs (`timeline_points`, measured), what the ranks hold and move of
+parameters and gradients (`unit_bytes`, arithmetic; the order is that of torch 2.13's `FSDPParamGroup` and of `reducer.Reducer`), and in a
+pipeline the rank's row of the schedule. Bytes are those of storages: what an allocator rounds up or cannot reuse comes on top.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class _Walk:
         self.now = before
         shared = stage.forward[-1].end.activations - before.activations
         splits = action.kind is Kind.INPUT
-        # Where some backwards are split, the others reduce at their end too (`staged_zero`).
+        # Where some backwards are split, the others reduce at their end too (`pipeline_zero`).
         late = self.schedule is not None and self.schedule.splits_backward
         reached_root = False
         blocks = self.blocks[action.stage]

@@ -2,7 +2,7 @@
 
 A block's own `forward` is replaced, in place: names stay, and what sharding and sequence parallelism do around a block (gather parameters,
 cut the sequence) stays outside and is not repeated. Built on torch's non-reentrant checkpoint. The recomputation modes are decided before
-anything runs: by mode, or, for a budget, from measured figures (`in_flight`).
+anything runs: by mode, or, for a budget, from measured figures (`accounting.activations`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compressed communication between data-parallel ranks: which scheme, or which of several the first steps may choose.
 
-The collectives are chosen with all others (`wiring`), by the technique that reduces; here is what can be set, and what stays from step to
-step.
+The collectives are chosen with all others (`collective_selection`), by the technique that reduces; here is what can be set, and what
+stays from step to step.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
             total["across"] += count * padded * row_numel * reduce
             total["compression"] += count * error_bytes(ledger.scheme, shape, shard, n)
             total["whole"] += count * rows * row_numel * reduce
-    accumulates = (k > 1) & (ledger.stage is None)  # a pipeline's, after each computation, are `pipeline_account.held_after`
+    accumulates = (k > 1) & (ledger.stage is None)  # a pipeline's, after each computation, are `pipeline.account.held_after`
     between = {
         "gathered_parameters": np.where(sharded & (stage < 3) & accumulates, total["gathered"], 0),
         "unsharded_gradients": np.where(sharded & (stage < 2) & accumulates, total["whole"], 0),

@@ -1,8 +1,8 @@
 """Pipeline parallelism: consecutive blocks on different ranks, micro-batches flowing through them by a schedule.
 
-The schedule is a table (`schedule.py`), the cut is data (`model.stages`), `stage.py` takes from the model in place what other ranks own,
-`runtime.py` executes the table, `staged_zero.py` keeps the meaning of the ZeRO stages. Here is what can be set, and what a rank of a
-pipeline needs besides: the gradients of tied parameters, which several stages hold.
+The schedule is a table (`schedules.schedule`), the cut is data (`model.stages`), `stage.py` takes from the model in place what other
+ranks own, `runtime.py` executes the table, `pipeline_zero.py` keeps the meaning of the ZeRO stages. Here is what can be set, and what a
+rank of a pipeline needs besides: the gradients of tied parameters, which several stages hold.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Pipeline(Technique):
         return [] if plan is None else [_rank_of(plan, parts, mesh)]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
-        """Messages between stages, and the sum of shared gradients; `ledger.stage` and `facts` are of one rank (`pipeline_account`)."""
+        """Messages between stages, and the sum of shared gradients; `ledger.stage` and `facts` are of one rank (`account`)."""
         if ledger.stage is None:
             return ledger
         stage = ledger.stage
