@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -136,7 +137,9 @@ def settled(rank: int, world: int, config: dict[str, Any], fast: str) -> str:
         of = honest(*args, **options)
         return lambda nbytes: {way: op if way == fast else partial(later, op) for way, op in of(nbytes).items()}
 
-    with patch.object(measure, "ways_of", ways_of), patch.object(measure, "time", clock):
+    began, honest_seconds = time.perf_counter(), time.perf_counter
+    slow = SimpleNamespace(perf_counter=lambda: began + (honest_seconds() - began) * (1 + 50 * rank))  # rank 1's clock runs ahead
+    with patch.object(measure, "ways_of", ways_of), patch.object(measure, "time", clock), patch.object(startup, "time", slow):
         return started(rank, world, config, None, (links,) * 2)[0]
 
 

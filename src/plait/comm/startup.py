@@ -82,7 +82,8 @@ def refine(
     began = time.perf_counter()
     times = compare_ways(choice.near, choice.bucket_bytes, group, levels, device=device, seconds=seconds)
     words = f"{len(times)} algorithms were timed in turn with messages of {format_bytes(choice.bucket_bytes)}"
-    return refined(choice, links, times), f"{words} in {time.perf_counter() - began:.1f} s"
+    _, shared_words = _shared(group, (None, f"{words} in {time.perf_counter() - began:.1f} s"))  # each rank has its own clock
+    return refined(choice, links, times), shared_words
 
 
 def _read(path: Path | None, axis: str, ranks: int, machines: int, hosts: list[str]) -> tuple[GroupLinks | None, str]:
