@@ -24,11 +24,11 @@ import plait
 from plait._torch.groups import delivered_at_once
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.dry_model import token_batch
-from plait.dryrun.predicted_peak import foretell, foretell_on
+from plait.dryrun.predicted_peak import predict_peak, predict_peak_on
 from plait.dryrun.rank_activations import rank_activations
-from plait.engine.single_rank import foretell_messages
+from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
 from plait.parallel.accounting.timeline_points import PEAK_KINDS
 from plait.parallel.activations.recompute import Recompute
@@ -135,11 +135,11 @@ def peaks() -> Iterator[list[str]]:
         model = model_of(kind, device="meta")
         ids = torch.arange(SAMPLES * count * LENGTH).view(-1, LENGTH) % 1024
         with fake_world(world), delivered_at_once():
-            found = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH).peak
+            found = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH).peak
             engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
             batch = {"input_ids": ids, "labels": ids.clone()}
             if engine._pipeline is not None:
-                foretell_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+                predict_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
             measured = measure_peak(engine, batch).torch_bytes
         words = [f"ZeRO {stage}", *([f"tp {tp}"] if tp > 1 else []), *([f"pp 2, {chosen['schedule']}"] if pp > 1 else [])]
         words += [*([f"recompute {mode}"] if mode != "none" else []), "bf16" if bf16 else "fp32", f"{count} micro-batches"]
@@ -184,7 +184,7 @@ def budgets() -> Iterator[list[str]]:
                 engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
                 assert engine._pipeline is not None
                 batch = {"input_ids": ids, "labels": ids.clone()}
-                foretell_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+                predict_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
                 measured = max(held for _, held in measure_in_flight(engine, batch).after)
             modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
             chosen = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)
@@ -211,7 +211,7 @@ def large_peak() -> tuple[list[str], Iterator[list[str]]]:
             parallel = {**more.get("parallel", {}), "recompute": {"mode": mode}}
             file = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **more, "parallel": parallel}
             resolved = resolve(load(file), world_size=64)
-            found[f"{name}, recompute {mode}"] = foretell(llama_8b(), resolved, rank=0, samples=1, length=4096).peak
+            found[f"{name}, recompute {mode}"] = predict_peak(llama_8b(), resolved, rank=0, samples=1, length=4096).peak
     shown = list(found.values())
     rows = [[said, *(f"{peak.kinds[kind] / GIB:.2f}" for peak in shown)] for kind, said in PEAK_KINDS.items() if kind != "messages"]
     rows.append(["**peak**", *(f"**{peak.peak_bytes / GIB:.2f}**" for peak in shown)])

@@ -42,9 +42,9 @@ def by_hand(*, sequence: bool) -> nn.Module:
     model = llama("cpu")
     hidden = "hidden_states"
     shards = Shard(1) if sequence else Replicate()
-    door = PrepareModuleInput(input_kwarg_layouts={hidden: shards}, desired_input_kwarg_layouts={hidden: Replicate()})
+    gathers = PrepareModuleInput(input_kwarg_layouts={hidden: shards}, desired_input_kwarg_layouts={hidden: Replicate()})
     plan: dict[str, Any] = {
-        "self_attn": door,
+        "self_attn": gathers,
         "self_attn.q_proj": ColwiseParallel(),
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plait.version import __version__
 
 if TYPE_CHECKING:
-    from plait.config.resolve import load as load_config
+    from plait.config.resolving.resolve import load as load_config
     from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
     from plait.engine.engine import Engine, StepResult
     from plait.errors import ConfigError, PlaitError
@@ -30,7 +30,7 @@ _HOMES = {
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "clip_grad_norm": "plait.engine.build",
     "initialize": "plait.engine.build",
-    "load_config": "plait.config.resolve",
+    "load_config": "plait.config.resolving.resolve",
     "parallelize": "plait.engine.build",
     "per_sample": "plait.losses.loss",
 }

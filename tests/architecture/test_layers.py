@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "plait"
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST_FILE = 400
 """Lines. The aim is 300; a file above this does more than one thing."""
-TABLES = ("config/deepspeed.py",)
+TABLES = ("config/dialects/deepspeed.py",)
 """Data, which is as long as what it lists."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plait.cluster.mesh import build_mesh
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.dry_model import token_batch
 from plait.dryrun.rank_activations import rank_activations
 from plait.losses.loss import causal_lm_loss

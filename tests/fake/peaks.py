@@ -9,8 +9,8 @@ import torch
 
 import plait
 from plait.cluster.mesh import build_mesh
-from plait.config.resolve import load, resolve
-from plait.dryrun.predicted_peak import Forecast, foretell_on
+from plait.config.resolving.resolve import load, resolve
+from plait.dryrun.predicted_peak import PredictedPeak, predict_peak_on
 from plait.parallel.accounting.timeline_points import PEAK_KINDS
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import MeasuredPeak, measure_peak
@@ -42,21 +42,23 @@ def data(accumulation: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def foretold_and_measured(start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False) -> tuple[Forecast, MeasuredPeak]:
+def predicted_and_measured(
+    start: FakeWorld, kind: str, config: dict[str, Any], *, tied: bool = False
+) -> tuple[PredictedPeak, MeasuredPeak]:
     """On rank 0."""
     degrees = config["parallel"]
     world = degrees["tp"] * degrees["dp_replicate"] * degrees["dp_shard"]
     start(world)
     resolved = resolve(load(config), world_size=world)
     model = cases.build(kind, tied=tied, dtype=torch.float32)
-    forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    predicted = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
-    return forecast, measure_peak(engine, data(config["gradient_accumulation_steps"]))
+    return predicted, measure_peak(engine, data(config["gradient_accumulation_steps"]))
 
 
-def check(forecast: Forecast, measured: MeasuredPeak) -> None:
+def check(predicted: PredictedPeak, measured: MeasuredPeak) -> None:
     """Within the tolerance of both measures, and the sum of its kinds."""
-    peak = forecast.peak
+    peak = predicted.peak
     assert peak.peak_bytes == pytest.approx(measured.torch_bytes, rel=TOLERANCE), peak
     assert measured.own_bytes == pytest.approx(measured.torch_bytes, rel=0.005)
     assert sum(peak.kinds.values()) == peak.peak_bytes == max(peak.phases.values())

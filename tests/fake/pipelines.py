@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import plait
-from plait.config.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
-from plait.engine.single_rank import foretell_messages
+from plait.engine.single_rank import predict_messages
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
@@ -34,7 +34,7 @@ def build(
     engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
     found = engine.parts.noted(PipelineParts)
     assert found is not None and engine._pipeline is not None
-    foretell_messages(engine.model, engine.parts, engine._pipeline, batch(1, length=length))
+    predict_messages(engine.model, engine.parts, engine._pipeline, batch(1, length=length))
     return engine, resolved, facts, found
 
 

@@ -73,7 +73,7 @@ def test_second_copy(fake_world: FakeWorld, kind: str, weights: str, copy: int) 
     config = settings(8, 3, 1, 2)
     config["parallel"] |= {"compress_weights": weights}
     without = check(fake_world, config, ranks=8, rank=0, kind=kind)
-    config["parallel"] |= {"second_copy": copy}
+    config["parallel"] |= {"secondary_partition": copy}
     assert check(fake_world, config, ranks=8, rank=0, kind=kind)["all_gather"] < without["all_gather"]
 
 

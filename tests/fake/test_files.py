@@ -12,7 +12,7 @@ import torch
 import plait
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.optim.disk_optimizer import DiskTier

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait._torch.groups import delivered_at_once
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.activations.recompute import Recompute
 from plait.units import GIB

@@ -9,13 +9,13 @@ import torch
 
 from plait._torch.groups import delivered_at_once
 from plait.cluster.mesh import build_mesh
-from plait.config.resolve import load, resolve
-from plait.dryrun.predicted_peak import foretell, foretell_on, why_not_foretold
-from plait.engine.single_rank import rehearse
+from plait.config.resolving.resolve import load, resolve
+from plait.dryrun.predicted_peak import predict_peak, predict_peak_on, why_not_predicted
+from plait.engine.single_rank import run_single_rank
 from plait.errors import InputError
 from tests.covers import cover
 from tests.fake import pipelines
-from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, data, foretold_and_measured, settings
+from tests.fake.peaks import LENGTH, SAMPLES, TOLERANCE, check, data, predicted_and_measured, settings
 from tests.fake.worlds import FakeWorld
 from tests.measured.memory import measure_peak
 from tests.parity import cases
@@ -56,7 +56,7 @@ FIELDS = ("kind", "stage", "tp", "accumulation", "bf16", "mode")
 def test_peak(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str) -> None:
     """A cover of the matrix."""
     config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
-    check(*foretold_and_measured(fake_world, kind, config))
+    check(*predicted_and_measured(fake_world, kind, config))
 
 
 @pytest.mark.proof
@@ -64,7 +64,7 @@ def test_peak(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulatio
 def test_peak_everywhere(fake_world: FakeWorld, kind: str, stage: int, tp: int, accumulation: int, bf16: bool, mode: str) -> None:
     """The matrix."""
     config = settings(stage=stage, tp=tp, accumulation=accumulation, bf16=bf16, recompute=mode)
-    check(*foretold_and_measured(fake_world, kind, config))
+    check(*predicted_and_measured(fake_world, kind, config))
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -84,15 +84,15 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_settings(fake_world: FakeWorld, name: str) -> None:
     """Hybrid sharding, one process, optimizers with temporaries, the loss in pieces."""
-    check(*foretold_and_measured(fake_world, "llama", OTHERS[name], tied=name == "three ranks"))
+    check(*predicted_and_measured(fake_world, "llama", OTHERS[name], tied=name == "three ranks"))
 
 
 def test_the_optimizers_temporaries_are_counted(fake_world: FakeWorld) -> None:
     """They are the peak where the activations are small."""
     config = OTHERS["Adam without a fused kernel"]
-    forecast, _ = foretold_and_measured(fake_world, "llama", config)
-    fused, _ = foretold_and_measured(fake_world, "llama", {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
-    assert forecast.peak.phases["optimizer step"] > fused.peak.phases["optimizer step"]
+    predicted, _ = predicted_and_measured(fake_world, "llama", config)
+    fused, _ = predicted_and_measured(fake_world, "llama", {**config, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+    assert predicted.peak.phases["optimizer step"] > fused.peak.phases["optimizer step"]
 
 
 PIPELINES = [
@@ -127,10 +127,10 @@ def test_pipelines(fake_world: FakeWorld, world: int, rank: int, config: dict[st
     fake_world(world, rank)
     resolved = resolve(load(config), world_size=world)
     model = cases.build("llama", tied=True, dtype=torch.float32, layers=LAYERS)
-    forecast = foretell_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
+    predicted = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH)
     engine, *_ = pipelines.build(config, world, layers=LAYERS, length=LENGTH)
     with delivered_at_once():
-        check(forecast, measure_peak(engine, data(config["gradient_accumulation_steps"])))
+        check(predicted, measure_peak(engine, data(config["gradient_accumulation_steps"])))
 
 
 @pytest.mark.parametrize(("stage", "pp"), cover([(0, 2), (3, 1), (0, 1), (3, 2)], strength=1))
@@ -139,10 +139,12 @@ def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
     shard = 2 if stage else 1
     config = pipeline_settings(stage, 2, "1f1b", pp=pp, dp_shard=shard)
     resolved = resolve(load(config), world_size=pp * shard)
-    found = foretell(cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2), resolved, rank=0, samples=2, length=LENGTH)
+    found = predict_peak(
+        cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2), resolved, rank=0, samples=2, length=LENGTH
+    )
     model = cases.build("llama", tied=False, dtype=torch.float32, layers=LAYERS // 2)
-    rehearsed = rehearse(model, resolved, rank=0, samples=2, length=LENGTH)
-    assert found.peak.peak_bytes == pytest.approx(rehearsed.peak, rel=TOLERANCE)
+    single_rank_run = run_single_rank(model, resolved, rank=0, samples=2, length=LENGTH)
+    assert found.peak.peak_bytes == pytest.approx(single_rank_run.peak, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +158,6 @@ def test_a_rehearsal_finds_the_same(stage: int, pp: int) -> None:
 def test_what_is_not_foretold_is_said(more: dict[str, Any]) -> None:
     """By name, and never guessed."""
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, **more}), world_size=2)
-    assert why_not_foretold(resolved)
+    assert why_not_predicted(resolved)
     with pytest.raises(InputError, match="not predicted"):
-        foretell(cases.build("llama", tied=False), resolved, rank=0, samples=1, length=8)
+        predict_peak(cases.build("llama", tied=False), resolved, rank=0, samples=1, length=8)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config.resolve import load, resolve
-from plait.engine.single_rank import Rehearsal, rehearse
+from plait.config.resolving.resolve import load, resolve
+from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
@@ -62,7 +62,7 @@ CASES: list[Case] = [
 ]
 
 
-def rehearsed(case: Case) -> tuple[Rehearsal, Ledger, int]:
+def single_rank_run(case: Case) -> tuple[SingleRankRun, Ledger, int]:
     """(what the rank held, its ledger, parameters of the whole model)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +89,7 @@ def rehearsed(case: Case) -> tuple[Rehearsal, Ledger, int]:
     own = facts_of_rank(facts, pipeline.cut, pipeline.schedule.stages_of(at["pp"])) if pipeline is not None else facts
     ledger = Ledger.of_rank(layout, at, accumulation=1)
     ledger = account_all(resolved.techniques, ledger, own)
-    found = rehearse(model, resolved, rank=rank, samples=1, length=2048)
+    found = run_single_rank(model, resolved, rank=rank, samples=1, length=2048)
     return found, ledger, facts.numel
 
 
@@ -114,7 +114,7 @@ def test_with_all_micro_batches(case: Case) -> None:
 
 
 def check(case: Case) -> None:
-    found, ledger, parameters = rehearsed(case)
+    found, ledger, parameters = single_rank_run(case)
     assert parameters == pytest.approx(PARAMETERS[case[0]], rel=0.02)
     measured = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in measured}

@@ -1,4 +1,4 @@
-"""Bytes of optimizer states in other forms: measured in a step, and what the ledger, the forecast of the peak and the planner say."""
+"""Bytes of optimizer states in other forms: measured in a step, and what the ledger, the predicted peak and the planner say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import plait
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
@@ -102,8 +102,8 @@ def test_in_a_pipeline(fake_world: FakeWorld, rank: int) -> None:
 def test_peak(fake_world: FakeWorld, stage: int, tp: int, bf16: bool, states: str) -> None:
     """Within 2 % of a real step's, and the states in it to the byte."""
     config = peak.settings(stage=stage, tp=tp, bf16=bf16) | {"optimizer": optimizer(states), "communication_data_type": "fp32"}
-    forecast, measured = peak.foretold_and_measured(fake_world, "wide", config)
-    peak.check(forecast, measured)
+    predicted, measured = peak.predicted_and_measured(fake_world, "wide", config)
+    peak.check(predicted, measured)
 
 
 def test_planner() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import plait
-from plait.config.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.engine import Engine
 from plait.model.blocks import find_blocks
 from plait.model.facts import ModelFacts, model_facts

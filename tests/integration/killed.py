@@ -23,7 +23,7 @@ import torch
 from plait.cli.main import main
 
 PLACES = (
-    ("plait.parallel.offload.arena.Arena.put_away", 150),  # a backward or a step over the files
+    ("plait.parallel.offload.arena.Arena.evict", 150),  # a backward or a step over the files
     ("plait.parallel.offload.arena.Arena.fetch", 250),
     ("plait.optim.disk_optimizer.DiskTier._take", 20),  # between two pieces of a step
     ("plait.checkpoint.distributed.dcp.save", 1),

@@ -198,7 +198,7 @@ def test_weights_of_a_folder_are_trained_on(place: Path, whole: tuple[Path, str]
     code, _, err = _run(place, file="weights.json")
     assert code == 0, err
 
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
     from plait.data.loader import Loader
     from plait.train.session import check
 
@@ -313,7 +313,7 @@ def test_starting_over_keeps_the_earlier_run(place: Path, whole: tuple[Path, str
 
 def test_the_quickstart_is_what_its_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """E14: also after `make quickstart`, whose run lies in the folder that the file names."""
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
     from plait.train.session import check
 
     monkeypatch.chdir(tmp_path)

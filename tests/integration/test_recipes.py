@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli.layout import app
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = {

@@ -25,7 +25,7 @@ import plait.engine.engine
 import plait.parallel.pipeline.pipeline_parallel
 from plait.cli.main import main
 from plait.comm.pending import Pending
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
 from plait.engine.step import Stepper
 from plait.errors import ParityError
 from plait.parallel import materialise

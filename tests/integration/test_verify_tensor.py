@@ -9,7 +9,7 @@ import torch
 
 from plait._torch.dtensor import local_window
 from plait.comm.collectives import enter
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
 from plait.parallel import materialise
 from plait.parallel.tensor import styles, tensor_parallel
 from plait.verify.plan import Plan, prepare

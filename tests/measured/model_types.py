@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from plait.cluster.layout import Layout
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.engine.build import initialize
 from plait.errors import PlaitError
 from plait.model.blocks import find_blocks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import plait
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.dryrun.dry_model import token_batch
 from plait.dryrun.rank_activations import rank_activations
 from plait.parallel.activations.recompute import Recompute

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError, ModelError
 from plait.verify.parity import engine_trace, whole
 from tests.parity import cases

@@ -9,10 +9,10 @@ import pytest
 
 from plait.engine import calibration as live
 from plait.planner.calibrate import calibrate, errors_with, uncalibrated
+from plait.planner.calibration_runs import believed
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.history import runs_of
-from plait.planner.trials import believed
 from tests.pool import Pool
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -23,7 +23,7 @@ def measured(rank: int, world_size: int) -> Any:
     """What rank 0 gets, and how often it was told."""
     live.ON_CPU = TINY
     told: list[str] = []
-    request = live.trial_request(cluster("cpu", world_size))
+    request = live.calibration_request(cluster("cpu", world_size))
     pace = live.Pace(rounds=1, steps=1, link_seconds=0.2)
     found = live.measure(request, machine="here", pace=pace, done=told.append)
     return found, len(told), live.measurements(request, pace)

@@ -146,7 +146,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0 powersgd": (0, {"compress_gradients": "powersgd", "powersgd_rank": 2}),
     "stage 1 int8": (1, {"compress_gradients": "int8", "compress_weights": "int8"}),
     "stage 2 int4 with feedback": (2, {"compress_gradients": "int4", "error_feedback": True}),
-    "stage 3 int8 and a second copy": (3, {"compress_gradients": "int8", "compress_weights": "int8", "second_copy": 2}),
+    "stage 3 int8 and a second copy": (3, {"compress_gradients": "int8", "compress_weights": "int8", "secondary_partition": 2}),
 }
 
 

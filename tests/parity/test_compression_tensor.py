@@ -20,7 +20,7 @@ from plait.comm.transport import Transport, connect
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
 from plait.parallel.data import autotune, collective_selection
-from plait.parallel.data.autotune import Trial
+from plait.parallel.data.autotune import CompressionAutotuner
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import StepEnd
 from plait.parallel.reduction import sharded_axes
@@ -115,8 +115,8 @@ def decided(rank: int, world: int, stage: int) -> int:
     """One tp coordinate's links seem slow, and only there compression would pay. Runs in a worker."""
     config = settings(world, 2, stage, 1, 1, **plan("plain"), compress_gradients="auto", transport="torch")
     engine = plait.initialize(cases.build("plain", tied=False, dtype=torch.float32), config, loss_fn=plait.causal_lm_loss)
-    assert engine.hooks.of(Trial) is not None
-    deciding, slow, clock = engine.hooks.of(Trial), engine.mesh.coordinates["tp"] == 1, 0.0
+    assert engine.hooks.of(CompressionAutotuner) is not None
+    deciding, slow, clock = engine.hooks.of(CompressionAutotuner), engine.mesh.coordinates["tp"] == 1, 0.0
 
     def now() -> float:
         nonlocal clock
@@ -125,10 +125,10 @@ def decided(rank: int, world: int, stage: int) -> int:
 
     with patch.object(autotune.time, "perf_counter", now):
         for _ in range(60):
-            if int(deciding.verdict) >= 0:
+            if int(deciding.decision) >= 0:
                 break
             deciding.after_step(StepEnd(skipped=False, waited_seconds={deciding.waits_for: 0.6} if slow else {}))
-    return int(engine.hooks.of(Trial).verdict)
+    return int(engine.hooks.of(CompressionAutotuner).decision)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

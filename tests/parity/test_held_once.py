@@ -166,14 +166,14 @@ def said(rank: int, world: int, config: dict[str, Any]) -> tuple[str, bool]:
     [
         (2, {"bf16": {"enabled": True}}),
         (2, {"parallel": {"compress_weights": "int8"}}),
-        (3, {"parallel": {"second_copy": 2}}),
+        (3, {"parallel": {"secondary_partition": 2}}),
         (2, {"parallel": {"transport": "torch"}}),
         (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"}}}),
     ],
     ids=["cast", "compressed", "second copy", "torch", "on disk"],
 )
 def test_what_is_computed_with_must_be_the_shards_themselves(pool: Pool, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
-    world = 4 if "second_copy" in more.get("parallel", {}) else 2
+    world = 4 if "secondary_partition" in more.get("parallel", {}) else 2
     config = settings(world, stage, 1, 1)
     parallel = config["parallel"] | more.get("parallel", {})
     config |= {**more, "parallel": parallel}

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import plait
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.verify.parity import Trace, compare, engine_trace, worst
@@ -49,7 +49,7 @@ def digests(rank: int, world: int, kind: str, config: dict[str, Any], ratios: li
                 plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
             OptimizerOffload.check = lambda *_, **__: None  # type: ignore[method-assign]
         engine = plait.initialize(build(kind, dtype, dropout=False), resolved, loss_fn=plait.causal_lm_loss)
-        assert engine.parts.shard.masters_on_host == offload
+        assert engine.parts.shard.master_weights_on_host == offload
         on_host = [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule) and is_offloaded(module)]
         layers = [f"model.layers.{index}" for index in range(2)]
         assert on_host == ([] if not offload else ["", *layers] if ratio == 1 else layers[:1])

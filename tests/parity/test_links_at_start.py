@@ -18,8 +18,8 @@ import torch.distributed as dist
 import plait
 from plait.comm import measure, startup
 from plait.comm.links import Cost, GroupLinks, Level, load, load_with_facts
-from plait.config.resolve import load as load_config
-from plait.config.resolve import resolve
+from plait.config.resolving.resolve import load as load_config
+from plait.config.resolving.resolve import resolve
 from plait.parallel.data import collective_selection
 from plait.parallel.data.reducer import Reducer
 from plait.units import MIB

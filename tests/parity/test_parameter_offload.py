@@ -77,7 +77,7 @@ CASES = [
     (4, "qwen3", {"parallel.recompute": {"mode": "selective"}}, torch.float64, 6_000),
     (4, "llama", {"parallel.dp_replicate": 2, "parallel.dp_shard": 2, "bf16": {"enabled": True}}, torch.float32, 6_000),
     (4, "llama", {"parallel.tp": 2, "parallel.dp_shard": 2}, torch.float32, 6_000),
-    (4, "gpt2", {"parallel.second_copy": 2}, torch.float32, 6_000),
+    (4, "gpt2", {"parallel.secondary_partition": 2}, torch.float32, 6_000),
 ]
 
 

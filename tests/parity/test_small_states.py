@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import plait
-from plait.config.optimization import OptimizerSpec
+from plait.config.schema.optimization import OptimizerSpec
 from plait.optim.optimizer import build_optimizer
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, whole, worst

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import plait
 from plait.comm.pending import Pending
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError
 from plait.parallel.tensor.overlap import Deferred
 from plait.verify.keep_float64 import keeping_float64

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tools.mutants import page, verified
 from tools.mutants.catalogue import ROOT, Mutant, load
 from tools.mutants.probes import MARKS, probed
-from tools.mutants.runner import Copy, Verdict, run_mutant
+from tools.mutants.runner import Copy, CutResult, run_mutant
 
 BUILD = ROOT / "build/mutants"
 RESULTS = ROOT / "benchmarks/results/mutants.json"
@@ -124,7 +124,7 @@ def run(mutants: list[Mutant], known: dict[str, Any], reached: dict[str, list[tu
         copy.make()
         copies.put(copy)
 
-    def one(mutant: Mutant) -> Verdict:
+    def one(mutant: Mutant) -> CutResult:
         copy = copies.get()
         try:
             log = BUILD / f"{mutant.id}.log"

@@ -21,7 +21,7 @@ NOT_RUN = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CutResult:
     """How a mutant fared."""
 
     caught_by: str
@@ -84,7 +84,7 @@ class Copy:
         return code, log.read_text(encoding="utf-8", errors="replace")
 
 
-def run_mutant(mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: float, log: Path) -> Verdict:
+def run_mutant(mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: float, log: Path) -> CutResult:
     """Runs `tests`, in this order (None: all), until the first failure. A run that does not end within `limit` seconds counts as noticed:
     the suite would not have ended either."""
     ran = "everything" if tests is None else "reaching"
@@ -98,10 +98,10 @@ def run_mutant(mutant: Mutant, copy: Copy, tests: list[str] | None, *, limit: fl
         copy.restore(mutant.file)
     seconds = round(time.monotonic() - started, 1)
     if code is None:
-        return Verdict("(hangs)", f"no end within {limit:.0f} s", seconds, ran)
+        return CutResult("(hangs)", f"no end within {limit:.0f} s", seconds, ran)
     if code in (0, NOT_RUN):
-        return Verdict("", "", seconds, ran)
+        return CutResult("", "", seconds, ran)
     found = FIRST.search(output)
     if found is None:
-        return Verdict("(does not start)", output.strip().rpartition("\n")[2][:160], seconds, ran)
-    return Verdict(found[1], (found[2] or "")[:160], seconds, ran)
+        return CutResult("(does not start)", output.strip().rpartition("\n")[2][:160], seconds, ran)
+    return CutResult(found[1], (found[2] or "")[:160], seconds, ran)

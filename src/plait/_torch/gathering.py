@@ -49,12 +49,12 @@ def _watch_reads(group: Any, before: Callable[[Moment], None], after: Callable[[
 
 
 def gather_in_place(
-    module: FSDPModule, wholes: Sequence[torch.Tensor], begin: Callable[[], None], finish: Callable[[], None], give_back: Callable[[], None]
+    module: FSDPModule, wholes: Sequence[torch.Tensor], begin: Callable[[], None], finish: Callable[[], None], release: Callable[[], None]
 ) -> None:
     """Make gathering a unit mean to read its parameters where they are: `wholes`, one [ranks x padded shard] a parameter, of which this
     rank's shards are a part already (`replace_shard_buffers`). For units that are computed in the dtype of their shards.
 
-    `begin` is called when a gather starts, `finish` when it is waited for, `give_back` after a reshard outside of training."""
+    `begin` is called when a gather starts, `finish` when it is waited for, `release` after a reshard outside of training."""
     group = parameter_groups(module)[0]
     for p, whole in zip(group.fsdp_params, wholes, strict=True):
         p.all_gather_outputs = [whole]
@@ -74,11 +74,11 @@ def gather_in_place(
                 p.init_unsharded_param()
             group._to_unsharded()
 
-    def reshard_and_give_back() -> None:
+    def reshard_and_release() -> None:
         state, gathered = group._training_state, group.is_unsharded
         trains = state is TrainingState.POST_BACKWARD or (state is TrainingState.FORWARD and torch.is_grad_enabled())
         reshard()
         if gathered and group.is_sharded and not trains:
-            give_back()
+            release()
 
-    group.unshard, group.wait_for_unshard, group.reshard = unshard, wait_for_unshard, reshard_and_give_back
+    group.unshard, group.wait_for_unshard, group.reshard = unshard, wait_for_unshard, reshard_and_release

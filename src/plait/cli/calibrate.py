@@ -97,16 +97,16 @@ def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     """What each process runs; the first one fits, writes and prints."""
     from plait.cli.planning.calibrations import live_cluster, print_calibration, print_rates, progress
     from plait.cluster.topology import machine_name, place
-    from plait.engine.calibration import Pace, measure, measurements, trial_request
+    from plait.engine.calibration import Pace, calibration_request, measure, measurements
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import Origin, save
+    from plait.planner.calibration_runs import believed
     from plait.planner.constants import knowledge
     from plait.planner.history import runs_of
-    from plait.planner.trials import believed
 
     here = place()
     cluster = live_cluster()
-    request, pace = trial_request(cluster), Pace(rounds=int(rounds), steps=int(steps))
+    request, pace = calibration_request(cluster), Pace(rounds=int(rounds), steps=int(steps))
     machine = machine_name(here.local_world_size)
     with progress(measurements(request, pace), shown=here.rank == 0) as done:
         measured = measure(request, machine=machine, pace=pace, done=done)

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.cli.options import MOST, Json, Set
-from plait.config.degrees import processes
-from plait.config.explain import Explanation, explain
-from plait.config.json_schema import json_schema
-from plait.config.megatron import read_flags
-from plait.config.resolve import load
+from plait.config.dialects.megatron import read_flags
+from plait.config.resolving.degrees import processes
+from plait.config.resolving.explain import Explanation, explain
+from plait.config.resolving.json_schema import json_schema
+from plait.config.resolving.resolve import load
 from plait.errors import ConfigError, InputError
 from plait.observe.files import require_writable, write_text
 

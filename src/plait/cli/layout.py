@@ -16,7 +16,7 @@ from plait.errors import InputError
 
 if TYPE_CHECKING:
     from plait.cluster.topology import Topology
-    from plait.config.resolve import Resolved
+    from plait.config.resolving.resolve import Resolved
     from plait.parallel.accounting.peak import Peak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -46,7 +46,7 @@ def layout(
     """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the peak memory of
     a rank in a training step, by kind of tensor and with the point of the step at which it occurs."""
     from plait.cluster.placement import warning
-    from plait.config.resolve import load, resolve, smallest_world
+    from plait.config.resolving.resolve import load, resolve, smallest_world
     from plait.model.plans import make_plan
     from plait.verify.choose import fields_of
     from plait.verify.model_under_test import transformers_model
@@ -134,18 +134,18 @@ def _memory(resolved: Resolved, built: dict[str, Any]) -> dict[str, int]:
 
 def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[int, Peak], str | None]:
     """The peak of the first rank of every pipeline stage, which holds the most of its stage; or why there is none."""
-    from plait.dryrun.predicted_peak import foretell, why_not_foretold
+    from plait.dryrun.predicted_peak import predict_peak, why_not_predicted
 
     if length is None:
         return {}, "the file has no data.sequence_length; give --sequence-length too"
-    reason = why_not_foretold(resolved)
+    reason = why_not_predicted(resolved)
     if reason is not None:
         return {}, f"not modelled yet: {reason}"
     samples = resolved.batch.micro_batch_size
     first: dict[int, int] = {}
     for rank in range(resolved.layout.world_size):
         first.setdefault(resolved.layout.coordinates(rank)["pp"], rank)
-    return {rank: foretell(module, resolved, rank=rank, samples=samples, length=length).peak for rank in first.values()}, None
+    return {rank: predict_peak(module, resolved, rank=rank, samples=samples, length=length).peak for rank in first.values()}, None
 
 
 def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None, length: int | None) -> None:

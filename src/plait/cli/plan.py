@@ -197,7 +197,7 @@ def _plan(
         whole = output.plan_as_json(found) | {
             "config": None if request.everything else output.config_of(request, found.best[0], base),
             "sidecar": output.sidecar_of(found, found.best[0]),
-            "why": [{"query": r.wish, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
+            "why": [{"query": r.query, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
             "sensitivity": [change.__dict__ for change in changes],
             "notes": notes,
         }

@@ -23,7 +23,7 @@ from plait.files import user_path
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from plait.config.schema import Config
+    from plait.config.schema.config import Config
     from plait.events import Listener
     from plait.train.session import ValidatedRun
 
@@ -92,7 +92,7 @@ def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, no
     """On each of several machines: the launcher here, whose processes check the file themselves when they have met."""
     from plait.cli import launch
     from plait.cli.planning.automatic import refuse_auto
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
 
     refuse_auto(file, overrides)
     config = load(file, overrides)
@@ -109,7 +109,7 @@ def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | No
     """What a person runs: nothing is started before everything was checked."""
     from plait.cli import launch
     from plait.cli.planning.automatic import planned_file
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
 
     console = _console()
     planned = planned_file(file, overrides, fresh=fresh, say=partial(console.print, soft_wrap=True))
@@ -134,7 +134,7 @@ def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
     """What each process of a launcher runs. announced: the user has been told about the run before it was started."""
     from plait.cli.planning.automatic import refuse_auto
     from plait.cluster.topology import place
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
 
     here = place()
     console = _console(quiet=here.rank != 0)
@@ -213,7 +213,7 @@ def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Conso
 def _processes(config: Config) -> int:
     """How many to start: as the file says, else one a GPU; on a CPU as many as the layout names, or two."""
     from plait.cluster.topology import default_processes, device_count
-    from plait.config.degrees import smallest_world
+    from plait.config.resolving.degrees import smallest_world
 
     wanted = config.run.processes if config.run is not None else "auto"
     if wanted != "auto":

@@ -125,7 +125,7 @@ def _plan(
     engine: Engine,
     device: Device,
 ) -> Plan:
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
     from plait.verify.plan import prepare
 
     config, gpus, launched = load(file, overrides), device_count(), claim(os.environ)
@@ -148,8 +148,8 @@ def _plan(
 
 def _tree(file: Path, overrides: list[str]) -> dict[str, Any]:
     """The file's own keys with the overrides, for the engine that it was written for."""
-    from plait.config.overrides import apply_override
-    from plait.config.source import parse_override, read
+    from plait.config.dialects.overrides import apply_override
+    from plait.config.reading.source import parse_override, read
 
     tree = read(file).tree
     for text in overrides:

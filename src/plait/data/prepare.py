@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.config.sections import DataSection
+from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.packing import FORMAT, Sequences, read_tokens, write_tokens
 from plait.data.text import open_corpus

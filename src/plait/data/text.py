@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.config.sections import DataSection
+from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.errors import InputError
 from plait.files import user_path

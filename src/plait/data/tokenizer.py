@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.config.sections import DataSection
+from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.text import Corpus
 from plait.errors import InputError

@@ -101,7 +101,7 @@ class DryModel:
         recorder = DryRecorder(known=[*model.parameters(), *model.buffers(), *batch, self._factor], drops_gradients=not splits)
         inputs = [leaf for leaf in tree_leaves(received) if isinstance(leaf, torch.Tensor)]
         recorder.hold(inputs)
-        entrance = recorder.total
+        received_bytes = recorder.total
         inputs = [leaf for leaf in inputs if leaf.requires_grad]
         remove = watch(model, units, recorder, last=last)
         deferred: Counter[int] = Counter()
@@ -145,7 +145,7 @@ class DryModel:
                 deferred=tuple(deferred[unit] for unit in units.values()) if splits else (),
                 deferred_outside=outside if splits else 0,
             ),
-            received=entrance,
+            received=received_bytes,
             differentiable=bool(inputs),
             moments=moments,
         )

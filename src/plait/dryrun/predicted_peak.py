@@ -21,7 +21,7 @@ from plait._torch.groups import FakeStore
 from plait._torch.operators import FakeTensorMode
 from plait._torch.storage import storage_bytes
 from plait.cluster.mesh import Mesh, build_mesh
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import DryModel, handed_on, token_batch
 from plait.dryrun.rank_activations import solved_recompute
 from plait.dryrun.storage_tracker import LiveStorages
@@ -48,7 +48,7 @@ from plait.units import dtype_of
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PredictedPeak:
     """The prediction for one rank."""
 
     ledger: Ledger
@@ -56,7 +56,7 @@ class Forecast:
     peak: Peak
 
 
-def why_not_foretold(resolved: Resolved) -> str | None:
+def why_not_predicted(resolved: Resolved) -> str | None:
     """The setting whose memory during a step is not in the account yet; None where everything is."""
     data = resolved.data_parallel
     reasons = (
@@ -65,27 +65,27 @@ def why_not_foretold(resolved: Resolved) -> str | None:
         (resolved.parameter_offload.device != "none", "zero_optimization.offload_param: the shards that are read ahead"),
         (resolved.activation_offload.fraction > 0, "parallel.activation_offload: when a stored tensor has left the device"),
         (bool(resolved.compression.gradients or resolved.compression.scheme.weight_bits), "compressed communication: its buffers"),
-        (bool(data.second_copy), "zero_hpz_partition_size: the second shards"),
+        (bool(data.secondary_partition), "zero_hpz_partition_size: the second shards"),
         (data.all_reduce != "by-machines" or data.links is not None, "the buffers of the chosen all-reduce"),
     )
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def foretell(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int) -> Forecast:
+def predict_peak(model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int) -> PredictedPeak:
     """The prediction for rank `rank` of `resolved`'s layout: steps of micro-batches [samples, length], `model` an unsharded causal language
     model, which is not changed. Makes and ends a process group; raises InputError where one exists."""
     if dist.is_initialized():
         raise InputError("a prediction makes a process group of ranks that do not exist, and this process has one already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
     try:
-        return foretell_on(build_mesh(resolved.layout), model, resolved, samples=samples, length=length)
+        return predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=samples, length=length)
     finally:
         dist.destroy_process_group()
 
 
-def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: int, length: int) -> Forecast:
+def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: int, length: int) -> PredictedPeak:
     """The prediction for the rank that `mesh` is on."""
-    reason = why_not_foretold(resolved)
+    reason = why_not_predicted(resolved)
     if reason is not None:
         raise InputError(f"the peak of a step is not predicted with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
@@ -124,7 +124,7 @@ def foretell_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples: in
         exchanges_reductions=mesh.device.type == "cpu",
     )
     peak = step_peak(facts, ledger=ledger, model=own, zero=resolved.data_parallel.stage, schedule=schedule, pp_rank=pp_rank)
-    return Forecast(ledger, peak)
+    return PredictedPeak(ledger, peak)
 
 
 def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, length: int) -> DryModel:

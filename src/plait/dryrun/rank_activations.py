@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster.mesh import Mesh
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import CountingStore, DryModel, StageTrace, token_batch
 from plait.losses.loss import Loss, causal_lm_loss
 from plait.parallel.accounting.activations import ONE_STAGE, BlockMode, RankActivations, StageFacts, StageMode

@@ -19,7 +19,7 @@ from torch import nn
 
 from plait._torch.modules import is_persistent
 from plait.cluster.mesh import Mesh
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError
 from plait.version import __version__
 

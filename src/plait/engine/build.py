@@ -15,8 +15,8 @@ from plait._torch.dtensor import local_tensor
 from plait.checkpoint.huggingface import load_weights
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.cluster.topology import keep_host_memory, place
-from plait.config.resolve import Resolved, load, resolve
-from plait.config.schema import Config
+from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.schema.config import Config
 from plait.dryrun.rank_activations import solved_recompute
 from plait.engine.alike import refuse_different_optimizers, refuse_different_ranks
 from plait.engine.check import CheckedModel, checked_model
@@ -155,7 +155,7 @@ def begin(
         configured=configured,
         schedule_source=source,
         clipping=resolved.gradient_clipping,
-        counted_elsewhere=pipeline.counted if pipeline is not None else frozenset(),
+        counted_by_others=pipeline.counted if pipeline is not None else frozenset(),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale is not None else None,
         check_overflow=precision.check_overflow,
         tier=tier,
@@ -296,17 +296,17 @@ def _parallelize(
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
-        materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.masters_on_host else ())
+        materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else ())
     tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:
-        filled = tier.put_parameter_away if tier is not None else lambda _: None
+        filled = tier.evict_parameter if tier is not None else lambda _: None
         if weights is None:
             materialise.initialise(model, template, checked.blocks, seed=resolved.seed, filled=filled)
         else:
             load_weights(model, weights, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
-        tier.put_parameters_away()
+        tier.evict_parameters()
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
     watch_shards_of(model)

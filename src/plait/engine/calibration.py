@@ -18,13 +18,13 @@ from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.comm.measure import measure_group
 from plait.engine.device_rates import measure_addition, measure_products
-from plait.engine.trial_steps import TimedSteps, time_steps
+from plait.engine.timed_steps import TimedSteps, time_steps
+from plait.planner.calibration_runs import DeviceRates, calibration_layouts
 from plait.planner.hardware import Cluster
 from plait.planner.history import Measured, facts_of, layout_facts
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
 from plait.planner.search import Request, price
-from plait.planner.trials import DeviceRates, trial_layouts
 from plait.units import MIB, dtype_of
 
 ON_CPU: Mapping[str, Any] = {
@@ -57,7 +57,7 @@ class Found:
     GPUs, where it cannot be seen."""
 
 
-def trial_request(cluster: Cluster) -> Request:
+def calibration_request(cluster: Cluster) -> Request:
     """The model of the measured steps: a Llama of 17 M parameters on CPU cores, of 0.5 B on GPUs."""
     fields = dict(ON_CPU if cluster.device.name == "cpu" else ON_GPU)
     precision = "fp32" if cluster.device.name == "cpu" else "bf16" if "bf16" in cluster.device.flops else "fp16"
@@ -101,7 +101,7 @@ def waiting_share(times: Sequence[TimedSteps]) -> float:
 
 
 def _layouts(request: Request) -> list[dict[str, Any]]:
-    return trial_layouts(request.cluster.devices, batch=request.global_batch, heads=int(request.model.architecture.heads))
+    return calibration_layouts(request.cluster.devices, batch=request.global_batch, heads=int(request.model.architecture.heads))
 
 
 def time_layout(request: Request, layout: Mapping[str, Any], *, steps: int) -> TimedSteps:

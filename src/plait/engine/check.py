@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from plait.cluster.mesh import default_device_type
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.engine.misuse import refuse_unfit_layers
 from plait.model.blocks import find_blocks
 from plait.optim.optimizer import refuse_nothing_to_train

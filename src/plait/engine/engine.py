@@ -18,8 +18,8 @@ import torch.distributed as dist
 from plait.cluster.mesh import Mesh
 from plait.comm.pending import Pending
 from plait.comm.waits import Waits
-from plait.config.batch import CALLERS, MICRO
-from plait.config.resolve import Resolved
+from plait.config.resolving.batch import CALLERS, MICRO
+from plait.config.resolving.resolve import Resolved
 from plait.engine.facts import EngineFacts
 from plait.engine.guard import Guard, checked_loss
 from plait.engine.ownership import Owner, close, remember
@@ -119,7 +119,7 @@ class Engine(EngineFacts):
         PlaitError where the engine has no loss.
         """
         loss_fn = self._loss()
-        self._settle()
+        self._recover()
         with self._guard.running("step"):
             return self._train_batch(loss_fn, batch)
 
@@ -163,7 +163,7 @@ class Engine(EngineFacts):
     def eval_batch(self, batch: Any) -> tuple[float, float]:
         """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing changed. Collective."""
         loss_fn = self._loss()
-        self._settle()
+        self._recover()
         piece = to_device(batch, self.device)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.evaluating(), self._logits_for(loss_fn):
@@ -179,7 +179,7 @@ class Engine(EngineFacts):
     def predict(self, batch: Any) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
         Collective. Several in a row are faster inside `evaluating`."""
-        self._settle()
+        self._recover()
         with self.evaluating():
             return self._outputs(to_device(batch, self.device))
 
@@ -207,7 +207,7 @@ class Engine(EngineFacts):
         if self._is_evaluating:
             yield
             return
-        self._settle()
+        self._recover()
         training, self._is_evaluating = self.model.training, True
         self.model.eval()
         try:
@@ -244,9 +244,9 @@ class Engine(EngineFacts):
             total = total + weight
         return total
 
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
-        if self._guard.settle():
+        if self._guard.recover():
             self._restart_step()
 
     def _restart_step(self) -> None:
@@ -281,7 +281,7 @@ class Engine(EngineFacts):
                 "parallel.pp > 1: a pipeline runs full steps, because each process has a part of the model; call engine.train_batch, "
                 "engine.eval_batch or engine.predict"
             )
-        self._settle()
+        self._recover()
         if torch.is_grad_enabled():
             self._before_microbatch(last=self.is_gradient_accumulation_boundary())
         with self._guard.running("forward"):
@@ -294,7 +294,7 @@ class Engine(EngineFacts):
         mean was taken over) it is the global weighted mean. A step must give weights for all of its micro-batches or for none.
         """
         checked_loss(loss)
-        self._settle()
+        self._recover()
         if self._guard.backwards and bool(self._weights) != (weight is not None):
             raise InputError("backward(weight=...) must be given for every backward of a step, on every rank, or for none")
         self._before_microbatch(last=self.is_gradient_accumulation_boundary())
@@ -312,7 +312,7 @@ class Engine(EngineFacts):
 
     def step(self) -> None:
         """End a micro-batch; at the end of a step, update. The learning rate moves only when the update was not skipped."""
-        self._settle()
+        self._recover()
         boundary = self.is_gradient_accumulation_boundary()
         self._micro_step += 1
         self._boundary = None
@@ -347,7 +347,7 @@ class Engine(EngineFacts):
 
     def zero_grad(self) -> None:
         """Drop the gradients of the step's micro-batches so far. `step` clears those that it used, so no loop has to call this."""
-        self._settle()
+        self._recover()
         self._guard.drop()
         self._weights = []
 
@@ -365,7 +365,7 @@ class Engine(EngineFacts):
     def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed. `client_state` is
         plain data, equal on every rank, and is restored with its types (tuples, integer keys, small tensors)."""
-        self._settle()
+        self._recover()
         return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
 
     def load_checkpoint(
@@ -374,7 +374,7 @@ class Engine(EngineFacts):
         """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective.
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
-        self._settle()
+        self._recover()
         return load_engine(self, Path(folder), tag=tag, on_note=on_note)
 
     def close(self) -> None:

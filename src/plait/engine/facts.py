@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plait.cluster.mesh import Mesh
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.engine.step import Stepper
 from plait.parallel.hooks import Hooks
 from plait.parallel.technique import Parts

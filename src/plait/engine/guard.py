@@ -60,7 +60,7 @@ class Guard(StepHook):
         with self.running("step"), self._parts.hooks.backward():
             yield
 
-    def settle(self) -> bool:
+    def recover(self) -> bool:
         """Before the engine is used: clear what a failure left. Returns whether the gradients of a step were lost. Collective after a
         failure, which all ranks had."""
         if self.replaced:

@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError, ModelError, warn
 from plait.optim.optimizer import needs_closure, refuse_sharded
 

@@ -25,7 +25,7 @@ from plait._torch.storage import storage_bytes
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import handed_on, rows_are_sequences
 from plait.dryrun.storage_tracker import LiveStorages
 from plait.engine.build import split
@@ -69,7 +69,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class SingleRankRun:
     """What a rank held and did, in bytes and counts."""
 
     parameters: int
@@ -96,9 +96,9 @@ class Rehearsal:
         return sum(operator.flops for operator in self.operators)
 
 
-def rehearse(
+def run_single_rank(
     model: nn.Module, resolved: Resolved, *, rank: int, samples: int, length: int, real: bool = False, tell: Tell = lambda _: None
-) -> Rehearsal:
+) -> SingleRankRun:
     """Build rank `rank` of `resolved`'s layout from `model` (a causal language model on meta, changed in place) and run one step of
     micro-batches [samples, length]. Makes and ends a process group; raises InputError where one exists.
 
@@ -149,13 +149,13 @@ class _Run:
         if region is not None:
             region.serve(causal_lm_loss)
 
-    def step(self) -> Rehearsal:
+    def step(self) -> SingleRankRun:
         """A full step and its measurements."""
         count = self.resolved.batch.accumulation
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(self.model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
         if self.pipeline is not None:
-            foretell_messages(self.model, self.parts, self.pipeline, pieces[0])
+            predict_messages(self.model, self.parts, self.pipeline, pieces[0])
         with delivered_at_once(), self.watch.step():
             with self.watch.phase("micro-batches"):
                 self._micro_batches(pieces)
@@ -168,7 +168,7 @@ class _Run:
         states = storage_bytes(
             value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
         )
-        return Rehearsal(
+        return SingleRankRun(
             parameters=storage_bytes(self.model.parameters()),
             gradients=gradients,
             optimizer=states,
@@ -331,8 +331,8 @@ class _Profile:
         return ()
 
 
-def foretell_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
+def predict_messages(model: nn.Module, parts: Parts, pipeline: PipelineRank, piece: dict[str, torch.Tensor]) -> None:
     """Tell a rank that runs alone the boundary activations of every stage for micro-batches like `piece`."""
     hidden = handed_on(model, parts, piece)
     for stage in range(pipeline.runtime.schedule.stages - 1):
-        pipeline.runtime.foretell(stage, piece, hidden)
+        pipeline.runtime.announce_output(stage, piece, hidden)

@@ -57,7 +57,7 @@ class Stepper:
     """What `scheduler` was built from; None where it was passed."""
     in_backward: BackwardOptimizer | None = None
     """What has updated the parameters by the end of the backward, if not this."""
-    counted_elsewhere: frozenset[nn.Parameter] = frozenset()
+    counted_by_others: frozenset[nn.Parameter] = frozenset()
     """Parameters that another pipeline stage holds too, and counts in the norm."""
 
     @property
@@ -72,7 +72,7 @@ class Stepper:
         inverse = 1.0 / (self.loss_scale * divisor)
         held = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [p.grad for p in held]
-        counted = [p.grad for p in held if p not in self.counted_elsewhere]
+        counted = [p.grad for p in held if p not in self.counted_by_others]
         norm = global_norm(counted, self.mesh, tier=self.tier) * inverse
         skipped = (self.check_overflow or self.scaler is not None) and not math.isfinite(norm.item())
         if not skipped:

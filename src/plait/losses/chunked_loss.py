@@ -137,7 +137,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
         original: Head = module.forward
         given: list[torch.Tensor] = []
 
-        def give_back(hidden: torch.Tensor) -> torch.Tensor:
+        def return_hidden(hidden: torch.Tensor) -> torch.Tensor:
             # A view would be the output of the full model, and torch warns of hooks on views; the copy is small compared to the logits.
             given.append(hidden.clone() if is_view(hidden) and torch.is_grad_enabled() else hidden)
             changes.noted.clear()
@@ -147,7 +147,7 @@ def deferred(forward: Forward, model: nn.Module) -> Forward:
 
         watched = ExitStack()
         changes = _Changes(given, f"parallel.loss_chunk_tokens: {type(whole).__name__}")
-        module.forward = give_back
+        module.forward = return_hidden
         try:
             with watched:
                 output = forward(whole, batch)

@@ -25,7 +25,7 @@ from plait.planner.unpriced import unpriced
 from plait.units import format_bytes
 
 if TYPE_CHECKING:
-    from plait.config.resolve import Config, Resolved
+    from plait.config.resolving.resolve import Config, Resolved
     from plait.train.session import ValidatedRun
 
 WARM, STEPS, FEWEST = 2, 8, 3

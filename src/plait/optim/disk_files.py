@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plait._torch.units import shard_buffers, sharded_modules
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, Problem
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.optimizer import build_optimizer

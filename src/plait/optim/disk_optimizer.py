@@ -142,19 +142,19 @@ class DiskTier(StepHook):
             if arena.holds(tensor):
                 arena.fetch(tensor, write=write)
 
-    def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+    def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
         """See Arena; nothing for a tensor in memory."""
         for arena in self.arenas:
-            arena.put_away(tensor, written=written)
+            arena.evict(tensor, written=written)
 
-    def put_parameter_away(self, parameter: torch.Tensor) -> None:
+    def evict_parameter(self, parameter: torch.Tensor) -> None:
         """After it was filled."""
-        self.put_away(local_tensor(parameter.detach()))
+        self.evict(local_tensor(parameter.detach()))
 
-    def put_parameters_away(self) -> None:
+    def evict_parameters(self) -> None:
         """After they were filled."""
         for buffer in self._buffers:
-            self.put_away(buffer)
+            self.evict(buffer)
         for arena in self.arenas:
             arena.trim()  # of what was there before it was mapped
 
@@ -171,7 +171,7 @@ class DiskTier(StepHook):
             place.copy_(found)
             parameter.grad = like_parameter(place, parameter)
         size = place.numel() * place.element_size()
-        self._leaving.append((self._writer.submit(self.arena.put_away, place), size))
+        self._leaving.append((self._writer.submit(self.arena.evict, place), size))
         while sum(size for _, size in self._leaving) > self.buffer_bytes:  # backward is faster than the disk
             self._leaving.popleft()[0].result()
 
@@ -198,9 +198,9 @@ class DiskTier(StepHook):
             for use in uses:
                 self.fetch(use.tensor, write=use.changes)
 
-        def put_away(uses: list[_Use]) -> None:
+        def evict(uses: list[_Use]) -> None:
             for use in uses:
-                self.put_away(use.tensor, written=use.changes and use.lasts)
+                self.evict(use.tensor, written=use.changes and use.lasts)
 
         self.end_of_computation()
         waiting = iter(entries)
@@ -222,7 +222,7 @@ class DiskTier(StepHook):
                 leaving.popleft().result()
             read_ahead()
             yield entry
-            leaving.append(self._writer.submit(put_away, uses_of(entry)))
+            leaving.append(self._writer.submit(evict, uses_of(entry)))
             while leaving and not arriving:
                 leaving.popleft().result()
                 read_ahead()
@@ -321,22 +321,22 @@ class DiskTier(StepHook):
                 optimizer.state[part.parameter][name] = self._mapped(part.parameter, name, value)
 
     def _step_slices(self, optimizer: Optimizer, piece: list[_Slice]) -> None:
-        """Plain parameters stand in for the slices, with slices of the states."""
+        """Plain parameters in place of the slices, with slices of the states."""
         assert self._inner_step is not None
-        stand_ins = []
+        slices = []
         for part in piece:
-            stand_in = nn.Parameter(part.of(part.parameter.detach()))
-            stand_in.grad = part.of(part.gradient)
+            sliced = nn.Parameter(part.of(part.parameter.detach()))
+            sliced.grad = part.of(part.gradient)
             if part.parameter not in self._new:
                 large = self._large_states(part.parameter)
-                optimizer.state[stand_in] = {
+                optimizer.state[sliced] = {
                     name: part.of(value) if name in large else _own(value) for name, value in optimizer.state[part.parameter].items()
                 }
-            stand_ins.append(stand_in)
-        self._only(optimizer, [(self._group_of[part.parameter], stand_in) for part, stand_in in zip(piece, stand_ins, strict=True)])
+            slices.append(sliced)
+        self._only(optimizer, [(self._group_of[part.parameter], sliced) for part, sliced in zip(piece, slices, strict=True)])
         self._inner_step()
-        for part, stand_in in zip(piece, stand_ins, strict=True):
-            self._take(optimizer, part, optimizer.state.pop(stand_in, {}))
+        for part, sliced in zip(piece, slices, strict=True):
+            self._take(optimizer, part, optimizer.state.pop(sliced, {}))
 
     def _take(self, optimizer: Optimizer, part: _Slice, found: dict[str, Any]) -> None:
         """The states of a slice into those of its parameter. Step counts advance with the last slice: the others must see the old ones."""
@@ -374,7 +374,7 @@ class DiskTier(StepHook):
             place = self._places[parameter, name] = self.arena.empty(local.shape, form)
         if value is not None and local_tensor(value).data_ptr() != place.data_ptr():
             place.copy_(local_tensor(value))
-            self.arena.put_away(place)
+            self.arena.evict(place)
         return like_parameter(place, parameter)
 
     def place(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:

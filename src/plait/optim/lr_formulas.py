@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from plait.config.schema.lr_schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def learning_rate(schedule: DeepSpeedSchedule, index: int, *, low: float, high: float, total_steps: int) -> float:

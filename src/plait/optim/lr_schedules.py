@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from plait.checkpoint import exact
-from plait.config import schedules
-from plait.config.optimization import SchedulerSpec
-from plait.config.schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR
+from plait.config.schema import lr_schedules
+from plait.config.schema.lr_schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR
+from plait.config.schema.optimization import SchedulerSpec
 from plait.errors import CheckpointError, ConfigError, Problem
 from plait.optim.lr_formulas import learning_rate, one_cycle_momentum
 
@@ -107,11 +107,11 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: i
     `total_steps`, the length of the run in optimizer steps, is used where the file leaves it to the run. Raises ConfigError where it is
     needed and None, and for values that do not fit the schedule or the optimizer.
     """
-    if spec.type in schedules.DEEPSPEED:
+    if spec.type in lr_schedules.DEEPSPEED:
         return _deepspeed(spec, optimizer, total_steps=total_steps)
     params = {name: _filled(spec, name, total_steps) for name in spec.params}
     try:
-        if spec.type in schedules.TRANSFORMERS:
+        if spec.type in lr_schedules.TRANSFORMERS:
             return _transformers(spec, params, optimizer, total_steps=total_steps)
         return _torch(spec, params, optimizer, total_steps=total_steps)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
@@ -120,9 +120,9 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: i
 
 def _filled(spec: SchedulerSpec, name: str, total_steps: int | None) -> Any:
     """A parameter as it was written, or what `auto` stands for."""
-    if spec.params[name] != schedules.AUTO:
+    if spec.params[name] != lr_schedules.AUTO:
         return spec.params[name]
-    return _run_length(spec, name, total_steps) if name in schedules.RUN_LENGTH else schedules.auto_value(name)
+    return _run_length(spec, name, total_steps) if name in lr_schedules.RUN_LENGTH else lr_schedules.auto_value(name)
 
 
 def _run_length(spec: SchedulerSpec, name: str, total_steps: int | None) -> int:
@@ -138,7 +138,7 @@ def _torch(spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimizer, *,
         params["T_max"] = _run_length(spec, "T_max", total_steps)
     if spec.type == "OneCycleLR" and not {"total_steps", "epochs"} & set(params):
         params["total_steps"] = _run_length(spec, "total_steps", total_steps)
-    found = schedules.TORCH[spec.type]
+    found = lr_schedules.TORCH[spec.type]
     build: Callable[..., LRScheduler] = found
     return build(optimizer, **params)
 
@@ -150,7 +150,7 @@ def _transformers(spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimi
     except ImportError as error:
         rule = "it is a schedule of Transformers, which is not installed"
         raise ConfigError(Problem("scheduler.type", spec.type, rule, "pip install transformers, or use WarmupCosineLR")) from error
-    accepted = schedules.TRANSFORMERS[spec.type]
+    accepted = lr_schedules.TRANSFORMERS[spec.type]
     length = params.pop("num_training_steps", None)
     if length is None and "num_training_steps" in accepted and "num_stable_steps" not in params:
         length = _run_length(spec, "num_training_steps", total_steps)
@@ -162,7 +162,7 @@ def _transformers(spec: SchedulerSpec, params: dict[str, Any], optimizer: Optimi
 
 
 def _deepspeed(spec: SchedulerSpec, optimizer: Optimizer, *, total_steps: int | None) -> LRScheduler:
-    schedule = schedules.deepspeed_schedule(spec.type, spec.params)
+    schedule = lr_schedules.deepspeed_schedule(spec.type, spec.params)
     total = 0
     if isinstance(schedule, WarmupCosineLR | WarmupDecayLR):
         total = schedule.total_num_steps or _run_length(spec, "total_num_steps", total_steps)

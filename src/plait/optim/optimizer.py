@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from plait._torch.dtensor import local_tensor
-from plait.config import optimizers
-from plait.config.names import instead
-from plait.config.optimization import OptimizerSpec
+from plait.config.schema import optimizers
+from plait.config.schema.optimization import OptimizerSpec
+from plait.config.values.names import instead
 from plait.errors import ConfigError, ModelError, Problem
 from plait.optim.low_bit_adam import SmallStateAdam
 from plait.parallel.memory_layout import dims_in_memory

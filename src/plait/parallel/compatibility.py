@@ -45,9 +45,9 @@ REFUSALS: tuple[Refusal, ...] = (
         remedy="use false, or parallel.pp = 1",
     ),
     Refusal(
-        field="parallel.second_copy",
-        value=lambda choice: choice.chosen(DataParallel).second_copy,
-        applies=lambda choice: choice.chosen(DataParallel).second_copy > 0 and choice.layout.pp * choice.layout.tp > 1,
+        field="parallel.secondary_partition",
+        value=lambda choice: choice.chosen(DataParallel).secondary_partition,
+        applies=lambda choice: choice.chosen(DataParallel).secondary_partition > 0 and choice.layout.pp * choice.layout.tp > 1,
         rule="all processes make the groups of a secondary partition together, and other stages and slices make others: it hangs",
         remedy="use 0, or parallel.pp = 1 and parallel.tp = 1",
     ),

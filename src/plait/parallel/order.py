@@ -14,7 +14,7 @@ from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
-from plait.parallel.data.autotune import Trial
+from plait.parallel.data.autotune import CompressionAutotuner
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel, ShardedSteps
 from plait.parallel.data.reducer import Reducer
@@ -58,7 +58,7 @@ HOOKS: tuple[type[StepHook], ...] = (
     PipelineRank,
     OffloadedActivations,
     ChangingBuffers,
-    Trial,
+    CompressionAutotuner,
     Residuals,
 )
 """The order in which a step calls hooks; others come after these. A gradient is summed over the data-parallel ranks, then None is put back

@@ -60,9 +60,9 @@ class ShardSettings:
     """What parameters are cast to for forward and backward; None keeps their own dtype."""
     reduce_dtype: torch.dtype | None = None
     """What gradients are cast to for their reduction; None keeps the gradient's dtype."""
-    masters_on_host: bool = False
+    master_weights_on_host: bool = False
     """Whether shards of parameters and gradients, and with them the optimizer's states, are stored in host memory."""
-    pin_masters: bool = False
+    pin_master_weights: bool = False
     """Whether that memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
     """Blocks, and "" for what is outside of them, whose master weights, gradients and states are not in the device's memory."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plait.config.degrees import PLANNED
-from plait.config.examine import Examined, at_path
-from plait.config.resolve import checked
-from plait.config.schema import Config
+from plait.config.dialects.examine import Examined, at_path
+from plait.config.resolving.degrees import PLANNED
+from plait.config.resolving.resolve import checked
+from plait.config.schema.config import Config
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster

@@ -87,16 +87,16 @@ def fit(
         for _ in range(6):
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
             step *= min(1.0, 0.7 / max(np.abs(step).max(), 1e-12))
-            trial = theta + step
-            trial_predicted = predict(rates_at(trial))
-            value = objective(trial, trial_predicted)
+            proposal = theta + step
+            proposal_predicted = predict(rates_at(proposal))
+            value = objective(proposal, proposal_predicted)
             if value < best:
                 damping = max(damping / 4, 1e-6)
                 break
             damping *= 6
         else:
             break
-        gain, best, theta, predicted = best - value, value, trial, trial_predicted
+        gain, best, theta, predicted = best - value, value, proposal, proposal_predicted
         if gain < 1e-4:
             break
     jacobian = np.concatenate([_jacobian(predict, rates_at, theta, len(names), predicted), indicator], axis=1)
@@ -168,14 +168,14 @@ def relevant(names: Sequence[str], job: Job) -> tuple[str, ...]:
     cpu = {"cpu"}
 
     def concerns(name: str) -> bool:
-        head, _, tail = name.partition(".")
+        head, _, rest = name.partition(".")
         if families == cpu and (f"{name}.cpu" in CONSTANTS or name in _OF_GPUS):
             return False
         if head == "stack":
-            return tail in kinds
-        if tail in FAMILIES:
-            return tail in families
-        return tail in precisions if head == "gemm" else True
+            return rest in kinds
+        if rest in FAMILIES:
+            return rest in families
+        return rest in precisions if head == "gemm" else True
 
     return tuple(name for name in names if concerns(name))
 

@@ -20,7 +20,7 @@ from plait.units import GIB
 class Comparison:
     """The winner and the best layout that meets a query."""
 
-    wish: str
+    query: str
     winner: Choice
     other: Choice | None
     reason: str
@@ -47,16 +47,16 @@ def describe(layout: Mapping[str, object]) -> str:
 
 
 def why(
-    found: Plan, wish: Mapping[str, int], text: str, *, fixed: Mapping[str, int] | None = None, calibration: Calibration | None = None
+    found: Plan, query: Mapping[str, int], text: str, *, fixed: Mapping[str, int] | None = None, calibration: Calibration | None = None
 ) -> Comparison:
-    """Compare the winner with the best layout that has the values of the query `wish` (`text` is how the user wrote them), and those that
+    """Compare the winner with the best layout that has the values of `query` (`text` is how the user wrote them), and those that
     were `fixed` for the winner where the query does not set them."""
     fixed = fixed or {}
     winner = found.best[0]
-    if all(int(winner.layout[name]) == value for name, value in wish.items()):
+    if all(int(winner.layout[name]) == value for name, value in query.items()):
         return Comparison(text, winner, winner, f"{text} is what the plan chose")
     try:
-        other = plan(found.request, fixed={**fixed, **wish}, calibration=calibration, best=1)
+        other = plan(found.request, fixed={**fixed, **query}, calibration=calibration, best=1)
     except ConfigError as error:
         return Comparison(text, winner, None, f"{text} cannot be: {error.problems[0].rule}")
     if not other.best:
@@ -68,7 +68,7 @@ def why(
     name, ours, theirs = max(differences, key=lambda entry: entry[2] - entry[1])
     slower = one.seconds / winner.seconds - 1
     if slower < 0:
-        against = written({key: value for key, value in fixed.items() if value != wish.get(key, value)})
+        against = written({key: value for key, value in fixed.items() if value != query.get(key, value)})
         because = f"{against} is fixed" if against else "of these the search keeps what was fastest by the closed form"
         reason = f"{text} is {-slower:.1%} faster ({one.seconds:.3g} s, not {winner.seconds:.3g} s): {because}"
         return Comparison(text, winner, one, reason, tuple(differences))
@@ -83,18 +83,18 @@ def why(
 def neighbours(found: Plan) -> list[str]:
     """Queries one step from the winner, as a user would write them."""
     at = found.best[0].layout
-    wishes = []
+    queries = []
     for name in ("tp", "pp", "micro_batch"):
         value = int(at[name])
-        wishes += [f"{name}={value * 2}"] + ([f"{name}={value // 2}"] if value > 1 and value % 2 == 0 else [])
-    wishes += [f"stage={stage}" for stage in range(4) if stage != int(at["stage"])]
+        queries += [f"{name}={value * 2}"] + ([f"{name}={value // 2}"] if value > 1 and value % 2 == 0 else [])
+    queries += [f"stage={stage}" for stage in range(4) if stage != int(at["stage"])]
     if len(found.request.offers.recompute) > 1:
-        wishes += [
+        queries += [
             f"recompute={RECOMPUTE_NAMES[kind]}" for kind in found.request.offers.recompute if kind != RECOMPUTE[int(at["recompute"])]
         ]
     if not found.request.offers.pipeline:
-        wishes = [wish for wish in wishes if not wish.startswith("pp=")]
-    return wishes
+        queries = [query for query in queries if not query.startswith("pp=")]
+    return queries
 
 
 @dataclass(frozen=True)

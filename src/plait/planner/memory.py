@@ -133,11 +133,11 @@ def recipe_states(job: Job) -> States:
     first_layers, last_layers = stage_layers(job)[1:]
     model, at = job.model, job.layouts
     single = np.asarray(at.pp) == 1
-    tail = np.where((np.asarray(model.tied) > 0) & ~single, model.vocab * model.hidden, model.head_parameters)
+    head = np.where((np.asarray(model.tied) > 0) & ~single, model.vocab * model.hidden, model.head_parameters)
     ends = np.where(single, model.embedding_parameters + model.head_parameters, model.embedding_parameters)
     first_count = np.where(single, model.layers, first_layers)
     last_count = np.where(single, model.layers, last_layers)
-    return States(_recipe(job, first_count, ends), _recipe(job, last_count, np.where(single, ends, tail)))
+    return States(_recipe(job, first_count, ends), _recipe(job, last_count, np.where(single, ends, head)))
 
 
 def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.cluster.layout import Layout
-from plait.config.schema import ParallelSection, ZeroSection
+from plait.config.schema.config import ParallelSection, ZeroSection
 from plait.errors import ConfigError
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile

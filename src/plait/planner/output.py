@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.config.examine import at_path, examine
-from plait.config.overrides import apply_override
-from plait.config.source import Document
+from plait.config.dialects.examine import at_path, examine
+from plait.config.dialects.overrides import apply_override
+from plait.config.reading.source import Document
 from plait.errors import InputError
 from plait.files import write_whole
 from plait.planner.estimate import lower_end

@@ -117,14 +117,14 @@ def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
     return 2 * a.query + 2 * a.hidden + 2 * job.model.hidden, 2 * a.hidden
 
 
-def put_off_bytes(job: Job) -> Numbers:
+def deferred_bytes(job: Job) -> Numbers:
     """Bytes a token that a block holds besides what it kept, from the backward of its input to that of its weights: gradients of what its
     products and norms made."""
     a = _widths(job)
     return 4 * a.inner + 2 * a.query + 4 * a.key + 12 * a.hidden
 
 
-def put_off_of_ends(job: Job) -> Numbers:
+def deferred_bytes_of_ends(job: Job) -> Numbers:
     """The same of head and last norm: the logits' gradient, what the norm kept, and as much of its gradients."""
     norm = (2 if job.whole_attention else 6) * _widths(job).hidden + 2 * job.model.hidden
     return 2 * job.model.vocab / job.layouts.tp + 2 * norm

@@ -18,13 +18,13 @@ from plait.planner.hardware import Numbers
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job
 from plait.planner.own import (
     block_backward,
+    deferred_bytes,
+    deferred_bytes_of_ends,
     hidden_width,
     kept_bytes,
     kept_of_ends,
     kept_while_recomputed,
     last_norm_backward,
-    put_off_bytes,
-    put_off_of_ends,
     reduces_on_host,
 )
 
@@ -53,7 +53,7 @@ class Units:
     """Whether `fully_shard` is used at all; otherwise weights and gradients are unsharded and stay allocated."""
     in_flight: Numbers
     """Micro-batches whose activations are held at most, in units of all layers of the rank."""
-    put_off: tuple[Numbers, Numbers]
+    deferred: tuple[Numbers, Numbers]
     """(in flight, those with deferred gradients of weights), in the same units, at the point with most of the second."""
     losses: Numbers
     """Micro-batches whose loss is held besides the one in backward."""
@@ -167,11 +167,11 @@ def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     if np.any(fresh & rank.several):
         yield from _loss(rank, deepest, np.where(fresh, 0.0, adds_up))
         yield from _backward(rank, deepest, np.where(fresh, 0.0, adds_up))
-    held, put_off = units.put_off
-    if np.any(put_off > 0):
-        ends = np.where(np.asarray(units.head) > 0, put_off_of_ends(rank.job), 0.0)
-        more = put_off * (layers * put_off_bytes(rank.job) + ends) * rank.job.tokens
-        yield from _backward(rank, np.where(put_off > 0, held * alone + rank.ahead + more, alone), adds_up)
+    held, deferred = units.deferred
+    if np.any(deferred > 0):
+        ends = np.where(np.asarray(units.head) > 0, deferred_bytes_of_ends(rank.job), 0.0)
+        more = deferred * (layers * deferred_bytes(rank.job) + ends) * rank.job.tokens
+        yield from _backward(rank, np.where(deferred > 0, held * alone + rank.ahead + more, alone), adds_up)
     if np.any((np.asarray(rank.job.layouts.pp) > 1) & (rank.stage == 3)):
         # Where stages alternate, the block that is computed and the two to come are gathered in a forward too.
         transient = (6 * rank.job.model.hidden + 7 * hidden_width(rank.job)) * rank.job.tokens

@@ -58,7 +58,7 @@ def in_flight_last(layouts: Layouts) -> Numbers:
     return np.minimum(np.choose(np.asarray(layouts.schedule), np.broadcast_arrays(*deepest)), m)
 
 
-def put_off(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
+def deferred_backwards(layouts: Layouts) -> tuple[tuple[Numbers, Numbers], tuple[Numbers, Numbers]]:
     """Of the first and of the last rank: (micro-batches held, those of them with deferred gradients of weights), in full stages, at the
     peak; read from torch's action lists. 0 for schedules that defer none."""
     pp, vpp, m = layouts.pp, layouts.vpp, layouts.accumulation

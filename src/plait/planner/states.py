@@ -21,7 +21,7 @@ from plait.planner.architecture import Architecture
 from plait.planner.hardware import PRECISIONS, Numbers
 from plait.planner.job import SCHEDULES, Job, Layouts
 from plait.planner.peak import States, Units
-from plait.planner.pipeline import in_flight, in_flight_last, put_off
+from plait.planner.pipeline import deferred_backwards, in_flight, in_flight_last
 
 _MASTER_BYTES = 4
 """Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
@@ -214,7 +214,7 @@ def account_states(
             width=2 if compute else 4,
             sharded=sharded,
             in_flight=flight,
-            put_off=late,
+            deferred=late,
             losses=np.where(gpipe, np.maximum(flight - 1, 0), 0.0) * on["norm"],
         )
 
@@ -231,7 +231,7 @@ def account_states(
         "head": np.where(v_shaped, none, one),
     }
     flights = [np.broadcast_to(np.where(single, 1.0, value), (size,)) for value in (in_flight(at), in_flight_last(at), inner_flight)]
-    late_first, late_last = put_off(at)
+    late_first, late_last = deferred_backwards(at)
     inner_on = dict.fromkeys(first_on, none)
     return States(
         held(first_layers, first_on),

@@ -132,8 +132,8 @@ def rank_parameters(job: Job) -> Numbers:
     routed = np.where(np.asarray(model.experts) > 0, model.expert_layers / model.layers * model.routed_parameters, 0)
     local = ((per_layer - routed) + routed / at.ep) / at.tp
     one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
-    tail = np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters) / at.tp
-    several = np.maximum(first * local + model.embedding_parameters / at.tp, np.maximum(layers * local, last * local + tail))
+    head = np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters) / at.tp
+    several = np.maximum(first * local + model.embedding_parameters / at.tp, np.maximum(layers * local, last * local + head))
     return np.where(np.asarray(at.pp) > 1, several, one_stage)
 
 

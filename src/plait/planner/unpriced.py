@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.keys import fields
-from plait.config.schema import Config
+from plait.config.dialects.keys import fields
+from plait.config.schema.config import Config
 
 PRICED = frozenset(
     {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from plait.config.sections import ModelSection
+from plait.config.schema.sections import ModelSection
 from plait.data.tokenizer import is_path, vocabulary_size
 from plait.errors import ConfigError, InputError, Problem
 from plait.files import user_path

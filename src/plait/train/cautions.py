@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.config.resolve import Resolved
+from plait.config.resolving.resolve import Resolved
 
 WARM_UP = ("warmup_num_steps", "num_warmup_steps")
 """DeepSpeed's name and Transformers'."""

@@ -23,7 +23,7 @@ from plait.train.loop import Position
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from plait.config.resolve import Resolved
+    from plait.config.resolving.resolve import Resolved
 
 
 @dataclass(frozen=True)

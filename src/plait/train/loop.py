@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from plait.checkpoint.distributed import remove_old
-from plait.config.sections import RunSection
+from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.errors import PlaitError
 from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated

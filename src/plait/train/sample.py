@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from plait.config.sections import SampleSection
+from plait.config.schema.sections import SampleSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.config.schema import Config
+from plait.config.schema.config import Config
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.files import user_path
 from plait.model.blocks import find_blocks

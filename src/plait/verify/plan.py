@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from plait.cluster.nccl import Nccl
-from plait.config.resolve import Resolved, resolve
-from plait.config.schema import Config, ParallelSection
+from plait.config.resolving.resolve import Resolved, resolve
+from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.precision.mixed_precision import Precision
 from plait.units import dtype_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from plait.config.optimization import OptimizerSpec
+from plait.config.schema.optimization import OptimizerSpec
 from plait.losses.loss import causal_lm_loss
 from plait.parallel.micro_batches import to_device
 from plait.verify import independent

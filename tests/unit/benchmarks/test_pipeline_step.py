@@ -17,7 +17,7 @@ from benchmarks.pipeline_step.workload import Workload, batch
 from benchmarks.training_step import agreement
 from benchmarks.training_step.rounds import Pace, Record
 from benchmarks.training_step.workload import build_model
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 
 SMALL = Workload(layers=3, hidden=32, intermediate=48, heads=2, vocabulary=256, sequence=24, micro_batch=1, micro_batches=2)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from plait.cli.planning.automatic import planned_file, refuse_auto
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}

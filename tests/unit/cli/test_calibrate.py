@@ -11,7 +11,7 @@ from plait.cli import calibrate as command
 from plait.cli.main import main
 from plait.cluster.topology import machine_name
 from plait.engine import calibration as live
-from plait.engine.trial_steps import TimedSteps
+from plait.engine.timed_steps import TimedSteps
 from plait.planner.calibration_file import load
 from plait.planner.history import append
 from tests.unit.cli.planning import ASKED, runs_file

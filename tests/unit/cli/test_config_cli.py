@@ -119,7 +119,7 @@ def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_megatrons_flags_become_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """E8: the file says what the flags say, WSD included; `plait train -- FLAGS` names the command that writes it."""
-    from plait.config.resolve import load
+    from plait.config.resolving.resolve import load
 
     flags = ["--micro-batch-size", "2", "--bf16", "--lr", "1e-4", "--train-iters", "100"]
     flags += ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "10"]

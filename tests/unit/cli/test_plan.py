@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.parallel.schedules.schedule import make_schedule
 from plait.planner.offers import SCHEDULE_NAMES
 from tests.unit.cli.planning import ASKED, runs_file

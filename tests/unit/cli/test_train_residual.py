@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from plait.cli.train import _residuals
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
 from plait.observe.residual import STEPS, WARM, Residual
 from plait.planner.history import read
 from tests.unit.observe.planned import checked, planned, step

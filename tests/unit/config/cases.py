@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.config.resolve import Config, Resolved, resolve
-from plait.config.resolve import load as load
+from plait.config.resolving.resolve import Config, Resolved, resolve
+from plait.config.resolving.resolve import load as load
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 

@@ -129,7 +129,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "train_batch_size": 8,
             "zero_optimization": {**ZERO_3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True},
         },
-        {"parallel.compress_weights": "int8", "parallel.compress_gradients": "int4", "parallel.second_copy": 2},
+        {"parallel.compress_weights": "int8", "parallel.compress_gradients": "int4", "parallel.secondary_partition": 2},
     ),
     "megatron-deepspeed fp16": (
         {
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "train_batch_size": 8,
             "zero_optimization": {**ZERO_3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True},
         },
-        ["parallel.second_copy"],
+        ["parallel.secondary_partition"],
     ),
     "mics": ({"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}, ["zero_optimization.mics_shard_size"]),
     "fp8": ({**AUTO_BATCH, "fp8": {"enabled": True, "hysteresis": 2}, "fp16": {**FP16_AUTO, "enabled": False}}, ["fp8"]),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from plait.config import keys
-from plait.config.schema import Config
+from plait.config.dialects import keys
+from plait.config.schema.config import Config
 from plait.errors import ConfigError
 from tests.unit.config.cases import load, resolved
 
@@ -122,7 +122,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.nccl_algorithm": ({}, "Tree", "Ring"),
     "parallel.nccl_protocol": ({}, "LL", "Simple"),
     "parallel.optimizer_in_backward": ({"zero_optimization.stage": 2, "parallel.unused_parameters": False}, False, True),
-    "parallel.second_copy": ({"zero_optimization.stage": 3}, 0, 2),
+    "parallel.secondary_partition": ({"zero_optimization.stage": 3}, 0, 2),
     "model.config": ({}, {"model_type": "llama"}, {"model_type": "gpt2"}),
     "model.path": ({}, "a", "b"),
     "model.dtype": (SCRATCH, "float32", "bfloat16"),

@@ -94,7 +94,7 @@ def test_contradictions(tree: dict[str, Any], said: str) -> None:
 
 
 def test_a_budget_needs_a_batch_size() -> None:
-    from plait.config.resolve import load, resolve
+    from plait.config.resolving.resolve import load, resolve
 
     config = load({"parallel": {"recompute": {"budget_gib": 1, "sequence_length": 8}}})
     with pytest.raises(ConfigError, match="the file gives no batch size"):
@@ -121,7 +121,7 @@ ON_HOST = {"device": "cpu"}
 )
 def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, said: str) -> None:
     """The table of docs/offload.md, and what `plait config explain` says of it."""
-    from plait.config.explain import explain
+    from plait.config.resolving.explain import explain
 
     offload = resolved({"zero_optimization": zero}).parameter_offload
     assert (offload.device, offload.with_states) == (device, with_states)
@@ -132,7 +132,7 @@ def test_where_shards_are(zero: dict[str, Any], device: str, with_states: bool, 
 
 
 def test_published_keys_without_a_meaning_here_are_said_to_have_none() -> None:
-    from plait.config.explain import explain
+    from plait.config.resolving.explain import explain
 
     section = {**IN_FILES, "max_in_cpu": 1e9, "pin_memory": True}
     rows = {row.path: row for row in explain({**BATCH, "zero_optimization": {"stage": 3, "offload_param": section}}, world_size=4).keys}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
 from plait.errors import ConfigError, PlaitError
 from tests.unit.config.mutations import TRAINED, mutated
 

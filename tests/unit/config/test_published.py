@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from plait.config.explain import explain, values_of
-from plait.config.resolve import resolve
+from plait.config.resolving.explain import explain, values_of
+from plait.config.resolving.resolve import resolve
 from plait.errors import ConfigError
 from tests.unit.config.cases import load
 from tests.unit.config.published import ACCEPTED, REFUSED

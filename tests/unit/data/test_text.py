@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.config.sections import DataSection
+from plait.config.schema.sections import DataSection
 from plait.data.text import find_files, open_corpus
 from plait.errors import InputError
 

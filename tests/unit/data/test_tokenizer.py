@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.config.sections import DataSection
+from plait.config.schema.sections import DataSection
 from plait.data.prepare import prepare
 from plait.data.text import Corpus, open_corpus
 from plait.data.tokenizer import END_OF_TEXT, load_tokenizer, name_of, trained_tokenizer, vocabulary_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.engine.alike import Fact, _difference, _model, _ranks, _settings, _versions
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import plait
 from plait.cluster.layout import Layout
-from plait.config.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.check import checked_model
 from plait.errors import ConfigError, ModelError
 from plait.model.plans import TensorPlan

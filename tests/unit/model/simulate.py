@@ -107,9 +107,11 @@ def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: boo
         made.get_submodule(owner)._parameters[leaf] = part
     for entry in plan.modules:
         inside = sequence and any(entry.name.startswith(f"{block}.") for block in blocks)
-        door = inside and not any(entry.name.startswith(f"{region}.") for region in plan.regions)
+        gathers = inside and not any(entry.name.startswith(f"{region}.") for region in plan.regions)
         module, whole = made.get_submodule(entry.name), model.get_submodule(entry.name)
-        module.forward = styled_forward(module, whole, entry.style, rank, kv_heads=plan.kv_heads.get(entry.name), inside=inside, door=door)
+        module.forward = styled_forward(
+            module, whole, entry.style, rank, kv_heads=plan.kv_heads.get(entry.name), inside=inside, gathers=gathers
+        )
     for name, attribute, value in plan.attributes:
         setattr(made.get_submodule(name), attribute, value)
     if sequence:
@@ -118,13 +120,13 @@ def split_model(model: nn.Module, plan: TensorPlan, rank: Rank, *, sequence: boo
 
 
 def styled_forward(
-    module: nn.Module, whole: nn.Module, style: str, rank: Rank, *, kv_heads: int | None, inside: bool, door: bool
+    module: nn.Module, whole: nn.Module, style: str, rank: Rank, *, kv_heads: int | None, inside: bool, gathers: bool
 ) -> Callable[..., Any]:
-    """`inside` a block whose hidden states are sequence shards; `door`: and not inside a region, which gathers for its layers."""
+    """`inside` a block whose hidden states are sequence shards; `gathers`: and not inside a region, which gathers for its layers."""
 
     def enter(x: torch.Tensor) -> torch.Tensor:
         if inside:
-            return rank.gather_sum(x, 1) if door else x
+            return rank.gather_sum(x, 1) if gathers else x
         return rank.enter(x)
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.events import StepDone
 from plait.planner import output
 from plait.planner.hardware import cluster

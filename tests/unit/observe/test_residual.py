@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
 from plait.events import RunEnded
 from plait.observe.residual import WARM, Residual, residual_of
 from plait.planner.history import read

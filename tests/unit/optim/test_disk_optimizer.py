@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.config.optimization import OptimizerSpec
+from plait.config.schema.optimization import OptimizerSpec
 from plait.errors import ModelError
 from plait.optim.disk_files import large_states
 from plait.optim.disk_optimizer import ALIGNED, DiskTier
@@ -204,8 +204,8 @@ def test_no_more_pieces_than_buffers(tmp_path: Path) -> None:
                     self.most = max(self.most, self.held)
             super().fetch(tensor, write=write)
 
-        def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
-            super().put_away(tensor, written=written)
+        def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+            super().evict(tensor, written=written)
             with self.lock:
                 if self.counts and self.holds(tensor):
                     self.held -= tensor.nbytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.config.optimization import OptimizerSpec
+from plait.config.schema.optimization import OptimizerSpec
 from plait.errors import InputError
 from plait.optim import low_bit_adam
 from plait.optim.optimizer import build_optimizer

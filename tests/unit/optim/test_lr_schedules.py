@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plait.checkpoint import exact
-from plait.config import schedules as known
-from plait.config.optimization import OptimizerSpec, SchedulerSpec
+from plait.config.schema import lr_schedules as known
+from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.errors import CheckpointError, ConfigError
 from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from plait.config.optimization import OptimizerSpec, SchedulerSpec
+from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.errors import ConfigError, ModelError
 from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import JoinedOptimizer, build_optimizer, refuse_nothing_to_train

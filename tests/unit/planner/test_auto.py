@@ -1,6 +1,6 @@
 import pytest
 
-from plait.config.resolve import load, look, resolve
+from plait.config.resolving.resolve import load, look, resolve
 from plait.errors import ConfigError, InputError
 from plait.planner import auto
 from plait.planner.auto import asks

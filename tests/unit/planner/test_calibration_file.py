@@ -12,6 +12,7 @@ import pytest
 from plait.errors import InputError
 from plait.planner.calibrate import calibrate, errors_left_out, errors_with, uncalibrated
 from plait.planner.calibration_file import Origin, load, refuse_other, save
+from plait.planner.calibration_runs import DeviceRates, believed, calibration_layouts
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.history import runs_of
@@ -19,7 +20,6 @@ from plait.planner.job import Layouts
 from plait.planner.models import find_model
 from plait.planner.search import Request, job_of, price
 from plait.planner.traffic import collective_seconds, group
-from plait.planner.trials import DeviceRates, believed, trial_layouts
 from tests.unit.planner.rows import measured
 
 
@@ -84,7 +84,7 @@ def test_measured_rates_are_what_the_model_then_says(name: str) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
 def test_trials_are_of_all_processes_and_of_one_batch(processes: int) -> None:
-    layouts = trial_layouts(processes, batch=4 * processes, heads=6)
+    layouts = calibration_layouts(processes, batch=4 * processes, heads=6)
     for at in layouts:
         dp = at["dp_replicate"] * at["dp_shard"]
         assert at["tp"] * at["pp"] * dp == processes

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from plait.cli.main import main
-from plait.config.keys import fields
-from plait.config.resolve import load, look, resolve
+from plait.config.dialects.keys import fields
+from plait.config.resolving.resolve import load, look, resolve
 from plait.errors import ConfigError, InputError
 from plait.planner import auto, output
 from plait.planner.hardware import cluster

@@ -5,7 +5,7 @@ from plait.parallel.schedules.schedule import make_schedule
 from plait.parallel.schedules.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.offers import SCHEDULE_NAMES
-from plait.planner.pipeline import idle_share, in_flight, in_flight_last, put_off
+from plait.planner.pipeline import deferred_backwards, idle_share, in_flight, in_flight_last
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
@@ -57,5 +57,5 @@ def test_in_flight_is_what_the_table_holds(schedule, vpp, pp, m):
     for rank in range(pp - 1):
         assert in_flight(layouts, rank)[0] == pytest.approx(peaks[rank])
     # Micro-batches whose gradients of weights are put off are held until these are done.
-    last = max(in_flight_last(layouts)[0], put_off(layouts)[1][0].max())
+    last = max(in_flight_last(layouts)[0], deferred_backwards(layouts)[1][0].max())
     assert last == pytest.approx(peaks[table.stage_ranks[-1]])

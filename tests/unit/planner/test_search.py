@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planner_accuracy.standing import standing
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 from plait.parallel.schedules.schedule import make_schedule
 from plait.planner import explain, output
@@ -195,7 +195,7 @@ def test_sensitivity_goes_the_right_way():
 
 
 def test_why_keeps_what_is_fixed():
-    """And says so where a wish against it is faster."""
+    """And says so where a query against it is faster."""
     fixed = {"pp": 4, "recompute": 2}
     found = plan(request(), fixed=fixed)
     same = explain.why(found, {"stage": 0}, "stage=0", fixed=fixed)
@@ -208,8 +208,8 @@ def test_why_keeps_what_is_fixed():
 
 def test_neighbours_are_one_step_away():
     found = plan(request())
-    wishes = explain.neighbours(found)
-    assert wishes and all(explain.why(found, parse_fixed([wish]), wish).reason for wish in wishes)
+    queries = explain.neighbours(found)
+    assert queries and all(explain.why(found, parse_fixed([query]), query).reason for query in queries)
 
 
 def test_sixteen_thousand_devices():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from plait.config.sections import DataSection
+from plait.config.schema.sections import DataSection
 from plait.data.text import Corpus
 from plait.data.tokenizer import load_tokenizer, trained_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config.sections import ModelSection
+from plait.config.schema.sections import ModelSection
 from plait.errors import ConfigError, InputError
 from plait.train.build import build_model
 

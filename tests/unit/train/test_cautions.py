@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.train.cautions import cautions
 
 FILE: dict[str, Any] = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.config.sections import RunSection, SampleSection
+from plait.config.schema.sections import RunSection, SampleSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences
 from plait.errors import PlaitError

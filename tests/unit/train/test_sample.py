@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config.sections import SampleSection
+from plait.config.schema.sections import SampleSection
 from plait.train.sample import chosen, sample
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0])

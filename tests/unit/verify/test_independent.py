@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait.losses.loss
-from plait.config.optimization import OptimizerSpec
-from plait.config.resolve import load
+from plait.config.resolving.resolve import load
+from plait.config.schema.optimization import OptimizerSpec
 from plait.verify import independent, run
 from plait.verify.batches import token_batches
 from plait.verify.independent import AdamW, train

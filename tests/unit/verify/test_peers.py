@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config.resolve import Resolved, load, resolve
+from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.errors import PlaitError
 from plait.verify import peers
 from plait.verify.model_under_test import TestedModel

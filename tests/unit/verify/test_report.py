@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.config.resolve import load, resolve
+from plait.config.resolving.resolve import load, resolve
 from plait.verify.model_under_test import TestedModel
 from plait.verify.parity import Difference, Trace, compare, worst
 from plait.verify.plan import Plan

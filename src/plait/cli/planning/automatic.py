@@ -18,7 +18,7 @@ from plait.files import user_path
 def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable[[str], None]) -> Path | None:
     """The file with nothing of the layout left open; None where `file` leaves nothing open that takes a search. Raises ConfigError or
     InputError for what cannot be planned."""
-    from plait.config.resolve import look
+    from plait.config.resolving.resolve import look
     from plait.planner.auto import complete, read_file, searched
     from plait.planner.unpriced import unpriced
 
@@ -52,7 +52,7 @@ def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable
 
 def refuse_auto(file: Path, overrides: list[str]) -> None:
     """Raise InputError for a file that takes a search, in one of several processes that are there already."""
-    from plait.config.resolve import look
+    from plait.config.resolving.resolve import look
     from plait.planner.auto import searched
 
     _, found = look(file, overrides)

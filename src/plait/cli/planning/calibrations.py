@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from plait.cluster.machines import Topology
     from plait.planner.calibrate import Calibration
     from plait.planner.calibration_file import Origin
+    from plait.planner.calibration_runs import DeviceRates
     from plait.planner.constants import Knowledge
     from plait.planner.hardware import Cluster
     from plait.planner.runs import Runs
-    from plait.planner.trials import DeviceRates
 
 FEWEST_ROWS = 3
 """Fewer tell constants from chance too badly to write a file of them."""

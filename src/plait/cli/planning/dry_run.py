@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from plait.errors import ConfigError, InputError, Problem
 
 if TYPE_CHECKING:
-    from plait.config.resolve import Resolved
-    from plait.engine.single_rank import Rehearsal
+    from plait.config.resolving.resolve import Resolved
+    from plait.engine.single_rank import SingleRankRun
     from plait.planner.search import Request
 
 
@@ -31,7 +31,7 @@ class DryRun:
     world_size: int
     stage: str
     """Where in the pipeline the rank is."""
-    found: Rehearsal
+    found: SingleRankRun
     predicted: Mapping[str, float]
     """Bytes by the names of `found`: parameters, optimizer, peak. Empty where the planner prices no such rank."""
     moment: str
@@ -90,8 +90,8 @@ def dry_run(
 ) -> DryRun:
     """Run a rank of the configuration `tree` on as many devices as `request` has. Raises ConfigError, InputError or ModelError for what
     does not run."""
-    from plait.config.resolve import load, resolve
-    from plait.engine.single_rank import rehearse
+    from plait.config.resolving.resolve import load, resolve
+    from plait.engine.single_rank import run_single_rank
 
     world = request.cluster.devices
     full = resolve(load(dict(tree)), world_size=world)
@@ -136,7 +136,9 @@ def dry_run(
         if not quiet:
             print(f"plait: dry run, {time.perf_counter() - began:.0f} s: {what}", file=sys.stderr, flush=True)
 
-    found = rehearse(model, resolved, rank=rank, samples=full.batch.micro_batch_size, length=request.sequence, real=on_device, tell=tell)
+    found = run_single_rank(
+        model, resolved, rank=rank, samples=full.batch.micro_batch_size, length=request.sequence, real=on_device, tell=tell
+    )
     return DryRun(rank, world, stage, found, predicted, moment, micro_batches_run, count, tuple(notes))
 
 

@@ -162,8 +162,8 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
     """A training file with the options of the command line in it; a note for every value of the file that is overridden."""
     if file is None:
         return None
-    from plait.config.examine import at_path, examine
-    from plait.config.source import read
+    from plait.config.dialects.examine import at_path, examine
+    from plait.config.reading.source import read
     from plait.planner.auto import read_file
 
     document = read(file)
@@ -179,7 +179,7 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
 
 def _says(tree: Mapping[str, Any], path: str, value: Any) -> bool:
     """Whether an option changes what a file says; a section that stays out is not made for it."""
-    from plait.config.examine import at_path
+    from plait.config.dialects.examine import at_path
 
     return value is not None or at_path(tree, path) is not None
 

@@ -98,12 +98,12 @@ def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:
     for comparison in beside:
         other = comparison.other
         if other is None:
-            rows.append([comparison.wish, "-", "-", comparison.reason.removeprefix(f"{comparison.wish} ")])
+            rows.append([comparison.query, "-", "-", comparison.reason.removeprefix(f"{comparison.query} ")])
             continue
         layout = describe(other.layout)
-        first = shown.setdefault(layout, comparison.wish)
-        because = f"the same layout as {first}" if first != comparison.wish else comparison.reason.partition("): ")[2]
-        rows.append([comparison.wish, f"{other.seconds:.4g} s", layout, because])
+        first = shown.setdefault(layout, comparison.query)
+        because = f"the same layout as {first}" if first != comparison.query else comparison.reason.partition("): ")[2]
+        rows.append([comparison.query, f"{other.seconds:.4g} s", layout, because])
     return rows
 
 

@@ -330,15 +330,15 @@ def why_section(story: Story) -> Markup:
     for reason in story.reasons:
         other = reason.other if reason.other is not reason.winner else None
         seconds = [f"{other.seconds:.4g} s", f"{other.seconds / reason.winner.seconds - 1:+.1%}", _gib(other.needed)] if other else [""] * 3
-        rows.append([story.mark_of(other) if other else "", reason.wish, _layout(other) if other else "", *seconds, reason.reason])
+        rows.append([story.mark_of(other) if other else "", reason.query, _layout(other) if other else "", *seconds, reason.reason])
         if other is not None:
             entries = [
                 [TERMS[name], f"{ours:.3g} s", f"{theirs:.3g} s", f"{theirs - ours:+.3g} s"]
                 for name, ours, theirs in reason.differences
                 if abs(ours - theirs) > 1e-4
             ]
-            compared = page.table(("term", "the plan", reason.wish, "difference"), entries, numbers=(1, 2, 3))
-            terms.append(page.folded(f"{reason.wish}, term by term", compared))
+            compared = page.table(("term", "the plan", reason.query, "difference"), entries, numbers=(1, 2, 3))
+            terms.append(page.folded(f"{reason.query}, term by term", compared))
     columns = ("", "asked", "best layout with it", "step", "against the plan", "memory", "because")
     return page.join([page.table(columns, rows, numbers=(3, 4, 5)), *terms])
 

@@ -119,7 +119,7 @@ class HostStore:
                 self._held -= room
                 surplus -= room
 
-    def give_back(self, buffers: list[torch.Tensor]) -> None:
+    def reuse(self, buffers: list[torch.Tensor]) -> None:
         """They are used again once the copies that read them now are done."""
         read = self.back.record_event() if self.back is not None else None
         for buffer in buffers:
@@ -140,7 +140,7 @@ class HostGroup:
         self._returned: dict[int, torch.Tensor] = {}
         self._arrived: Any = None
         self._asked = False
-        weakref.finalize(self, store.give_back, self._buffers)
+        weakref.finalize(self, store.reuse, self._buffers)
 
     def put(self, flat: torch.Tensor) -> int:
         """Copy out, behind what the device is computing now."""

@@ -128,7 +128,7 @@ class _Keep(TorchDispatchMode):
         return out
 
 
-class _GiveBack(TorchDispatchMode):
+class _Reuse(TorchDispatchMode):
     """Around the recomputation."""
 
     def __init__(self, calls: _Calls) -> None:
@@ -156,7 +156,7 @@ def contexts(what: Kept) -> Callable[[], tuple[Any, Any]]:
 
     def pair() -> tuple[Any, Any]:
         calls = _Calls(what)
-        return _Keep(calls), _GiveBack(calls)
+        return _Keep(calls), _Reuse(calls)
 
     return pair
 

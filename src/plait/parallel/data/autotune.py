@@ -37,7 +37,7 @@ def best_of(taken: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True)
-class Option:
+class Candidate:
     """A candidate for compression."""
 
     name: str
@@ -47,11 +47,11 @@ class Option:
     """Go by it from the next step on. Between two steps, on every rank of the group."""
 
 
-_VERDICT = "autotune.decision"
+_DECISION = "autotune.decision"
 
 
 @dataclass
-class Trial(StepHook):
+class CompressionAutotuner(StepHook):
     """Counts steps, between two of them."""
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -60,36 +60,36 @@ class Trial(StepHook):
     """The name (`comm.waits`) of what gradients wait for."""
     whole: Callable[[], object]
     """Return to uncompressed gradients."""
-    options: tuple[Option, ...]
+    options: tuple[Candidate, ...]
     """The least lossy first."""
-    verdict: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
+    decision: torch.Tensor = field(default_factory=lambda: torch.full((), -1, dtype=torch.int64))
     """-1: not decided; 0: uncompressed; else the code of a candidate. For a checkpoint."""
-    _trying: list[Option] = field(default_factory=list)
+    _trying: list[Candidate] = field(default_factory=list)
     """What is tried; the first of it now."""
     _taken: dict[str, float] = field(default_factory=dict)
     """Candidate to seconds of its steps."""
     _again: float | None = None
     """Those of uncompressed gradients after the others."""
     _said: str = ""
-    _now: Option | None = None
+    _now: Candidate | None = None
     """The candidate of the steps; None is uncompressed."""
     _steps: list[tuple[float, float]] = field(default_factory=list)
     _before: float | None = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """The decision."""
-        return {_VERDICT: self.verdict}
+        return {_DECISION: self.decision}
 
     def load_state(self, saved: Mapping[str, torch.Tensor]) -> None:
         """A decision that was saved holds, if its candidate is one here."""
-        decided = int(saved.get(_VERDICT, torch.tensor(-1)))
+        decided = int(saved.get(_DECISION, torch.tensor(-1)))
         if decided in (0, *(option.code for option in self.options)):
-            self.conclude(decided)
+            self.commit(decided)
 
     def after_step(self, end: StepEnd) -> str:
         """Count a step with its exposed communication time by collective. Returns a description of the decision after the step that takes
         it, else nothing. Collective over the group, at the end of every candidate's steps."""
-        if int(self.verdict) >= 0:
+        if int(self.decision) >= 0:
             return ""
         now = time.perf_counter()
         if self._before is not None:
@@ -131,7 +131,7 @@ class Trial(StepHook):
     def _decide(self) -> str:
         name = best_of(self._taken)
         code = next((option.code for option in self.options if option.name == name), 0)
-        self.conclude(code)
+        self.commit(code)
         times = {way: seconds for way, seconds in self._taken.items() if way != _WHOLE}
         if self._again is not None:
             times["uncompressed again"] = self._again
@@ -139,12 +139,12 @@ class Trial(StepHook):
         said = f"{self._said}; candidates: {tried}" if tried else f"{self._said}, less than {SHARE:.0%}"
         return f"gradients are sent as {name} from now on: {said}" if code else f"gradients stay uncompressed: {said}"
 
-    def conclude(self, code: int) -> None:
+    def commit(self, code: int) -> None:
         """Decide, or restore an earlier decision; 0 leaves gradients uncompressed."""
-        self.verdict.fill_(code)
+        self.decision.fill_(code)
         self._go_by(next((option for option in self.options if option.code == code), None))
 
-    def _go_by(self, option: Option | None) -> None:
+    def _go_by(self, option: Candidate | None) -> None:
         if option is self._now:
             return
         self._now = option

@@ -26,7 +26,7 @@ from plait.comm.transport import Transport, TransportName, connect
 from plait.comm.waits import TimedAllGather, TimedReduceScatter, Waits
 from plait.errors import ConfigError, InputError, Problem
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.parallel.data.autotune import Option, Trial
+from plait.parallel.data.autotune import Candidate, CompressionAutotuner
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import GRADIENTS, Reducer
 from plait.parallel.data.residuals import CompressedUnits
@@ -55,7 +55,7 @@ class CollectiveSettings(Technique):
     """Where that measurement is kept for the next start of the run."""
     bucket_by_links: bool = False
     """Let the links decide the size of a bucket too, where they are known; else `bucket_bytes` does."""
-    second_copy: int = 0
+    secondary_partition: int = 0
     """Stage 3: keep a block's parameters sharded over so many neighbouring ranks from its forward to its backward, which gathers them from
     those; 0 keeps what the optimizer has."""
 
@@ -81,12 +81,12 @@ class Summing:
     """A description."""
     others: tuple[tuple[Scheme, BucketWay], ...] = ()
 
-    def trial_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> Trial | None:
+    def autotuner_of(self, reducer: Reducer, groups: tuple[dist.ProcessGroup, ...]) -> CompressionAutotuner | None:
         """The steps that decide, for all ranks of `groups`."""
         if not self.others:
             return None
-        options = tuple(Option(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
-        return Trial(groups, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
+        options = tuple(Candidate(to.name, to.code, partial(way.take, reducer, compressed=True)) for to, way in self.others)
+        return CompressionAutotuner(groups, GRADIENTS, partial(self.way.take, reducer, compressed=False), options)
 
 
 def deciding_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, ...]:
@@ -234,7 +234,7 @@ class Sharing:
     said: str = ""
     """A description."""
     compressors: CompressedUnits = field(default_factory=CompressedUnits)
-    trial: Trial | None = None
+    autotuner: CompressionAutotuner | None = None
     """The steps that decide whether gradients are compressed."""
     parameter_host: Host | None = None
     """Ranks that can hold parameters once, in the memory that they share."""
@@ -250,7 +250,7 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
         return Sharing()
     way = _connected(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
-    all_gather = way.all_gather if not (stage == 3 and technique.second_copy) else None
+    all_gather = way.all_gather if not (stage == 3 and technique.secondary_partition) else None
     for module in sharded_modules(parts.model):
         if mesh.device.type == "cpu":
             module.set_custom_all_gather(TimedAllGather(all_gather, waits, "dp_shard"))
@@ -275,9 +275,9 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
         else:
             compressors.update(to.install(parts.model, levels, waits))
 
-    options = tuple(Option(to.name, to.code, partial(take, to)) for to in open_)
-    trial = Trial(deciding_groups(mesh), "reduce_scatter dp_shard", partial(take, None), options) if options else None
-    return Sharing(f"{said}{words}", compressors, trial, host)
+    options = tuple(Candidate(to.name, to.code, partial(take, to)) for to in open_)
+    autotuner = CompressionAutotuner(deciding_groups(mesh), "reduce_scatter dp_shard", partial(take, None), options) if options else None
+    return Sharing(f"{said}{words}", compressors, autotuner, host)
 
 
 def _reduce_whole(parts: Parts, way: Transport, waits: Waits) -> None:

@@ -10,7 +10,7 @@ from plait.cluster.mesh import Mesh
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.data.autotune import Trial
+from plait.parallel.data.autotune import CompressionAutotuner
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import CompressedUnits, Residuals
 from plait.parallel.hooks import StepHook
@@ -43,9 +43,9 @@ class Compression(Technique):
         """The steps that decide, where that is open, and what compressed collectives carry."""
         if not self.gradients:
             return []
-        trial, units = parts.noted(Trial), parts.noted(CompressedUnits)
+        autotuner, units = parts.noted(CompressionAutotuner), parts.noted(CompressedUnits)
         residuals = Residuals(parts.noted(Reducer), CompressedUnits() if units is None else units, device=mesh.device)
-        return [residuals] if trial is None else [trial, residuals]
+        return [residuals] if autotuner is None else [autotuner, residuals]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Leave it for the technique that prices messages."""

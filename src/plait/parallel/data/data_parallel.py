@@ -43,7 +43,7 @@ from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
-from plait.parallel.data.shared_parameters import hold_once
+from plait.parallel.data.shared_parameters import share_parameters
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -84,7 +84,7 @@ class DataParallel(CollectiveSettings):
         if shard.compute_dtype is not None or shard.reduce_dtype is not None:
             refuse_complex(parts.model)
         whole = mesh.layout.dp_shard == 1 and shard.compute_dtype is None
-        if whole and not shard.masters_on_host and not shard.always_shard:  # nothing to shard, nothing to cast
+        if whole and not shard.master_weights_on_host and not shard.always_shard:  # nothing to shard, nothing to cast
             group = mesh.group("dp_replicate")
             if group is None:
                 return parts
@@ -100,10 +100,10 @@ class DataParallel(CollectiveSettings):
                 waits=waits,
             )
             reducer.said = summing.said
-            return parts.with_notes(reducer, summing.trial_of(reducer, collective_selection.deciding_groups(mesh)))
-        _shard(parts, mesh, free_after_forward=(self.second_copy or True) if self.stage == 3 else False)
+            return parts.with_notes(reducer, summing.autotuner_of(reducer, collective_selection.deciding_groups(mesh)))
+        _shard(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
         sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh, waits)
-        return parts.with_notes(sharing, sharing.trial, sharing.compressors)
+        return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """The reduction of gradients, what becomes of parameters that a step did not use, and buffers that a forward changes."""
@@ -141,7 +141,7 @@ def _description(sharing: Sharing, parts: Parts) -> str:
     """How shards are gathered and reduced, with those that are put into shared memory there."""
     waits = parts.noted(Waits)
     assert waits is not None
-    words = hold_once(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
+    words = share_parameters(parts.model, sharing.parameter_host, waits) if sharing.parameter_host is not None else ""
     return ". ".join(filter(None, (sharing.said, words)))
 
 
@@ -157,8 +157,8 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
 
     def offload(unit: str) -> OffloadPolicy:
-        here = parts.shard.masters_on_host and unit in parts.shard.offloaded_units
-        return CPUOffloadPolicy(pin_memory=parts.shard.pin_masters) if here else OffloadPolicy()
+        here = parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units
+        return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights) if here else OffloadPolicy()
 
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
     for name in parts.blocks:
@@ -284,7 +284,7 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
         total["parameters"] += count * padded * row_numel * itemsize
         total["gathered"] += count * full * row_numel * compute
-        shard, again = padded * row_numel, technique.second_copy or n
+        shard, again = padded * row_numel, technique.secondary_partition or n
         sent = count * n * sent_bytes(ledger.scheme.weight_bits, shape, shard, compute)
         total["wire_gather_block" if in_block else "wire_gather_root"] += sent
         if in_block:  # the backward's gathering, which may have larger shards over fewer ranks

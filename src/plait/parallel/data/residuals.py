@@ -43,7 +43,7 @@ class Residuals(StepHook):
 
     def after_step(self, end: StepEnd) -> str:
         """A step that was skipped leaves everything as it was. Residuals are in the units of the loss scale."""
-        self._settle(skipped=end.skipped)
+        self._update_residuals(skipped=end.skipped)
         if end.rescaled != 1.0:
             for name, tensor in self.state().items():
                 if not name.endswith((".right", "steps")):
@@ -52,9 +52,9 @@ class Residuals(StepHook):
 
     def drop_gradients(self) -> None:
         """As a step that was skipped."""
-        self._settle(skipped=True)
+        self._update_residuals(skipped=True)
 
-    def _settle(self, *, skipped: bool) -> None:
+    def _update_residuals(self, *, skipped: bool) -> None:
         for carried in self._carriers():
             carried.end_step(skipped=skipped)
 

@@ -15,7 +15,7 @@ from plait.comm.host_parameters import HostParameters
 from plait.comm.waits import Waits
 
 
-def hold_once(model: nn.Module, host: Host, waits: Waits) -> str:
+def share_parameters(model: nn.Module, host: Host, waits: Waits) -> str:
     """Put every unit's shards where all ranks of `host` see them; a unit that finds no memory, or mixes dtypes, is gathered as before.
     Returns a description of that, if there is one. Collective over `dp_shard`; before anyone keeps a rank's part of a parameter."""
     units = sharded_modules(model)
@@ -35,17 +35,17 @@ def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:
         memory = HostParameters(host, [shard.numel() for shard in shards], dtypes.pop(), waits=waits)
     except Unavailable as unavailable:
         return str(unavailable)
-    _settle(unit, memory)
-    gather_in_place(unit, memory.wholes, begin=partial(_begin, unit, memory), finish=memory.finish, give_back=memory.release)
+    _place(unit, memory)
+    gather_in_place(unit, memory.wholes, begin=partial(_begin, unit, memory), finish=memory.finish, release=memory.release)
     return ""
 
 
 def _begin(unit: FSDPModule, memory: HostParameters) -> None:
     if any(shard.data_ptr() != row.data_ptr() for shard, row in zip(shard_buffers(unit), memory.rows, strict=True)):
-        _settle(unit, memory)  # the user put other tensors in their place
+        _place(unit, memory)  # the user put other tensors in their place
     memory.begin()
 
 
-def _settle(unit: FSDPModule, memory: HostParameters) -> None:
+def _place(unit: FSDPModule, memory: HostParameters) -> None:
     rows = iter(memory.rows)
     replace_shard_buffers(unit, lambda shard: next(rows).copy_(shard))

@@ -1,7 +1,7 @@
 """Tensors in files: memory-mapped, reserved on disk before use, fetched and evicted in ranges by the code that iterates over them.
 
 A mapped tensor is an ordinary CPU tensor, so optimizers, checkpoints and collectives work on it unchanged. The order of accesses bounds the
-memory: `fetch` reads a range before it is used, `put_away` starts its write to the disk and releases its pages. Space is reserved when a
+memory: `fetch` reads a range before it is used, `evict` starts its write to the disk and releases its pages. Space is reserved when a
 tensor is made, so a full disk is an error there and never a fault in the middle of a step. The file has no name: a process that dies leaves
 nothing behind.
 """
@@ -77,7 +77,7 @@ class Arena:
         """A mapped copy of a plain tensor."""
         mapped = self.empty(tensor.shape, tensor.dtype)
         mapped.copy_(tensor)
-        self.put_away(mapped)
+        self.evict(mapped)
         return mapped
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -92,7 +92,7 @@ class Arena:
         if self._advise(tensor, _POPULATE_WRITE if write else _POPULATE_READ) != 0:
             self._advise(tensor, _WILLNEED)  # an older kernel: reading ahead without waiting
 
-    def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+    def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
         """Release the memory of a mapped tensor, or of a slice of one; the system writes changed pages to the disk."""
         segment = self._segment(tensor)
         if segment is None or not tensor.numel():

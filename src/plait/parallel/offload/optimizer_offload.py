@@ -54,7 +54,7 @@ class OptimizerOffload(Technique):
         pinned = on_host and self.pin_memory and mesh.device.type == "cuda"
         chosen = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
         units = frozenset(parts.blocks[unit] if unit >= 0 else "" for unit in chosen)
-        return parts.with_shard(masters_on_host=on_host, pin_masters=pinned, offloaded_units=units)
+        return parts.with_shard(master_weights_on_host=on_host, pin_master_weights=pinned, offloaded_units=units)
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Of the states that others priced, what is on the host or in files; and the chunks that are in memory during the step."""

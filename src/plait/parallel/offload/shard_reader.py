@@ -61,7 +61,7 @@ class ShardReader:
         if self._kept:
             return
         for shard in self._shards[unit]:
-            self._arena.put_away(shard, written=False)
+            self._arena.evict(shard, written=False)
 
     def _read_ahead(self, current: int) -> None:
         room = self._pool_bytes - self._sizes[current]
@@ -100,9 +100,9 @@ class ShardReader:
     def _drop(self, unit: int) -> None:
         """Behind the reading of it, which may still go on."""
 
-        def put_away() -> None:
+        def evict() -> None:
             for shard in self._shards[unit]:
-                self._arena.put_away(shard, written=False)
+                self._arena.evict(shard, written=False)
 
         del self._ahead[unit]
-        self._reader.submit(put_away)
+        self._reader.submit(evict)

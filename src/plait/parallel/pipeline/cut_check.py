@@ -24,7 +24,7 @@ LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CutResult:
     """About one kind of batch."""
 
     missing: dict[str | int, str]
@@ -39,17 +39,17 @@ class CutCheck:
 
     skeleton: Skeleton
     cut: StageCut
-    _verdicts: dict[Any, Verdict] = field(default_factory=dict, init=False)
+    _results: dict[Any, CutResult] = field(default_factory=dict, init=False)
 
-    def verdict(self, piece: Any, *, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> Verdict:
+    def result(self, piece: Any, *, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
         """For a micro-batch like `piece`. Raises ModelError where the cut model would compute something else, or where that cannot be
         known."""
         key = (training, loss is not None, _kind(piece))
-        if key not in self._verdicts:
-            self._verdicts[key] = self._ask(piece, forward, loss, training)
-        return self._verdicts[key]
+        if key not in self._results:
+            self._results[key] = self._ask(piece, forward, loss, training)
+        return self._results[key]
 
-    def _ask(self, piece: Any, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> Verdict:
+    def _ask(self, piece: Any, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
         name = type(self.skeleton.model).__name__
         here = _on_cpu(piece)
         missing: dict[str | int, str] = {}
@@ -82,7 +82,7 @@ class CutCheck:
                         "token ids alone, and this batch takes another path through it; use parallel.pp = 1"
                     )
         found = dict(missing)
-        return Verdict(found, trace.flow.values or (trace.flow.decides and self._shapes_differ(run, trace, training)))
+        return CutResult(found, trace.flow.values or (trace.flow.decides and self._shapes_differ(run, trace, training)))
 
     def _shapes_differ(self, run: Callable[[nn.Module, Trace], Any], trace: Trace, training: bool) -> bool:
         """Whether blocks would return other shapes if the questions that the model asks about a batch's values had another answer."""

@@ -46,7 +46,7 @@ class Placeholder(nn.Module):
         return self.plait_run
 
 
-class Elsewhere(Placeholder):
+class PlaceholderBlock(Placeholder):
     """A block of another stage: returns `plait_value`."""
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class Elsewhere(Placeholder):
         return self.plait_value
 
 
-class Absent(Elsewhere):
+class Absent(PlaceholderBlock):
     """A block of another rank; what is inside of it is not part of the model here."""
 
     __slots__ = ()
@@ -75,7 +75,7 @@ class Absent(Elsewhere):
         return iter(())
 
 
-class Tail(Placeholder):
+class StageExit(Placeholder):
     """The last block of a stage that is not the last: runs it and ends the forward."""
 
     __slots__ = ()
@@ -89,9 +89,9 @@ class Tail(Placeholder):
 P = TypeVar("P", bound=Placeholder)
 
 
-def elsewhere(block: nn.Module) -> Elsewhere:
+def placeholder_block(block: nn.Module) -> PlaceholderBlock:
     """For a block of another stage of this rank."""
-    made = _in_place_of(Elsewhere, block, block.__dict__)
+    made = _in_place_of(PlaceholderBlock, block, block.__dict__)
     made.plait_value = None
     return made
 
@@ -103,9 +103,9 @@ def absent(block: nn.Module, why: Callable[[str], str]) -> Absent:
     return made
 
 
-def tail(block: nn.Module) -> Tail:
+def stage_exit(block: nn.Module) -> StageExit:
     """For the last block of a stage."""
-    made = _in_place_of(Tail, block, block.__dict__)
+    made = _in_place_of(StageExit, block, block.__dict__)
     made.plait_block = block.__call__
     return made
 

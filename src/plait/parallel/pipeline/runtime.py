@@ -20,7 +20,7 @@ from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
 from plait.model.unavailable import without
 from plait.parallel.containers import tensors_in
-from plait.parallel.pipeline.cut_check import CutCheck, LossFunction, Verdict
+from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
 from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
 from plait.parallel.schedules.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
@@ -93,7 +93,7 @@ class Runtime:
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
 
-    def foretell(self, stage: int, piece: Any, output: Any) -> None:
+    def announce_output(self, stage: int, piece: Any, output: Any) -> None:
         """Set the boundary activations of `stage` for a micro-batch like `piece`, so that they are not requested: for a rank that runs
         alone."""
         tensors: list[torch.Tensor] = []
@@ -112,13 +112,13 @@ class Runtime:
         """
         if len(pieces) != self.schedule.microbatches:
             raise InputError(f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not {len(pieces)}")
-        _Pass(self, self.schedule, pieces, forward, loss, self._verdicts(pieces, forward, loss_fn)).run()
+        _Pass(self, self.schedule, pieces, forward, loss, self._results(pieces, forward, loss_fn)).run()
 
-    def _verdicts(self, pieces: Sequence[Any], forward: Forward, loss_fn: LossFunction | None) -> list[Verdict]:
+    def _results(self, pieces: Sequence[Any], forward: Forward, loss_fn: LossFunction | None) -> list[CutResult]:
         if self.check is None:
-            return [Verdict({}, False)] * len(pieces)
+            return [CutResult({}, False)] * len(pieces)
         training = self.staged.model.training
-        return [self.check.verdict(piece, forward=forward, loss=loss_fn, training=training) for piece in pieces]
+        return [self.check.result(piece, forward=forward, loss=loss_fn, training=training) for piece in pieces]
 
     @torch.no_grad()
     def evaluate(self, piece: Any, *, forward: Forward) -> Any:
@@ -133,7 +133,7 @@ class Runtime:
             found[0] = output
             return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), torch.zeros(()))
 
-        _Pass(self, once, [piece], forward, keep, self._verdicts([piece], forward, None)).run()
+        _Pass(self, once, [piece], forward, keep, self._results([piece], forward, None)).run()
         return found[0]
 
 
@@ -141,10 +141,10 @@ class _Pass:
     """One execution of a table."""
 
     def __init__(
-        self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss, verdicts: Sequence[Verdict]
+        self, runtime: Runtime, schedule: Schedule, pieces: Sequence[Any], forward: Forward, loss: Loss, cut_results: Sequence[CutResult]
     ) -> None:
         self.runtime, self.schedule, self.pieces = runtime, schedule, pieces
-        self.forward, self.loss, self.verdicts = forward, loss, verdicts
+        self.forward, self.loss, self.cut_results = forward, loss, cut_results
         self.rank = runtime.messenger.rank
         self.signatures = [_signature(piece) for piece in pieces]
         self.described: dict[tuple[int, int], Boundary] = {}
@@ -188,7 +188,7 @@ class _Pass:
             length=boundary.length if boundary is not None else 0,
         )
         if stage.last:
-            output = without(output, self.verdicts[action.microbatch].missing)
+            output = without(output, self.cut_results[action.microbatch].missing)
             loss = self.loss(output, piece)
             # Where torch has found every tensor of the output, it makes the root ready once the loss's own backward is done.
             outputs = [expect_backward(self.runtime.staged.model, loss) if _is_opaque(output) else loss]
@@ -238,12 +238,12 @@ class _Pass:
 
     def _boundary(self, stage: int, microbatch: int) -> Boundary | None:
         """The boundary activations of `stage` for a micro-batch, where both sides know them."""
-        if self.verdicts[microbatch].values:
+        if self.cut_results[microbatch].values:
             return self.described.get((stage, microbatch))
         return self.runtime._boundaries.get((stage, self.signatures[microbatch]))
 
     def _agree(self, stage: int, microbatch: int, boundary: Boundary) -> None:
-        if self.verdicts[microbatch].values:
+        if self.cut_results[microbatch].values:
             self.described[stage, microbatch] = boundary
         else:
             self.runtime._boundaries[stage, self.signatures[microbatch]] = boundary

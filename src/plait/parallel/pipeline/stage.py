@@ -25,7 +25,7 @@ from plait._torch.passes import leave_forward
 from plait.errors import ModelError
 from plait.model.stages import StageCut, stage_at
 from plait.model.unavailable import Unavailable
-from plait.parallel.pipeline.placeholders import Elsewhere, StageEnd, absent, elsewhere, tail
+from plait.parallel.pipeline.placeholders import PlaceholderBlock, StageEnd, absent, placeholder_block, stage_exit
 from plait.parallel.tensor.styles import Region
 
 Run = Callable[[nn.Module], Any]
@@ -43,8 +43,8 @@ class Stage:
     """Names of its blocks."""
     view: dict[str, nn.Module] = field(repr=False)
     """What stands in the list of blocks while it runs."""
-    entrance: Elsewhere | None = field(repr=False)
-    before: tuple[Elsewhere, ...] = field(repr=False)
+    stage_input: PlaceholderBlock | None = field(repr=False)
+    before: tuple[PlaceholderBlock, ...] = field(repr=False)
     """The placeholders of the blocks before the stage."""
     unknown: tuple[nn.Embedding, ...] = field(repr=False)
     """Embeddings of the front whose values the stage does not need: they return NaN and cost nothing."""
@@ -103,8 +103,8 @@ class StagedModel:
         resident = dict(modules)
         forwards: dict[nn.Embedding, Callable[..., Any] | None] = {}
         modules.update(stage.view)
-        if stage.entrance is not None:
-            stage.entrance.plait_value = received
+        if stage.stage_input is not None:
+            stage.stage_input.plait_value = received
             unknown = tree_map(partial(_unknown_like, dense=self.cut.writes), received)
             # What a model makes of an embedding besides (masks) takes its dtype from it.
             dtype = next((t.dtype for t in tree_leaves(received) if isinstance(t, torch.Tensor) and t.is_floating_point()), None)
@@ -120,8 +120,8 @@ class StagedModel:
             yield
         finally:
             modules.update(resident)
-            if stage.entrance is not None:
-                for module in (stage.entrance, *stage.before):
+            if stage.stage_input is not None:
+                for module in (stage.stage_input, *stage.before):
                     module.plait_value = None
                 for embedding, forward in forwards.items():
                     del embedding.__dict__["forward"]
@@ -140,21 +140,21 @@ def stage_model(model: nn.Module, cut: StageCut, indices: Sequence[int], *, regi
     }
     passed_over = _drop_parameters(model, cut, set(indices), device)
     modules = own_children(model.get_submodule(cut.container))
-    others: dict[str, Elsewhere] = {}
+    others: dict[str, PlaceholderBlock] = {}
     for at, name in enumerate(cut.blocks):
         stage = stage_at(cut.bounds, at)
-        others[name] = elsewhere(blocks[name]) if stage in indices else absent(blocks[name], partial(_absent, name, stage))
+        others[name] = placeholder_block(blocks[name]) if stage in indices else absent(blocks[name], partial(_absent, name, stage))
     stages = {}
     for index in indices:
         low, high = cut.bounds[index], cut.bounds[index + 1]
         last = index == cut.stages - 1
         view = {names[name]: blocks[name] if low <= at < high else others[name] for at, name in enumerate(cut.blocks)}
         if not last:
-            view[names[cut.blocks[high - 1]]] = tail(blocks[cut.blocks[high - 1]])
+            view[names[cut.blocks[high - 1]]] = stage_exit(blocks[cut.blocks[high - 1]])
         earlier = tuple(others[name] for name in cut.blocks[:low])
-        entrance = earlier[-1] if index else None
+        stage_input = earlier[-1] if index else None
         unknown = tuple(module for name, module in front.items() if index not in cut.recomputed.get(name, ()))
-        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, entrance, earlier[:-1], unknown)
+        stages[index] = Stage(index, index == 0, last, cut.blocks[low:high], view, stage_input, earlier[:-1], unknown)
     own = {name for stage in stages.values() for name in stage.blocks}
     for name in cut.blocks:
         if name not in own:

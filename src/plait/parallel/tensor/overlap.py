@@ -45,17 +45,17 @@ Weight = tuple[torch.Tensor, Deferred]
 """A weight whose gradient is computed later."""
 
 
-def enter_beside(x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, dict[int, Weight]]:
+def enter_overlapped(x: torch.Tensor, group: ProcessGroup, weights: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, dict[int, Weight]]:
     """`x`, alike on every rank, as column-split siblings read it, and their weights as they compute with them, by the same keys."""
-    door = _Door(group)
-    waiting = _Wait.apply(x, door)
+    gradient_sum = _GradientSum(group)
+    waiting = _Wait.apply(x, gradient_sum)
     deferred = {key: Deferred() for key in weights}
     found = {key: (_Later.apply(weight, deferred[key]), deferred[key]) for key, weight in weights.items()}
-    entered: torch.Tensor = _Start.apply(waiting, door)
+    entered: torch.Tensor = _Start.apply(waiting, gradient_sum)
     return entered, found
 
 
-class _Door:
+class _GradientSum:
     """The sum of one input's gradient."""
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -3,8 +3,8 @@
 Weights are DTensors over the tp axis (so that sharding, checkpoints and clipping know the global tensor), but computation is on plain local
 tensors with the collectives of `comm.collectives`: fewer dispatches than DTensor arithmetic, and every collective is visible here.
 
-Siblings that read the same input (q, k, v; gate, up) share one copy to the tensor-parallel region (`Entrance`), so the input is gathered,
-and its gradient reduced, once.
+Siblings that read the same input (q, k, v; gate, up) share one copy to the tensor-parallel region (`RegionInput`), so the input is
+gathered, and its gradient reduced, once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.modules import hooks_of, own_parameters
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.model.layers import is_conv1d
-from plait.parallel.tensor.overlap import Weight, enter_beside, product, summed_product
+from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, summed_product
 from plait.parallel.tensor.random_streams import SplitStream
 
 SEQUENCE = 1
@@ -72,7 +72,7 @@ class Region:
 
 
 @dataclass
-class Entrance:
+class RegionInput:
     """The copy to the tensor-parallel region that siblings share (Megatron's f). `uses` of them read the same tensor, one after the
     other."""
 
@@ -80,7 +80,7 @@ class Entrance:
     sequence: bool = False
     """The input is sharded along the sequence."""
     opened: bool = False
-    """The copy of a container (see `open_door`) has prepared the input already."""
+    """The copy of a container (see `gather_at`) has prepared the input already."""
     uses: int = 1
     siblings: list[nn.Module] = field(default_factory=list, repr=False)
     """Layers that compute with their own columns of their weight."""
@@ -113,7 +113,7 @@ class Entrance:
             return enter(x, self.region.group)
         weights = {id(module): _out_in(module, _weight(module)) for module in self.siblings}
         trained = {key: weight for key, weight in weights.items() if weight.requires_grad}
-        entered, self._deferred = enter_beside(x, self.region.group, trained)
+        entered, self._deferred = enter_overlapped(x, self.region.group, trained)
         return entered
 
     def deferred(self, module: nn.Module) -> Weight | None:
@@ -133,13 +133,13 @@ def _out_in(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
     return weight.t() if is_conv1d(module) else weight
 
 
-def colwise(module: nn.Module, region: Region, entrance: Entrance, *, begins: bool) -> Forward:
+def colwise(module: nn.Module, region: Region, region_input: RegionInput, *, begins: bool) -> Forward:
     """Own columns of the output. `begins`: a row-split layer behind it ends what the ranks compute in parts."""
-    entrance.siblings.append(module)
+    region_input.siblings.append(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        entered = entrance(x)
-        deferred = entrance.deferred(module)
+        entered = region_input(x)
+        deferred = region_input.deferred(module)
         if deferred is not None:
             y = product(entered, deferred, _bias(module))
         else:
@@ -151,12 +151,12 @@ def colwise(module: nn.Module, region: Region, entrance: Entrance, *, begins: bo
     return forward
 
 
-def colwise_gather_output(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
+def colwise_gather_output(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
     """Own columns, then all of them on every rank."""
     features = _out_features(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _matmul(module, entrance(x), _weight(module), _bias(module))
+        y = _matmul(module, region_input(x), _weight(module), _bias(module))
         return gather(y, region.group, dim=-1, length=features)
 
     return forward
@@ -203,12 +203,12 @@ def embedding_rowwise(module: nn.Embedding, region: Region) -> Forward:
     return forward
 
 
-def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward:
+def vocab_head(module: nn.Module, region: Region, region_input: RegionInput) -> Forward:
     """Own columns of the logits: gathered, or left as a DTensor sharded over the vocabulary for a loss that knows what to do with it."""
     features = _out_features(module)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _matmul(module, entrance(x), _weight(module), _bias(module))
+        y = _matmul(module, region_input(x), _weight(module), _bias(module))
         if region.gather_logits or hooks_of(module, "forward") or hooks_of(module, "backward"):  # a hook gets and returns all
             return gather(y, region.group, dim=-1, length=features)
         shape = torch.Size((*y.shape[:-1], features))
@@ -219,13 +219,13 @@ def vocab_head(module: nn.Module, region: Region, entrance: Entrance) -> Forward
     return forward
 
 
-def open_door(module: nn.Module, region: Region) -> None:
+def gather_at(module: nn.Module, region: Region) -> None:
     """Gather the sequence-sharded first input of a container (attention, MLP), which derives shapes and positions from it."""
 
-    def door(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def gather(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return on_hidden(lambda hidden: gather_sum(hidden, region.group, dim=SEQUENCE, length=region.length), args, kwargs)
 
-    module.register_forward_pre_hook(door, with_kwargs=True, prepend=True)
+    module.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
 
 
 def on_hidden(
@@ -264,7 +264,7 @@ def own_values(module: nn.Module, tensors: dict[str, torch.Tensor], **attributes
         module.__dict__.update(before)
 
 
-def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, heads: int, begins: bool) -> Forward:
+def kv_replicated(module: nn.Module, region: Region, region_input: RegionInput, *, heads: int, begins: bool) -> Forward:
     """A key or value projection with fewer heads than ranks: the weight is replicated, each rank computes the one head that its queries
     use. `begins` as in `colwise`."""
     ranks, rank = region.group.size(), region.group.rank()
@@ -277,7 +277,7 @@ def kv_replicated(module: nn.Module, region: Region, entrance: Entrance, *, head
         bias = getattr(module, "bias", None)
         if bias is not None:
             bias = enter(local_tensor(bias), region.group).narrow(0, head * rows, rows)
-        y = _matmul(module, entrance(x), weight, bias)
+        y = _matmul(module, region_input(x), weight, bias)
         if begins:
             region.enter_part(module, y, read=x)
         return y

@@ -26,7 +26,7 @@ from plait.parallel.containers import rebuilt
 from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor import outputs, styles
 from plait.parallel.tensor.hook_checks import refuse_hooks, watch
-from plait.parallel.tensor.styles import SEQUENCE, Entrance, Region
+from plait.parallel.tensor.styles import SEQUENCE, Region, RegionInput
 from plait.parallel.tensor.traffic import tensor_traffic
 
 
@@ -118,20 +118,20 @@ def _untied(model: nn.Module) -> list[str]:
 
 
 def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region, blocks: tuple[str, ...]) -> None:
-    doors = plan.regions if region.sequence_parallel else ()
-    for name in doors:
-        styles.open_door(model.get_submodule(name), region)
-    entrances: dict[str, Entrance] = {}
+    containers = plan.regions if region.sequence_parallel else ()
+    for name in containers:
+        styles.gather_at(model.get_submodule(name), region)
+    region_inputs: dict[str, RegionInput] = {}
     for index, entry in enumerate(plan.modules):
         module = model.get_submodule(entry.name)
         in_block = region.sequence_parallel and any(entry.name.startswith(f"{block}.") for block in blocks)
         parent = entry.name.rpartition(".")[0]
-        opened = any(entry.name.startswith(f"{door}.") for door in doors)
-        entrance = entrances.setdefault(parent, Entrance(region, sequence=in_block, opened=opened, uses=0))
+        opened = any(entry.name.startswith(f"{container}.") for container in containers)
+        region_input = region_inputs.setdefault(parent, RegionInput(region, sequence=in_block, opened=opened, uses=0))
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
-            entrance.uses += 1
+            region_input.uses += 1
         begins = entry.style in ("colwise", "kv_replicated") and _ends_behind(index, plan, blocks)
-        module.forward = _forward(module, entry, plan, region, entrance, sequence=in_block, begins=begins)
+        module.forward = _forward(module, entry, plan, region, region_input, sequence=in_block, begins=begins)
     for name, attribute, value in plan.attributes:
         setattr(model.get_submodule(name), attribute, value)
 
@@ -149,22 +149,22 @@ def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
 
 
 def _forward(
-    module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, entrance: Entrance, *, sequence: bool, begins: bool
+    module: nn.Module, entry: Sharded, plan: TensorPlan, region: Region, region_input: RegionInput, *, sequence: bool, begins: bool
 ) -> styles.Forward:
     match entry.style:
         case "colwise":
-            return styles.colwise(module, region, entrance, begins=begins)
+            return styles.colwise(module, region, region_input, begins=begins)
         case "colwise_gather_output":
-            return styles.colwise_gather_output(module, region, entrance)
+            return styles.colwise_gather_output(module, region, region_input)
         case "kv_replicated":
-            return styles.kv_replicated(module, region, entrance, heads=plan.kv_heads[entry.name], begins=begins)
+            return styles.kv_replicated(module, region, region_input, heads=plan.kv_heads[entry.name], begins=begins)
         case "rowwise" | "rowwise_split_input":
             return styles.rowwise(module, region, split_input=entry.style == "rowwise_split_input", sequence=sequence)
         case "embedding_rowwise":
             assert isinstance(module, nn.Embedding)
             return styles.embedding_rowwise(module, region)
         case "vocab_head":
-            return styles.vocab_head(module, region, Entrance(region))
+            return styles.vocab_head(module, region, RegionInput(region))
         case "replicated_with_grad_allreduce":
             return styles.summed_gradient(module, region)
 

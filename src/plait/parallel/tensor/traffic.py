@@ -59,16 +59,16 @@ def _features(
     moved: Counter[str] = Counter()
     gathered: list[int] = []
     summed = 0
-    doors: set[str] = set()
+    region_inputs: set[str] = set()
     for entry in plan.modules:
         weight = shape_of[f"{entry.name}.weight"]
         inputs, outputs = _widths(weight, plan)
         sequence = sequence_parallel and any(entry.name.startswith(f"{block}.") for block in facts.blocks)
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
             container = next((name for name in plan.regions if sequence and entry.name.startswith(f"{name}.")), None)
-            door = entry.name if entry.style == "vocab_head" else container or entry.name.rpartition(".")[0]
-            if door not in doors:
-                doors.add(door)
+            input_name = entry.name if entry.style == "vocab_head" else container or entry.name.rpartition(".")[0]
+            if input_name not in region_inputs:
+                region_inputs.add(input_name)
                 moved.update({"all_gather": inputs, "reduce_scatter": inputs} if sequence else {"all_reduce": inputs})
         if entry.style == "colwise_gather_output":
             gathered.append(outputs)

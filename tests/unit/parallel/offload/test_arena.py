@@ -44,10 +44,10 @@ def test_what_is_put_away_leaves_memory_and_comes_back(tmp_path: Path) -> None:
     arena.fetch(tensor, write=True)
     assert mapped_resident() - before >= 8 * MIB * 0.9
     tensor.add_(1)
-    arena.put_away(tensor)
+    arena.evict(tensor)
     assert mapped_resident() - before <= MIB
     assert torch.equal(tensor, torch.full((8 * MIB // 4,), 2.0))
-    arena.put_away(torch.ones(3))  # not mapped: nothing to do
+    arena.evict(torch.ones(3))  # not mapped: nothing to do
 
 
 @pytest.mark.parametrize(

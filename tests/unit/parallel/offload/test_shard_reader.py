@@ -58,11 +58,11 @@ class Watched(Arena):
         self.fetching(number)
         super().fetch(tensor, write=write)
 
-    def put_away(self, tensor: torch.Tensor, *, written: bool = True) -> None:
+    def evict(self, tensor: torch.Tensor, *, written: bool = True) -> None:
         if tensor.data_ptr() in self.numbers:
             assert not written
             self.events.append(f"give back {self.numbers[tensor.data_ptr()]}")
-        super().put_away(tensor, written=written)
+        super().evict(tensor, written=written)
 
 
 class Block(nn.Module):

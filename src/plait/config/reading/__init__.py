@@ -1,0 +1,1 @@
+"""From a path, a mapping or arguments to a tree of plain values."""

@@ -1,0 +1,1 @@
+"""From a Config, which may say "auto", to what runs: degrees, batch sizes, techniques, each value with its source."""

@@ -1,0 +1,131 @@
+"""The three sections that describe a run of `plait train`: which model, which data, and how the run goes.
+
+They are pure descriptions: a path is not opened here, a model is not built, a default is a number and never a look at the machine.
+Everything that depends on the file alone is checked here, so that a wrong file is refused before any process starts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from plait.config.values.numbers import MOST_PROCESSES, Fraction, NotNegative, Place, Whole
+from plait.policy import Policy
+
+MOST_TOKENS = 2**31 - 1
+"""In a vocabulary or a sequence."""
+
+
+class ModelSection(Policy):
+    """The model: a Transformers configuration to train from scratch, or weights to go on from. Exactly one of `config` and `path`."""
+
+    config: dict[str, Any] | None = None
+    """A Transformers model configuration: `model_type` and any of its fields. Weights are initialised from `run.seed`, the same on
+    every layout. `vocab_size` follows the tokenizer when it is left out."""
+    path: Place | None = None
+    """A folder with `config.json` and safetensors weights, or a name on the Hugging Face hub."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """The type of the parameters that the optimizer updates. The type of the computation is set by `bf16` or `fp16`."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.config is None) == (self.path is None):
+            raise ValueError("a model is either `config` (trained from scratch) or `path` (goes on from weights); set exactly one of them")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError('`config` names its architecture in `model_type`; add for example "model_type": "llama"')
+        return self
+
+
+class DataSection(Policy):
+    """The text, its tokenizer, and how it is cut into sequences."""
+
+    source: Literal["python-stdlib", "files", "jsonl", "datasets"] = "python-stdlib"
+    """`python-stdlib`: the sources of the running Python, which every machine has. `files`: text files, one document each. `jsonl`:
+    one JSON object a line, its text in `field`. `datasets`: a Hugging Face data set."""
+    paths: tuple[Place, ...] = ()
+    """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken from the working folder. For
+    `datasets`, one folder written by `save_to_disk` or one name on the hub."""
+    field: str = "text"
+    """The key (`jsonl`) or column (`datasets`) that holds the text."""
+    subset: str | None = None
+    """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
+    split: str = "train"
+    """Which split of a data set to read. Validation text is held out of it, see `validation_fraction`."""
+    tokenizer: Place | None = None
+    """A folder, a `tokenizer.json` or a hub name. Left out: the tokenizer in `model.path`; for a model from scratch, a byte-level BPE
+    with `vocab_size` entries, trained on the training text and cached."""
+    vocab_size: Annotated[Whole, Field(ge=257, le=MOST_TOKENS)] = 8192
+    """Size of the tokenizer that is trained: 256 bytes, one end-of-text mark, and merges. Unused when a tokenizer is given."""
+    sequence_length: Annotated[Whole, Field(ge=2, le=MOST_TOKENS)] = 256
+    """Tokens in a training sequence. Documents are joined with an end-of-text mark between them and cut to this length."""
+    validation_fraction: Fraction = 0.02
+    """The share of documents held out for validation, chosen by a hash of each document: the same on every machine and in every run."""
+    cache: Place | None = None
+    """Where trained tokenizers and tokenised text are kept. Left out: `$PLAIT_CACHE`, or `~/.cache/plait`."""
+
+    @model_validator(mode="after")
+    def _paths_match_source(self) -> Self:
+        if self.source == "python-stdlib" and self.paths:
+            raise ValueError('`paths` is not read with source "python-stdlib"; set `source` to "files", "jsonl" or "datasets"')
+        if self.source in ("files", "jsonl") and not self.paths:
+            raise ValueError(f'source "{self.source}" needs at least one file, folder or glob; set `paths`')
+        if self.source == "datasets" and len(self.paths) != 1:
+            raise ValueError(f'source "datasets" reads exactly one data set and `paths` has {len(self.paths)}; name one folder or hub name')
+        if self.source != "datasets" and (self.subset is not None or self.split != "train"):
+            raise ValueError(f'`subset` and `split` belong to source "datasets", not "{self.source}"; leave them out')
+        return self
+
+
+class SampleSection(Policy):
+    """A text that the model writes when the run ends."""
+
+    prompt: str = Field(default="def ", min_length=1)
+    """How the text begins."""
+    tokens: Annotated[Whole, Field(ge=1)] = 64
+    """How many tokens to add."""
+    temperature: NotNegative = 0.8
+    """0 takes the likeliest token each time; 1 samples from the model's own distribution."""
+    top_k: Annotated[Whole, Field(ge=0)] = 50
+    """Sample among the likeliest `top_k` tokens; 0 means all."""
+
+
+class RunSection(Policy):
+    """How long the run is, what it writes, and how often."""
+
+    folder: Place = "runs/plait"
+    """Where metrics, checkpoints, tokenizer and the resolved configuration are written. The same folder resumes."""
+    steps: Annotated[Whole, Field(ge=1)] = 1000
+    """Optimizer steps in the full run."""
+    seed: Annotated[Whole, Field(ge=0)] = 0
+    """Initial weights, order of the data, dropout and the sample follow from it."""
+    processes: Annotated[Whole, Field(le=MOST_PROCESSES)] | Literal["auto"] = "auto"
+    """Processes on this machine. `auto`: one a GPU; on a machine without GPUs two (one if it has a single core), or as many as the
+    layout in `parallel` needs."""
+    log_every: Annotated[Whole, Field(ge=1)] = 10
+    """Steps between printed lines. The live display and `metrics.jsonl` have every step."""
+    validate_every: Annotated[Whole, Field(ge=0)] = 0
+    """Steps between validations; 0 validates only at the end."""
+    validate_sequences: Annotated[Whole, Field(ge=1)] = 256
+    """At most this many validation sequences are scored, the same ones each time and on every layout."""
+    checkpoint_every: Annotated[Whole, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 writes one only at the end and when the run is interrupted."""
+    keep: Annotated[Whole, Field(ge=1)] = 2
+    """How many checkpoints stay in the folder."""
+    sample: SampleSection | None = None
+    """A text written by the model at the end. Left out: none."""
+    history: Place | None = None
+    """A file (.jsonl) to which a run of a plan adds the step and the memory that it measured, for `plait plan --calibrate FILE`. Left out:
+    they are compared with the plan and not kept."""
+
+    @model_validator(mode="after")
+    def _history(self) -> Self:
+        if self.history is not None and not self.history.endswith(".jsonl"):
+            raise ValueError(f"`history` is {self.history!r}, and --calibrate takes a history by its ending; end the name in .jsonl")
+        return self
+
+    @model_validator(mode="after")
+    def _processes(self) -> Self:
+        if self.processes != "auto" and self.processes < 1:
+            raise ValueError(f'`processes` is {self.processes} and at least one process runs; use 1 or more, or "auto"')
+        return self

@@ -1,0 +1,303 @@
+"""Compression that the user allows is taken where the run's own steps show that it pays, on all ranks alike, and stays over a restart."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import plait
+from plait.comm import startup
+from plait.comm.buckets import AlgorithmBuckets
+from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets, QuantisedReduceScatter
+from plait.comm.links import Cost, GroupLinks, Level
+from plait.comm.reduce_scatter import AllToAllReduceScatter
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import ConfigError
+from plait.parallel.data.autotune import Candidate, CompressionAutotuner, best_of
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.residuals import Residuals
+from plait.parallel.hooks import StepEnd
+from tests.clock import Clock
+from tests.parity import cases
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+WHOLE_STEPS, TRIED_STEPS = 6, 5
+"""Of whole gradients, and of each way that is tried: one before the clock, two uncounted, three that count."""
+ALL_TRIED_AT = WHOLE_STEPS + 2 * TRIED_STEPS
+DECIDES_AT = ALL_TRIED_AT + TRIED_STEPS
+"""Whole gradients once more, before another way is taken."""
+COMPUTATION = -1
+
+
+def config_of(**parallel: Any) -> dict[str, Any]:
+    config = settings(2, 0, 1, 1)
+    config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **parallel}
+    return config
+
+
+LINKS = GroupLinks("dp_replicate", 1, 2, Level(2, {"all-reduce": Cost(1.0, 0)}))
+
+
+WAYS = {8: QuantisedBuckets, 4: QuantisedBuckets, 0: AlgorithmBuckets, 1: PowerSGDBuckets}
+
+
+def slowed(clock: Clock, seconds: dict[int, float]) -> ExitStack:
+    """Finishing the buckets of a step takes so long in each way (bits; 0 whole, 1 PowerSGD)."""
+    stack = ExitStack()
+    for kind in {WAYS[way] for way in seconds if way != COMPUTATION}:
+
+        def finish(self: Any, index: int, honest: Any = kind.finish) -> None:
+            if index == 0:
+                clock.sleep(seconds.get(1 if isinstance(self, PowerSGDBuckets) else getattr(self, "_bits", 0), 0))
+            honest(self, index)
+
+        stack.enter_context(patch.object(kind, "finish", finish))
+    return stack
+
+
+def trained(
+    rank: int,
+    world: int,
+    config: dict[str, Any],
+    slow: dict[int, float],
+    steps: int,
+) -> dict[str, Any]:
+    """Runs in a worker."""
+    clock = Clock()
+    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
+        model = cases.build("plain", tied=False)
+        model.register_forward_pre_hook(lambda *_: clock.sleep(slow.get(COMPUTATION, 0)))
+        engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    batch = cases.steps_for("plain", world)[0][rank]
+    with slowed(clock, slow), clock.instead():
+        results = [engine.train_batch(batch) for _ in range(steps)]
+    assert engine.hooks.of(Reducer) is not None
+    return {
+        "said": engine.hooks.said,
+        "says_now": engine.communication,
+        "decided": [result.decided for result in results],
+        "losses": [float(result.loss) for result in results],
+        "compressed": isinstance(engine.hooks.of(Reducer).reduction, QuantisedBuckets),
+        "code": int(engine.hooks.of(CompressionAutotuner).decision) if engine.hooks.of(CompressionAutotuner) is not None else 0,
+        "autotuner": engine.hooks.of(CompressionAutotuner) is not None,
+        "parameters": [p.detach().clone() for p in engine.model.parameters()],
+    }
+
+
+SLOW = {0: 0.2}
+"""Seconds that a step of whole gradients waits for them."""
+
+
+def test_it_is_taken_where_a_step_waits_and_trying_it_shows_that_it_saves(pool: Pool) -> None:
+    first, second = pool.run(2, trained, config_of(), SLOW | {8: 0.03, 4: 0.2}, DECIDES_AT + 3)
+    assert "The first steps decide on compression: int8, int4" in first["said"]
+    assert first["compressed"] and second["compressed"]
+    assert [bool(said) for said in first["decided"]] == [step + 1 == DECIDES_AT for step in range(DECIDES_AT + 3)]
+    decided = first["decided"][DECIDES_AT - 1]
+    assert "gradients are sent as int8 from now on: a step takes" in decided
+    assert "ms of them exposed communication of gradients; candidates: int8 " in decided
+    assert ", uncompressed again " in decided
+    assert first["says_now"] == f"{first['said']}. {decided}"
+    assert first["losses"] == second["losses"]
+    assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
+    whole = pool.run(2, trained, config_of(compress_gradients="none"), {}, DECIDES_AT + 3)[0]
+    assert first["losses"][: WHOLE_STEPS + 1] == pytest.approx(whole["losses"][: WHOLE_STEPS + 1], rel=1e-12), "the first steps are whole"
+    assert first["losses"][-1] != whole["losses"][-1]
+    assert first["losses"][-1] == pytest.approx(whole["losses"][-1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "takes", "code"),
+    [
+        ("auto", {8: 0.12, 4: 0.02}, 4),
+        ("auto", {8: 0.03, 4: 0.2}, 8),
+        (["int8"], {8: 0.1}, 8),
+        (["powersgd", "int8"], {8: 0.12, 1: 0}, 1),
+        (["powersgd", "int4"], {4: 0.03, 1: 0.2}, 4),
+        ("auto", {8: 0.3, 4: 0.3}, 0),
+    ],
+)
+def test_what_changes_more_has_to_save_more(pool: Pool, allowed: Any, takes: dict[int, float], code: int) -> None:
+    steps = WHOLE_STEPS + (len(takes) + bool(code)) * TRIED_STEPS
+    results = pool.run(2, trained, config_of(compress_gradients=allowed), SLOW | takes, steps)
+    assert [found["code"] for found in results] == [code, code]
+    assert [bool(said) for said in results[0]["decided"]] == [step + 1 == steps for step in range(steps)]
+    assert results[0]["compressed"] == (code > 1)
+
+
+@pytest.mark.parametrize(
+    ("tried", "taken"),
+    [
+        ({"int8": 0.96}, "whole"),
+        ({"int8": 0.94, "int4": 0.9}, "int8"),
+        ({"int8": 0.94, "int4": 0.89}, "int4"),
+        ({"int8": 2.0, "int4": 0.9}, "int4"),
+    ],
+)
+def test_a_twentieth_of_the_best_before_has_to_be_saved(tried: dict[str, float], taken: str) -> None:
+    assert best_of({"whole": 1.0, **tried}) == taken
+
+
+def on_a_clock(rank: int, world: int, seconds: list[float], waited: float) -> tuple[int, list[str], list[str]]:
+    """(decision, ways taken in turn, what was said), of steps that take so long. Runs in a worker."""
+    taken: list[str] = []
+    options = tuple(Candidate(name, code, partial(taken.append, name)) for name, code in (("int8", 8), ("int4", 4)))
+    autotuner = CompressionAutotuner((dist.group.WORLD,), "gradients", partial(taken.append, "whole"), options)
+    now, said = 0.0, []
+    with patch.object(time, "perf_counter", lambda: now):
+        for step in seconds:
+            now += step
+            said.append(autotuner.after_step(StepEnd(skipped=False, waited_seconds={"gradients": waited})))
+    return int(autotuner.decision), taken, [text for text in said if text]
+
+
+def test_whole_steps_that_were_slow_by_chance_decide_nothing(pool: Pool) -> None:
+    """int8 seems to save a fifth, until whole gradients take as long."""
+    slow_at_first = [1.0] * WHOLE_STEPS + [0.8] * 3 * TRIED_STEPS
+    decision, taken, said = pool.run(2, on_a_clock, slow_at_first, 0.5)[0]
+    assert (decision, taken) == (0, ["int8", "int4", "whole"])
+    assert said == [
+        "gradients stay uncompressed: a step takes 1e+03 ms, 500 ms of them exposed communication of gradients; candidates: int8 800 ms, "
+        "int4 800 ms, uncompressed again 800 ms"
+    ]
+    slow = [1.0] * WHOLE_STEPS + [0.8] * 2 * TRIED_STEPS + [1.0] * TRIED_STEPS
+    assert pool.run(2, on_a_clock, slow, 0.5)[0][:2] == (8, ["int8", "int4", "whole", "int8"])
+
+
+def test_it_is_not_tried_where_it_saves_little(pool: Pool) -> None:
+    """A step that does not wait: compute is slow."""
+    found = pool.run(2, trained, config_of(), {COMPUTATION: 0.3}, WHOLE_STEPS)[0]
+    assert not found["compressed"]
+    assert "gradients stay uncompressed: a step takes" in found["decided"][-1]
+    assert "less than 5%" in found["decided"][-1]
+
+
+def test_where_nothing_is_open_the_reason_is_said_at_once(pool: Pool) -> None:
+    found = pool.run(2, trained, config_of(transport="auto"), {}, 1)[0]
+    assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
+    assert not found["autotuner"]
+    assert "stay uncompressed" not in pool.run(2, trained, config_of(compress_gradients="none"), {}, 1)[0]["said"]
+    assert pool.run(2, trained, config_of(measure_seconds=0), {}, 1)[0]["autotuner"], "the steps decide, with or without measured links"
+
+
+def sharded_config(stage: int, **more: Any) -> dict[str, Any]:
+    config = settings(2, stage, 1, 1)
+    config["parallel"] |= {"transport": "torch", "compress_gradients": "auto", **more}
+    return config
+
+
+def bits_of(engine: Any) -> set[int]:
+    residuals = engine.hooks.of(Residuals)
+    return {scatter._bits for scatter in residuals.units.values()} if residuals is not None else set()
+
+
+def sharded(rank: int, world: int, config: dict[str, Any], takes: dict[int, float], steps: int, folder: str) -> dict[str, Any]:
+    """Each reduction takes so long (bits; 0 whole). A checkpoint at the end, and a step of an engine that goes on from it. Runs in a
+    worker."""
+    kinds: dict[type, Any] = {AllToAllReduceScatter: lambda scatter: 0, QuantisedReduceScatter: lambda scatter: scatter._bits}
+    clock = Clock()
+    with ExitStack() as stack:
+        for kind, bits in kinds.items():
+
+            def reduce(self: Any, *args: Any, honest: Any = kind.__call__, bits: Any = bits, **options: Any) -> Any:
+                clock.sleep(takes[bits(self)])
+                return honest(self, *args, **options)
+
+            stack.enter_context(patch.object(kind, "__call__", reduce))
+        engine = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        batch = cases.steps_for("plain", world)[0][rank]
+        with clock.instead():
+            results = [engine.train_batch(batch) for _ in range(steps)]
+        engine.save_checkpoint(folder)
+        other = plait.initialize(cases.build("plain", tied=False), config, loss_fn=plait.causal_lm_loss)
+        other.load_checkpoint(folder)
+        again = [float(one.train_batch(batch)) for one in (engine, other)]
+    return {
+        "said": engine.hooks.said,
+        "decided": [result.decided for result in results],
+        "losses": [float(result.loss) for result in results],
+        "bits": bits_of(engine),
+        "others_bits": bits_of(other),
+        "again": again,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "takes", "more", "bits"),
+    [
+        (1, {0: 0.1, 8: 0.02, 4: 0.06}, {}, {8}),
+        pytest.param(2, {0: 0.1, 8: 0.06, 4: 0.0}, {"error_feedback": True}, {4}, marks=pytest.mark.proof),
+        (3, {0: 0.1, 8: 0.06, 4: 0.0}, {"compress_weights": "int8", "error_feedback": True}, {4}),
+        pytest.param(3, {0: 0.1, 8: 0.2, 4: 0.2}, {}, set(), marks=pytest.mark.proof),
+    ],
+)
+def test_sharded_stages_decide_too(
+    pool: Pool, tmp_path: Path, stage: int, takes: dict[int, float], more: dict[str, Any], bits: set[int]
+) -> None:
+    first, second = pool.run(2, sharded, sharded_config(stage, **more), takes, DECIDES_AT + 2, str(tmp_path))
+    assert first["losses"] == second["losses"]
+    assert "The first steps decide on compression: int8, int4" in first["said"]
+    decides_at = DECIDES_AT if bits else ALL_TRIED_AT
+    assert [bool(said) for said in first["decided"]] == [step + 1 == decides_at for step in range(DECIDES_AT + 2)]
+    assert first["bits"] == second["bits"] == first["others_bits"] == bits
+    assert first["again"][0] == first["again"][1], "a run that goes on is the same, errors and all"
+    fixed = sharded_config(stage, **more | {"compress_gradients": "none"})
+    whole = pool.run(2, sharded, fixed, takes, DECIDES_AT + 2, str(tmp_path / "whole"))[0]
+    assert first["losses"][:WHOLE_STEPS] == whole["losses"][:WHOLE_STEPS], "the first steps are whole"
+    assert first["losses"][WHOLE_STEPS + 1] != whole["losses"][WHOLE_STEPS + 1]
+
+
+def test_shared_memory_leaves_sharded_gradients_whole(pool: Pool, tmp_path: Path) -> None:
+    config = sharded_config(2, transport="auto")
+    found = pool.run(2, sharded, config, {0: 0.0}, 1, str(tmp_path))[0]
+    assert "Gradients stay uncompressed: shared memory is faster than compressing" in found["said"]
+
+
+def test_factors_of_shards_are_refused() -> None:
+    with pytest.raises(ConfigError, match="factors a matrix's full gradient, and ZeRO stage 2 reduces it in shards"):
+        resolve(load(sharded_config(2, compress_gradients=["int8", "powersgd"])), world_size=2, micro_batch_size=1)
+
+
+def resumed(rank: int, world: int, folder: Path, compress: bool) -> tuple[list[float], list[float], bool]:
+    """(losses of an uninterrupted run after its checkpoint, those of the one that goes on there, whether that compresses at once). Runs in
+    a worker."""
+    batch = cases.steps_for("plain", world)[0][rank]
+    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
+        one = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
+        assert one.hooks.of(CompressionAutotuner) is not None
+        one.train_batch(batch)
+        one.hooks.of(CompressionAutotuner).commit(8 if compress else 0)
+        for _ in range(2):
+            one.train_batch(batch)
+        one.save_checkpoint(folder)
+        other = plait.initialize(cases.build("plain", tied=False), config_of(), loss_fn=plait.causal_lm_loss)
+        other.load_checkpoint(folder)
+    assert other.hooks.of(Reducer) is not None
+    compresses = isinstance(other.hooks.of(Reducer).reduction, QuantisedBuckets)
+    with patch.object(CompressionAutotuner, "commit", side_effect=AssertionError("decided twice")):
+        after = [[float(engine.train_batch(batch)) for _ in range(4)] for engine in (one, other)]
+    return after[0], after[1], compresses
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_a_restart_goes_on_with_what_was_decided(pool: Pool, tmp_path: Path, compress: bool) -> None:
+    for uninterrupted, again, compresses in pool.run(2, resumed, tmp_path, compress):
+        assert compresses == compress
+        assert again == uninterrupted
+
+
+def test_a_loop_of_ones_own_is_refused() -> None:
+    """Nothing there would ever decide."""
+    config = settings(1, 0, 1, 1)
+    config["parallel"] = {"compress_gradients": "auto"}
+    with pytest.raises(ConfigError, match="compress_gradients = 'auto': full steps are timed to decide it"):
+        plait.parallelize(cases.build("plain", tied=False), config)

@@ -1,0 +1,370 @@
+"""From what is written to what is meant: other names, legacy forms, remarks, two names that disagree, overrides, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.config.dialects.deepspeed import REFUSED, TABLE, Key
+from plait.config.dialects.table_values import asks_for_nothing, type_problem
+from plait.config.schema.provenance import Status
+from plait.errors import ConfigError
+from tests.unit.config.cases import load, resolved, status_of
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def problems(tree: dict[str, Any], *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(tree, overrides)
+    return [str(problem) for problem in error.value.problems]
+
+
+# ---- the literal examples -----------------------------------------------------------------------------------------------------------
+
+
+def test_zero_2_with_tensor_parallel_2_is_enough() -> None:
+    config = load({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}})
+    assert (config.zero_optimization.stage, config.parallel.tp) == (2, 2)
+    assert config.is_deepspeed
+    layout = resolved({"zero_optimization": {"stage": 2}, "tensor_parallel": {"tp_size": 2}}, world_size=8).layout
+    assert (layout.tp, layout.dp_shard, layout.dp_replicate) == (2, 4, 1)
+
+
+# ---- other names --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "axis", "degree"),
+    [
+        ({"tensor_parallel": {"tp_size": 4}}, "tp", 4),
+        ({"tensor_parallel": {"autotp_size": 4}}, "tp", 4),
+        ({"tensor_parallel": {"autotp_size": 0}}, "tp", 1),
+        ({"tensor_parallel": {"tp": {"tp_size": 4}}}, "tp", 4),
+        ({"tensor_model_parallel_size": 4}, "tp", 4),
+        ({"model_parallel_size": 4}, "tp", 4),
+        ({"mp_size": 4}, "tp", 4),
+        ({"pipeline": {"stages": 2}}, "pp", 2),
+        ({"pipeline": {"stages": "auto"}}, "pp", 1),
+        ({"pipeline_parallel": {"stages": 2}}, "pp", 2),
+        ({"pipeline_parallel": 2}, "pp", 2),
+        ({"pipeline_model_parallel_size": 2}, "pp", 2),
+        ({"pipe_parallel_size": 0}, "pp", 1),
+        ({"pipeline_parallel_size": 2}, "pp", 2),
+        ({"tensor_parallel_size": 2}, "tp", 2),
+        ({"tensor_parallel": {"tensor_parallel": {"tp_size": 2}}}, "tp", 2),
+        ({"context_parallel_size": 2}, "cp", 2),
+        ({"sequence_parallel_size": 2}, "cp", 2),
+    ],
+)
+def test_degrees_by_other_names(tree: dict[str, Any], axis: str, degree: int) -> None:
+    assert getattr(load(tree).parallel, axis) == degree
+    assert load(tree).is_deepspeed
+
+
+def test_two_names_that_agree_are_one_setting() -> None:
+    assert load({"tensor_parallel": {"tp_size": 2, "autotp_size": 2}, "parallel": {"tp": 2}}).parallel.tp == 2
+    assert load({"pipeline": {"stages": "auto"}, "parallel": {"pp": 2}}).parallel.pp == 2
+    assert load({"bf16": {"enabled": "auto"}, "bfloat16": {"enabled": True}}).bf16.enabled is True
+
+
+def test_two_names_that_disagree_are_refused_with_both_names_and_values() -> None:
+    assert problems({"tensor_parallel": {"tp_size": 2}, "parallel": {"tp": 4}}) == [
+        "tensor_parallel.tp_size = 2 and parallel.tp = 4: both set parallel.tp and disagree; keep one of them"
+    ]
+    assert (
+        "micro_batch_size = 2 and train_micro_batch_size_per_gpu = 3"
+        in problems({"micro_batch_size": 2, "train_micro_batch_size_per_gpu": 3})[0]
+    )
+
+
+def test_one_value_written_in_two_ways_is_one_value() -> None:
+    """D7."""
+    assert load({"tensor_parallel": {"tp_size": "8"}, "parallel": {"tp": 8}}).parallel.tp == 8
+    assert load({"bf16": {"enabled": "true"}, "bfloat16": {"enabled": True}}).bf16.enabled is True
+    assert load({"fp32_allreduce": True, "communication_data_type": "float32"}).communication_data_type == "fp32"
+
+
+def test_harmless_keys_are_noted_and_what_changes_a_run_is_refused() -> None:
+    """D12, E8: memory that DeepSpeed arranges, and a dtype that is met by more, against trackers that nobody calls."""
+    tree = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "contiguous_memory_optimization": True},
+        "sparse_gradients": True,
+    }
+    made = resolved({**tree, "parallel": {"tp": 2}}, world_size=2)
+    assert not made.recompute.partition_inputs and made.activation_offload.fraction == 0 and made.precision.reduce == "bfloat16"
+    assert problems({"wandb": {"enabled": True}})[0].startswith("wandb.enabled = True: no tracker is called")
+    assert resolved({**tree, "data_types": {"grad_accum_dtype": "fp32"}}).precision.reduce == "float32"
+
+
+def test_a_wrong_value_is_told_under_the_name_that_was_written() -> None:
+    assert problems({"tensor_parallel": {"tp_size": "four"}}) == [
+        "tensor_parallel.tp_size = 'four': must be a whole number; write a whole number"
+    ]
+    assert problems({"bfloat16": {"enabled": "maybe"}}) == ["bfloat16.enabled = 'maybe': must be true or false; write true or false"]
+
+
+# ---- legacy and misspelt forms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "status"),
+    [
+        ({"zero_optimization": {"offload_optimizer": False}}, "zero_optimization.offload_optimizer", "ignored"),
+        ({"zero_optimization": {"cpu_offload": False}}, "zero_optimization.cpu_offload", "renamed"),
+        (
+            {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            "ignored",
+        ),
+        (
+            {"zero_optimization": {"stage3_param_persitence_threshold": 1e5}},
+            "zero_optimization.stage3_param_persitence_threshold",
+            "ignored",
+        ),
+        ({"fp16": {"fp16": True}}, "fp16.fp16", "ignored"),
+        ({"_comment": "remark", "fp16": {"comment": 1}}, "fp16.comment", "comment"),
+        ({"//": "remark", "optimizer": {"type": "AdamW", "params": {"_note": 3}}}, "optimizer.params._note", "comment"),
+        ({"train_batch_size": None}, "train_batch_size", "comment"),
+        ({"zero_optimization": {"reduce_bucket_size": 5e8}}, "zero_optimization.reduce_bucket_size", "supported"),
+        ({"steps_per_print": float("inf")}, "steps_per_print", "ignored"),
+        ({"zero_optimization": {"stage3_max_live_parameters": "1e9"}}, "zero_optimization.stage3_max_live_parameters", "ignored"),
+        ({"compile": {"disable": False}}, "compile.disable", "renamed"),
+    ],
+)
+def test_what_published_files_contain(tree: dict[str, Any], key: str, status: str) -> None:
+    assert status_of(load(tree), key) == status
+
+
+def test_the_first_form_of_zero() -> None:
+    assert load({"zero_optimization": True}).zero_optimization.stage == 1
+    assert load({"zero_optimization": False}).zero_optimization.stage == 0
+
+
+def test_numbers_written_as_floats_or_quoted() -> None:
+    config = load({"train_batch_size": 32.0, "zero_optimization": {"stage": "2", "reduce_bucket_size": 5e8}, "gradient_clipping": "0.5"})
+    assert (config.train_batch_size, config.zero_optimization.stage, config.gradient_clipping) == (32, 2, 0.5)
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+
+
+def test_the_older_name_of_a_reduction_in_float32() -> None:
+    assert load({"fp32_allreduce": True}).communication_data_type == "fp32"
+    assert load({"fp32_allreduce": False, "communication_data_type": "bf16"}).communication_data_type == "bf16"
+
+
+def test_compile_disable_is_enabled_negated() -> None:
+    assert load({"compile": {"disable": False}}).compile.enabled is True
+    assert load({"compile": {"disable": True}}).compile.enabled is False
+    assert "disagree" in problems({"compile": {"disable": True, "enabled": True}})[0]
+
+
+def test_parameters_of_the_optimizer_that_mean_nothing_are_not_handed_on() -> None:
+    config = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True, "max_grad_norm": 0, "_why": "x"}}})
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 1e-3}
+
+
+def test_secrets_are_not_shown() -> None:
+    (row,) = load({"comet": {"api_key": "hunter2"}}).provenance.rows
+    assert "hunter2" not in str(row)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------------------
+
+TYPICAL = {"flag": True, "whole": 5e8, "number": 0.5, "text": "x", "list": ["x"], "tree": {"enabled": True, "x": 1}, "any": 1}
+WRONG = {"flag": "maybe", "whole": 0.5, "number": "many", "text": 3, "list": "x", "tree": 3}
+
+
+@pytest.mark.parametrize("key", [key for key in TABLE.values() if key.status is Status.IGNORED], ids=lambda key: key.path)
+def test_a_meaningless_key_is_accepted_and_explained(key: Key) -> None:
+    for value in (TYPICAL[key.kind], "auto"):
+        config = load(nested(key.path, value))
+        assert status_of(config, key.path) == "ignored"
+        assert config.provenance.rows[0].meaning == key.why
+    assert resolved(nested(key.path, TYPICAL[key.kind])).model_dump(exclude={"sources"}) == resolved(
+        {key.path.split(".")[0]: {}} if key.path.startswith("optimizer") else {}
+    ).model_dump(exclude={"sources"})
+
+
+@pytest.mark.parametrize("key", [key for key in TABLE.values() if key.status is Status.REFUSED], ids=lambda key: key.path)
+def test_a_refused_key_is_refused_when_it_asks_for_something(key: Key) -> None:
+    active = next(
+        value
+        for value in (True, False, {"enabled": True}, 4, "cpu")
+        if type_problem(key, value) is None and not asks_for_nothing(key, value)
+    )
+    assert problems(nested(key.path, active)) == [f"{key.path} = {active!r}: {key.why}; {key.remedy}"]
+    for off in (*key.off, "auto"):
+        assert status_of(load(nested(key.path, off)), key.path) == "ignored"
+
+
+@pytest.mark.parametrize("key", [key for key in TABLE.values() if key.kind in WRONG], ids=lambda key: key.path)
+def test_a_wrong_type_is_refused_even_where_the_key_means_nothing(key: Key) -> None:
+    (problem,) = problems(nested(key.path, WRONG[key.kind]))
+    assert problem.startswith(f"{key.path} = {WRONG[key.kind]!r}: must be ")
+
+
+@pytest.mark.parametrize(
+    ("value", "asks"),
+    [
+        ({}, False),
+        ({"enabled": False, "inner": {"enabled": True}}, False),
+        ({"a": {"enabled": True}}, True),
+        ({"x": 3}, False),
+        (True, True),
+    ],
+)
+def test_a_feature_is_switched_on_by_enabled(value: object, asks: bool) -> None:
+    assert asks_for_nothing(TABLE["compression_training"], value) is not asks
+
+
+@pytest.mark.parametrize(("value", "asks"), [({}, False), ({"enabled": False}, False), ({"size": 4}, True), ({"enabled": True}, True)])
+def test_a_section_that_is_on_by_being_there(value: object, asks: bool) -> None:
+    assert asks_for_nothing(TABLE["sequence_parallel"], value) is not asks
+
+
+@pytest.mark.parametrize("value", [0, "false", "False", False])
+def test_a_flag_may_be_written_in_several_ways(value: object) -> None:
+    assert asks_for_nothing(TABLE["compile.deepcompile"], value)
+    assert not asks_for_nothing(TABLE["managed_gradient_accumulation"], value)
+
+
+def test_all_problems_of_a_file_are_told_at_once() -> None:
+    found = problems(
+        {
+            "compile": {"deepcompile": True},
+            "zero_optimization": {"stage": 7, "overlap_com": True},
+            "gradient_clipping": -1,
+            "fp16": 3,
+            "tensor_parallel": {"tp_size": 2},
+            "parallel": {"tp": 3},
+        }
+    )
+    assert [text.split(":")[0] for text in found] == [
+        "compile.deepcompile = True",
+        "zero_optimization.overlap_com = True",
+        "fp16 = 3",
+        "tensor_parallel.tp_size = 2 and parallel.tp = 3",
+        "gradient_clipping = -1",
+        "zero_optimization.stage = 7",
+    ]
+
+
+def test_every_reason_is_used() -> None:
+    assert all(refusal.keys for refusal in REFUSED)
+
+
+# ---- wrong values of supported keys -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"train_batch_size": "many"}, "train_batch_size = 'many': must be a whole number; write a whole number"),
+        ({"train_batch_size": 2.5}, "train_batch_size = 2.5: must be a whole number; write a whole number"),
+        ({"train_batch_size": 0}, "train_batch_size = 0: must be at least 1; use 1 or more"),
+        ({"train_batch_size": True}, "train_batch_size = True: must be a number, not true or false; write the number"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: must be 0, 1, 2 or 3; use one of them"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto': is answered by a plan"),
+        ({"zero_optimization": [2]}, "zero_optimization = [2]: is a section and needs an object"),
+        ({"fp16": {"enabled": "x"}}, "fp16.enabled = 'x': must be true or false; write true or false"),
+        ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis = 0: must be at least 1"),
+        (
+            {"communication_data_type": "fp8"},
+            "communication_data_type = 'fp8': must be 'fp32', 'fp16' or 'bf16'; known are bf16, fp16, fp32",
+        ),
+        ({"communication_data_type": "fp23"}, "communication_data_type = 'fp23': must be 'fp32', 'fp16' or 'bf16'; did you mean `fp32`?"),
+        ({"parallel": {"tp": "auto"}}, "parallel.tp = 'auto': is answered by a plan"),
+        ({"parallel": {"blocks": "model.layers"}}, "parallel.blocks = 'model.layers': must be a list; write a list in brackets"),
+        ({"run": {"processes": "all"}}, "run.processes = 'all': must be a whole number or 'auto'"),
+        ({"run": {"steps": 0}}, "run.steps = 0: must be at least 1; use 1 or more"),
+        ({"model": {"config": {"model_type": "llama"}, "path": "x"}}, "model: a model is either `config` (trained from scratch) or `path`"),
+        ({"scheduler": {"params": {}}}, "scheduler.type: has to be given; add it"),
+        ({"optimizer": {"type": "AdmW"}}, "optimizer.type = 'AdmW': `AdmW` is neither an optimizer of DeepSpeed or torch"),
+        ({"gradient_clipping": float("inf")}, "gradient_clipping = inf: must be a number"),
+    ],
+)
+def test_wrong_values(tree: dict[str, Any], message: str) -> None:
+    assert [text for text in problems(tree) if text.startswith(message)], problems(tree)
+
+
+# ---- overrides ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_wins_over_the_file_whatever_name_the_file_uses() -> None:
+    config = load({"tensor_parallel": {"tp_size": 2}}, ["parallel.tp=4"])
+    assert config.parallel.tp == 4
+    assert config.origin("parallel.tp") == "override"
+    config = load({"parallel": {"tp": 2}}, ["tensor_parallel.tp_size=4"])
+    assert (config.parallel.tp, config.origin("parallel.tp")) == (4, "override: tensor_parallel.tp_size")
+    assert load({"bfloat16": {"enabled": True}}, ["bf16.enabled=false"]).bf16.enabled is False
+    assert load({"pipeline_parallel": 2}, ["parallel.pp=4"]).parallel.pp == 4
+    assert (
+        load({"zero_optimization": {"cpu_offload": True}}, ["zero_optimization.offload_optimizer.device=none"]).zero_optimization.stage == 0
+    )
+
+
+def test_overrides_are_parsed_applied_in_order_and_reach_inside() -> None:
+    config = load(
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "model": {"config": {"model_type": "llama", "hidden_size": 8}}},
+        ["optimizer.params.lr=5e-5", "optimizer.params.lr=2e-5", "model.config.hidden_size=16", "fp16.enabled=true", "run.steps=7"],
+    )
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 2e-5}
+    assert config.model is not None
+    assert config.model.config == {"model_type": "llama", "hidden_size": 16}
+    assert config.fp16.enabled is True
+    assert config.run is not None
+    assert config.run.steps == 7
+    assert config.origin("optimizer.params") == "file and override"
+
+
+def test_null_takes_a_key_out() -> None:
+    config = load({"train_batch_size": 32, "fp16": {"enabled": True}}, ["train_batch_size=null", "fp16=null", "nothing.here=null"])
+    assert config.train_batch_size is None
+    assert config.fp16.enabled is False
+
+
+def test_an_object_replaces_the_section() -> None:
+    config = load({"fp16": {"enabled": True, "hysteresis": 4}}, ['fp16={"enabled": true}'])
+    assert (config.fp16.enabled, config.fp16.hysteresis) == (True, 2)
+    assert config.origin("fp16.enabled") == "override"
+
+
+def test_an_override_does_not_make_a_deepspeed_file_a_plait_file() -> None:
+    assert load({"bf16": {"enabled": True}}, ["parallel.tp=2", "run.steps=3"]).is_deepspeed
+    assert not load({"bf16": {"enabled": True}, "run": {}}).is_deepspeed
+
+
+def test_overrides_that_make_no_sense() -> None:
+    assert problems({"train_batch_size": 8}, "train_batch_size.x=3") == [
+        "--set train_batch_size.x = 3: train_batch_size is 8 and has no keys in it; set train_batch_size itself"
+    ]
+    assert "did you mean zero_optimization.stage?" in problems({}, "zero_optimization.stge=3")[0]
+    config = load({})
+    with pytest.raises(ConfigError, match="apply to a file or a mapping"):
+        load(config, ["train_batch_size=3"])  # type: ignore[arg-type]
+
+
+# ---- files of other programs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_accelerate_is_told_apart_with_what_to_write() -> None:
+    (problem,) = problems(
+        {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": True},
+            "mixed_precision": "bf16",
+        }
+    )
+    assert problem.endswith('write {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "bf16": {"enabled": true}}')
+    (problem,) = problems({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds_zero3.json"}})
+    assert problem.endswith("give the file that it names: ds_zero3.json")

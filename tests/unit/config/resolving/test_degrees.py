@@ -1,0 +1,114 @@
+"""Degrees to layout: the product is the number of processes, what is left becomes data parallel by the rule of the stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.cluster.layout import Layout
+from plait.config.resolving.degrees import smallest_world, solve_layout
+from plait.config.schema.config import ParallelSection
+from plait.errors import ConfigError
+
+degree = st.sampled_from([1, 2, 3, 4])
+
+
+def solve(world_size: int, stage: int, **parallel: Any) -> Layout:
+    return solve_layout(ParallelSection(**parallel), stage=stage, world_size=world_size)
+
+
+@given(degree, degree, degree, degree, degree, st.sampled_from([1, 2, 3]))
+def test_every_layout_is_found_back_from_any_sufficient_part(pp: int, replicate: int, shard: int, cp: int, tp: int, stage: int) -> None:
+    layout = Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp)
+    fixed = {"pp": pp, "cp": cp, "tp": tp}
+    if shard == 1 and replicate > 1:
+        with pytest.raises(ConfigError, match="shards over dp_shard"):
+            solve(layout.world_size, stage, **fixed, dp_replicate=replicate, dp_shard=shard)
+        return
+    for free in ({}, {"dp_shard": -1}, {"dp_shard": "auto"}):
+        assert solve(layout.world_size, stage, **fixed, dp_replicate=replicate, **free) == layout
+    for free in ({}, {"dp_replicate": -1}, {"dp_replicate": "auto"}):
+        assert solve(layout.world_size, stage, **fixed, dp_shard=shard, **free) == layout
+    assert solve(layout.world_size, stage, **fixed, dp_replicate=replicate, dp_shard=shard) == layout
+
+
+@given(st.integers(1, 24), st.integers(0, 3), degree, degree, degree, st.none() | degree, st.none() | degree)
+def test_the_product_is_the_world_or_it_is_refused(
+    world: int, stage: int, pp: int, cp: int, tp: int, replicate: int | None, shard: int | None
+) -> None:
+    try:
+        layout = solve(world, stage, pp=pp, cp=cp, tp=tp, dp_replicate=replicate, dp_shard=shard)
+    except ConfigError as error:
+        assert all(problem.rule and problem.remedy for problem in error.problems)
+    else:
+        assert layout.world_size == world
+        assert (layout.pp, layout.cp, layout.tp) == (pp, cp, tp)
+        assert replicate in (None, layout.dp_replicate)
+        assert shard in (None, layout.dp_shard)
+        assert layout.dp_shard == 1 if stage == 0 else layout.dp_shard > 1 or layout.dp == 1
+
+
+def test_processes_that_remain() -> None:
+    assert solve(8, 0, tp=2) == Layout(dp_replicate=4, tp=2)
+    assert solve(8, 2, tp=2) == Layout(dp_shard=4, tp=2)
+    assert solve(8, 3, dp_replicate=2) == Layout(dp_replicate=2, dp_shard=4)
+    assert solve(8, 3, dp_shard=2) == Layout(dp_replicate=4, dp_shard=2)
+    assert solve(1, 3) == Layout()
+    assert solve(3, 0, dp_replicate="auto", dp_shard=-1) == Layout(dp_replicate=3)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "parallel", "message"),
+    [
+        (6, 0, {"tp": 4}, "parallel: pp 1 x cp 1 x tp 4 = 4 and 6 % 4 = 2; start 4 or 8 processes, or change a degree"),
+        (2, 0, {"tp": 2, "pp": 2}, "parallel: pp 2 x cp 1 x tp 2 = 4, more than 2 processes; start 4 processes, or change a degree"),
+        (
+            8,
+            2,
+            {"dp_shard": 3},
+            "parallel.dp_shard = 3: 8 processes leave 8 for data parallelism and 8 % 3 = 2; use 1, 2, 4, 8, or start 6 processes",
+        ),
+        (
+            8,
+            2,
+            {"dp_shard": 2, "dp_replicate": 2},
+            "parallel: dp_replicate 2 x dp_shard 2 = 4, and 8 processes leave 8 for data parallelism; "
+            "start 4 processes, or leave one of the two out",
+        ),
+        (
+            4,
+            0,
+            {"dp_shard": 2},
+            "parallel.dp_shard = 2: zero_optimization.stage is 0, which shards nothing; "
+            "set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to 2 instead",
+        ),
+        (
+            4,
+            1,
+            {"dp_replicate": 4},
+            "parallel.dp_shard = 1: zero_optimization.stage is 1, which shards over dp_shard, "
+            "and all 4 data-parallel processes are dp_replicate; "
+            "leave dp_shard and dp_replicate out (dp_shard becomes 4), or set zero_optimization.stage to 0",
+        ),
+        (
+            4,
+            0,
+            {"dp_replicate": 2},
+            "parallel: dp_replicate 2 x dp_shard 1 = 2, and 4 processes leave 4 for data parallelism; "
+            "start 2 processes, or leave dp_replicate out",
+        ),
+    ],
+)
+def test_refusals_have_the_numbers_and_what_works(world: int, stage: int, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        solve(world, stage, **parallel)
+    assert str(error.value) == message
+
+
+def test_the_smallest_world_counts_what_is_given() -> None:
+    assert smallest_world(ParallelSection()) == 1
+    assert smallest_world(ParallelSection(tp=4, pp=2, dp_shard="auto")) == 8
+    assert smallest_world(ParallelSection(dp_replicate=2, dp_shard=3)) == 6
