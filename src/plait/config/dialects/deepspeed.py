@@ -1,9 +1,9 @@
-"""What every key of DeepSpeed files means to Plait, as one table: supported, ignored and why, or refused and why.
+"""What the keys of DeepSpeed files that are no fields of the schema mean to Plait, as one table: ignored, or refused, and why.
 
-Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older releases and of published files. A
-supported key is a field of the schema, which documents it. A key is ignored if it only tunes DeepSpeed's own implementation or prints; it
-is refused if it would change the results, the memory or an output that a user expects (a tracker, a checkpoint). A refused key is refused
-for its value: `off` lists the values that switch it off. Wherever DeepSpeed accepts "auto" for an ignored key, so does Plait.
+Data only; `examine` reads it. The list is every key that DeepSpeed 0.19.8 knows plus those of older releases and of published files; those
+that are supported are fields of the schema, which documents them. A key is ignored if it only tunes DeepSpeed's own implementation or
+prints; it is refused if it would change the results, the memory or an output that a user expects (a tracker, a checkpoint). A refused key
+is refused for its value: `off` lists the values that switch it off. Wherever DeepSpeed accepts "auto" for an ignored key, so does Plait.
 """
 
 from __future__ import annotations
@@ -30,124 +30,52 @@ class Key:
     remedy: str = ""
 
 
-_REDUCED_BY_BLOCK = "gradients are reduced and parameters gathered block by block, overlapped with compute"
-_SIZED_BY_BLOCK = "the unit that is gathered and freed is a block of the model, so there is no budget to set"
-_ONE_IMPLEMENTATION = "a detail of DeepSpeed's implementation; results do not depend on it"
-_OFFLOAD_DETAIL = "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead and written behind by threads"
-_PARAM_IN_CPU = "what stays in memory are the buffers, offload_param.buffer_count x buffer_size elements; all shards are in files"
-_PARAM_PIN = "files are mapped and need no pinned memory; with device cpu, offload_optimizer.pin_memory pins shards and gradients together"
-_PRINTS = "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl"
-_MONITOR = "a setting of a tracker that is off; every step is written to metrics.jsonl in `run.folder`"
-_PROFILE = "a report that changes no result; Plait does not write it"
-_OPTIMIZERS = "any torch.optim.Optimizer works at every stage, so there is nothing to allow"
-_DEEPCOMPILE = "how DeepCompile works; `compile` uses torch.compile"
-_CHECKPOINT = "checkpoints are written by torch.distributed.checkpoint, one file a process, and agree on their name"
-_TUNING = "how to autotune; autotuning is off"
-_TP_PLAN = "the plan of tensor parallelism is derived from the model"
-_HYBRID = "a setting of the hybrid engine, which is off"
-_EXPERTS = "a setting of expert parallelism, which is off"
-_ELASTIC = "a setting of elastic batch sizes, which are off"
-_BF16_SCALE = "bfloat16 has the range of float32 and needs no loss scale; these keys belong to fp16"
-_AIO = "how DeepSpeed reads and writes files; here two threads do, one for each"
-_DATA = "`plait train` reads the `data` section; your own training loop brings its own loader"
-
-
 def _each(section: str, names: str, value: Any) -> dict[str, Any]:
     """`value` for every name in a section."""
     return {f"{section}.{name}": value for name in names.split()}
 
 
-SUPPORTED: tuple[str, ...] = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "communication_data_type",
-    "data_parallel_size",
-    "num_layers",
-    "zero_optimization.stage",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_param.nvme_path",
-    "zero_optimization.offload_param.buffer_count",
-    "zero_optimization.offload_param.buffer_size",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_optimizer.buffer_count",
-    "zero_optimization.offload_optimizer.buffer_size",
-    "zero_optimization.offload_optimizer.ratio",
-    "fp16.enabled",
-    "fp16.loss_scale",
-    "fp16.initial_scale_power",
-    "fp16.loss_scale_window",
-    "fp16.hysteresis",
-    "fp16.consecutive_hysteresis",
-    "fp16.min_loss_scale",
-    "bf16.enabled",
-    "bf16.check_grad_overflow",
-    "data_types.grad_accum_dtype",
-    "optimizer.type",
-    "optimizer.states",
-    "optimizer.params",
-    "scheduler.type",
-    "scheduler.params",
-    "compile.enabled",
-    "compile.backend",
-    "compile.mode",
-    "activation_checkpointing.partition_activations",
-    "activation_checkpointing.cpu_checkpointing",
-)
-"""Fields of the schema outside Plait's own sections, described there. `aliases` lists the keys that are other names of such fields."""
-
 IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     (
-        _REDUCED_BY_BLOCK,
+        "gradients are reduced and parameters gathered block by block, overlapped with compute",
         {
-            "zero_optimization.overlap_comm": "flag",
-            "zero_optimization.contiguous_gradients": "flag",
-            "zero_optimization.reduce_scatter": "flag",
-            "zero_optimization.allgather_partitions": "flag",
+            **_each(
+                "zero_optimization",
+                "overlap_comm contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce "
+                "round_robin_gradients stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
+                "flag",
+            ),
             "zero_optimization.allgather_bucket_size": "whole",
-            "zero_optimization.use_multi_rank_bucket_allreduce": "flag",
-            "zero_optimization.round_robin_gradients": "flag",
-            "zero_optimization.stage3_use_all_reduce_for_fetch_params": "flag",
-            "zero_optimization.stage3_allgather_sequential": "flag",
             "disable_allgather": "flag",
         },
     ),
     (
-        _SIZED_BY_BLOCK,
+        "the unit that is gathered and freed is a block of the model, so there is no budget to set",
         {
-            "zero_optimization.stage3_prefetch_bucket_size": "whole",
-            "zero_optimization.stage3_param_persistence_threshold": "whole",
-            "zero_optimization.stage3_model_persistence_threshold": "whole",
-            "zero_optimization.stage3_max_live_parameters": "whole",
-            "zero_optimization.stage3_max_reuse_distance": "whole",
-            "zero_optimization.stage3_module_granularity_threshold": "whole",
-            "zero_optimization.sub_group_size": "whole",
+            **_each(
+                "zero_optimization",
+                "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
+                "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold sub_group_size",
+                "whole",
+            ),
             "zero_optimization.leaf_module": "tree",
         },
     ),
     (
-        _ONE_IMPLEMENTATION,
+        "a detail of DeepSpeed's implementation; results do not depend on it",
         {
-            "zero_optimization.compute_grad_norm": "flag",
-            "zero_optimization.parameter_alignment": "flag",
-            "zero_optimization.memory_efficient_linear": "flag",
-            "zero_optimization.override_module_apply": "flag",
-            "zero_optimization.pipeline_loading_checkpoint": "flag",
-            "zero_optimization.log_trace_cache_warnings": "flag",
-            "zero_optimization.enable_sanity_checks": "flag",
+            **_each(
+                "zero_optimization",
+                "compute_grad_norm parameter_alignment memory_efficient_linear override_module_apply pipeline_loading_checkpoint "
+                "log_trace_cache_warnings enable_sanity_checks legacy_stage1",
+                "flag",
+            ),
             "bf16.immediate_grad_update": "flag",
             "optimizer.legacy_fusion": "flag",
             "optimizer.params.torch_adam": "flag",
             "disable_python_gc": "flag",
             "use_data_before_expert_parallelism": "flag",
-            "pipeline.pipe_partitioned": "flag",
-            "pipeline.grad_partitioned": "flag",
-            "pipeline.use_reentrant": "flag",
-            "zero_optimization.legacy_stage1": "flag",
+            **_each("pipeline", "pipe_partitioned grad_partitioned use_reentrant", "flag"),
         },
     ),
     (
@@ -164,46 +92,33 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ),
     (
         "weights and optimizer states are read and written shard by shard, on any layout; nothing is gathered on one process",
-        {
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save": "flag",
-            "zero_optimization.load_from_fp32_weights": "flag",
-            "zero_optimization.elastic_checkpoint": "flag",
-        },
+        _each("zero_optimization", "stage3_gather_16bit_weights_on_model_save load_from_fp32_weights elastic_checkpoint", "flag"),
     ),
     (
-        _OFFLOAD_DETAIL,
+        "a detail of DeepSpeed's copies; what is offloaded are files in `nvme_path`, read ahead and written behind by threads",
         {
-            "zero_optimization.cpu_offload_use_pin_memory": "flag",
-            "zero_optimization.pin_memory": "flag",
-            "zero_optimization.save_muon_momentum_buffer_in_memory": "flag",
-            "zero_optimization.offload_optimizer.pipeline": "flag",
-            "zero_optimization.offload_optimizer.pipeline_read": "flag",
-            "zero_optimization.offload_optimizer.pipeline_write": "flag",
-            "zero_optimization.offload_optimizer.fast_init": "flag",
+            **_each("zero_optimization", "cpu_offload_use_pin_memory pin_memory save_muon_momentum_buffer_in_memory", "flag"),
+            **_each("zero_optimization.offload_optimizer", "pipeline pipeline_read pipeline_write fast_init", "flag"),
             "zero_optimization.offload_optimizer.cpuadam_cores_perc": "number",
             "zero_force_ds_cpu_optimizer": "flag",
         },
     ),
     (
-        _PARAM_IN_CPU,
+        "what stays in memory are the buffers, offload_param.buffer_count x buffer_size elements; all shards are in files",
         {"zero_optimization.offload_param.max_in_cpu": "whole"},
     ),
     (
-        _PARAM_PIN,
+        "files are mapped and need no pinned memory; with device cpu, offload_optimizer.pin_memory pins shards and gradients together",
         {"zero_optimization.offload_param.pin_memory": "flag"},
     ),
     (
-        _AIO,
+        "how DeepSpeed reads and writes files; here two threads do, one for each",
         {
-            "aio.block_size": "whole",
-            "aio.queue_depth": "whole",
-            "aio.intra_op_parallelism": "whole",
-            "aio.single_submit": "flag",
-            "aio.overlap_events": "flag",
-            "aio.use_gds": "flag",
+            **_each("aio", "block_size queue_depth intra_op_parallelism", "whole"),
+            **_each("aio", "single_submit overlap_events use_gds", "flag"),
         },
     ),
-    (_OPTIMIZERS, {"zero_allow_untested_optimizer": "flag"}),
+    ("any torch.optim.Optimizer works at every stage, so there is nothing to allow", {"zero_allow_untested_optimizer": "flag"}),
     (
         "the loss is divided by the global number of targets before the backward pass and gradients are summed: nothing to prescale",
         {"prescale_gradients": "flag", "gradient_predivide_factor": "number"},
@@ -211,22 +126,17 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
     ("inputs of the model are always cast to the compute dtype", {"fp16.auto_cast": "flag"}),
     ("no such key in DeepSpeed; `fp16.enabled` decides", {"fp16.fp16": "any"}),
     (
-        _BF16_SCALE,
+        "bfloat16 has the range of float32 and needs no loss scale; these keys belong to fp16",
         {
             "bf16.auto_cast": "flag",
             "bf16.loss_scale": "number",
-            "bf16.initial_scale_power": "whole",
-            "bf16.loss_scale_window": "whole",
-            "bf16.hysteresis": "whole",
             "bf16.min_loss_scale": "number",
+            **_each("bf16", "initial_scale_power loss_scale_window hysteresis", "whole"),
         },
     ),
+    ("a setting of torch autocast, which is off", {"torch_autocast.dtype": "text", "torch_autocast.lower_precision_safe_modules": "list"}),
     (
-        "a setting of torch autocast, which is off",
-        {"torch_autocast.dtype": "text", "torch_autocast.lower_precision_safe_modules": "list"},
-    ),
-    (
-        _PRINTS,
+        "`plait train` prints every `run.log_every` steps and writes every step to metrics.jsonl",
         {
             "steps_per_print": "number",
             "wall_clock_breakdown": "flag",
@@ -234,63 +144,52 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             "dump_state": "flag",
             "log_level": "any",
             "log": "tree",
+            "timers.throughput.enabled": "flag",
+            "timers.throughput.synchronized": "flag",
         },
     ),
-    (_PRINTS, {"timers.throughput.enabled": "flag", "timers.throughput.synchronized": "flag"}),
     (
-        _MONITOR,
+        "a setting of a tracker that is off; every step is written to metrics.jsonl in `run.folder`",
         {
             "tensorboard.output_path": "text",
             "tensorboard.job_name": "text",
-            "wandb.group": "text",
-            "wandb.team": "text",
-            "wandb.project": "text",
+            **_each("wandb", "group team project", "text"),
             "csv_monitor.output_path": "text",
             "csv_monitor.job_name": "text",
             "comet.samples_log_interval": "whole",
-            "comet.project": "text",
-            "comet.workspace": "text",
-            "comet.api_key": "text",
-            "comet.experiment_name": "text",
-            "comet.experiment_key": "text",
+            **_each("comet", "project workspace api_key experiment_name experiment_key mode", "text"),
             "comet.online": "flag",
-            "comet.mode": "text",
         },
     ),
     (
-        _PROFILE,
+        "a report that changes no result; Plait does not write it",
         {
             "flops_profiler.enabled": "flag",
-            "flops_profiler.profile_step": "whole",
-            "flops_profiler.module_depth": "number",
-            "flops_profiler.top_modules": "whole",
             "flops_profiler.detailed": "flag",
-            "flops_profiler.output_file": "text",
+            "flops_profiler.profile_step": "whole",
+            "flops_profiler.top_modules": "whole",
+            "flops_profiler.module_depth": "number",
             "flops_profiler.recompute_fwd_factor": "number",
-            "comms_logger.enabled": "flag",
-            "comms_logger.verbose": "flag",
-            "comms_logger.prof_all": "flag",
+            "flops_profiler.output_file": "text",
+            **_each("comms_logger", "enabled verbose prof_all debug", "flag"),
             "comms_logger.prof_ops": "list",
-            "comms_logger.debug": "flag",
             "comms_config": "tree",
         },
     ),
-    (_DATA, {"dataloader_drop_last": "flag"}),
+    ("`plait train` reads the `data` section; your own training loop brings its own loader", {"dataloader_drop_last": "flag"}),
     ("DeepSpeed only warns when it is not a multiple of 8; the model decides its vocabulary", {"vocabulary_size": "whole"}),
     ("an all-to-all of sequence parallelism that context parallelism does not have", {"seq_parallel_communication_data_type": "text"}),
     (
-        _CHECKPOINT,
+        "checkpoints are written by torch.distributed.checkpoint, one file a process, and agree on their name",
         {
             "checkpoint.tag_validation": "text",
             "checkpoint.checkpoint_serialization": "flag",
             "checkpoint.parallel_write.pipeline_stage": "flag",
             "checkpoint.writer.type": "text",
-            "checkpoint.writer.io_buffer_size": "whole",
-            "checkpoint.writer.io_buffer_double": "flag",
-            "checkpoint.writer.io_multiplier": "whole",
-            "checkpoint.writer.show_statistics": "flag",
             "checkpoint.writer.data_parallel": "text",
-            "checkpoint.writer.decoupled": "flag",
+            "checkpoint.writer.io_buffer_size": "whole",
+            "checkpoint.writer.io_multiplier": "whole",
+            **_each("checkpoint.writer", "io_buffer_double show_statistics decoupled", "flag"),
             "datastates_ckpt": "any",
         },
     ),
@@ -303,40 +202,30 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         },
     ),
     (
-        _TP_PLAN,
+        "the plan of tensor parallelism is derived from the model",
         {
-            "tensor_parallel.preset_model": "text",
-            "tensor_parallel.tp_overlap_comm": "flag",
-            "tensor_parallel.vocab_parallel_lm_head": "flag",
-            "tensor_parallel.vocab_parallel_ce_backend": "text",
-            "tensor_parallel.dtype": "text",
-            "tensor_parallel.keep_module_on_host": "flag",
+            **_each("tensor_parallel", "preset_model vocab_parallel_ce_backend dtype", "text"),
+            **_each("tensor_parallel", "tp_overlap_comm vocab_parallel_lm_head keep_module_on_host", "flag"),
             "tensor_parallel.tp_grain_size": "whole",
             "tensor_parallel.tp.tp_grain_size": "whole",
         },
     ),
     ("weights are initialised by parameter name, the same for every layout", {"pipeline.seed_layers": "flag"}),
     (
-        _DEEPCOMPILE,
+        "how DeepCompile works; `compile` uses torch.compile",
         {
-            "compile.free_activation": "flag",
+            **_each(
+                "compile",
+                "free_activation offload_activation_pin_memory autoep_non_moe double_buffer symmetric_memory debug_log sync_before_reduce "
+                "sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors",
+                "flag",
+            ),
             "compile.free_activation_threshold": "whole",
-            "compile.offload_activation_pin_memory": "flag",
-            "compile.autoep_non_moe": "flag",
-            "compile.double_buffer": "flag",
-            "compile.symmetric_memory": "flag",
-            "compile.debug_log": "flag",
-            "compile.sync_before_reduce": "flag",
-            "compile.sync_after_reduce": "flag",
-            "compile.sync_before_allgather": "flag",
-            "compile.sync_after_allgather": "flag",
-            "compile.keep_int_input_tensors": "flag",
-            "compile.keep_all_input_tensors": "flag",
             "compile.passes": "list",
         },
     ),
     (
-        _TUNING,
+        "how to autotune; autotuning is off",
         _each(
             "autotuning",
             "fast metric metric_path start_profile_step end_profile_step tuner_type tuner_early_stopping tuner_num_trials overwrite "
@@ -346,7 +235,7 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         ),
     ),
     (
-        _HYBRID,
+        "a setting of the hybrid engine, which is off",
         _each(
             "hybrid_engine",
             "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size enable_cuda_graph",
@@ -354,19 +243,19 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
         ),
     ),
     (
-        _EXPERTS,
+        "a setting of expert parallelism, which is off",
         _each(
             "expert_parallel",
-            "expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern "
-            "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
-            "row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups "
-            "num_limited_groups score_func top_k routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr "
-            "has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation load_balance_coeff",
+            "expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern expert_pattern "
+            "router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl row_weighting_impl "
+            "gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups "
+            "score_func top_k routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts "
+            "shared_experts_pattern shared_experts_gate_pattern expert_activation load_balance_coeff",
             "any",
         ),
     ),
     (
-        _ELASTIC,
+        "a setting of elastic batch sizes, which are off",
         _each(
             "elasticity",
             "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
@@ -404,7 +293,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "compiled code offloads nothing",
         "set it to false or leave it out; parallel.activation_offload and zero_optimization.offload_optimizer work without compilation",
-        {"compile.offload_activation": _FLAG, "compile.offload_opt_states": _FLAG, "compile.offload_parameters": _FLAG},
+        _each("compile", "offload_activation offload_opt_states offload_parameters", _FLAG),
     ),
     Refusal(
         "ZenFlow updates part of the gradient late and on the CPU, which changes the training",
@@ -429,19 +318,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "DeepSpeed removed it",
         "leave it out; for shards that stay inside a node set parallel.dp_replicate to the number of nodes",
-        {
-            "zero_optimization.mics_shard_size": ("number", (-1, 0, 1)),
-            "zero_optimization.mics_hierarchical_params_gather": _FLAG,
-        },
+        {"zero_optimization.mics_shard_size": ("number", (-1, 0, 1)), "zero_optimization.mics_hierarchical_params_gather": _FLAG},
     ),
     Refusal(
         "master weights, gradients and optimizer states are kept in float32",
         "set it to false or leave it out",
-        {
-            "fp16.fp16_master_weights_and_grads": _FLAG,
-            "bf16.bf16_master_weights_and_grads": _FLAG,
-            "bf16.bf16_optimizer_states": _FLAG,
-        },
+        {"fp16.fp16_master_weights_and_grads": _FLAG, "bf16.bf16_master_weights_and_grads": _FLAG, "bf16.bf16_optimizer_states": _FLAG},
     ),
     Refusal(
         "parameters and buffers keep the dtype of the model; `fp16` and `bf16` set the dtype of the computation",
@@ -485,12 +367,9 @@ REFUSED: tuple[Refusal, ...] = (
         "layers are split by the plan of the model's family, or by parallel.plan",
         "leave it out, or write its rules as parallel.plan",
         {
-            "tensor_parallel.partition_config": _GIVEN,
-            "tensor_parallel.injection_policy_tuple": _GIVEN,
+            **_each("tensor_parallel", "partition_config injection_policy_tuple mpu tp_group", _GIVEN),
             "tensor_parallel.replace_with_kernel_inject": _FLAG,
             "tensor_parallel.kernel_inject": _FLAG,
-            "tensor_parallel.mpu": _GIVEN,
-            "tensor_parallel.tp_group": _GIVEN,
             "tensor_parallel.tp.mpu": _GIVEN,
             "tensor_parallel.tp.tp_group": _GIVEN,
         },
@@ -521,9 +400,7 @@ REFUSED: tuple[Refusal, ...] = (
         "set it to false or leave the section out",
         {
             "data_efficiency.enabled": _FLAG,
-            "data_efficiency.data_sampling": _SWITCHED,
-            "data_efficiency.data_routing": _SWITCHED,
-            "data_efficiency.dynamic_batching": _SWITCHED,
+            **_each("data_efficiency", "data_sampling data_routing dynamic_batching", _SWITCHED),
             "curriculum_learning": _SWITCHED,
         },
     ),
@@ -559,10 +436,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         "checkpoints are written to the run's folder by torch.distributed.checkpoint",
         "leave it out",
-        {
-            "nebula": _SWITCHED,
-            "checkpoint.use_node_local_storage": _FLAG,
-        },
+        {"nebula": _SWITCHED, "checkpoint.use_node_local_storage": _FLAG},
     ),
     Refusal(
         "DeepSpeed's universal checkpoints are not read; Plait's own load on any layout without conversion",
