@@ -138,8 +138,8 @@ def peaks() -> Iterator[list[str]]:
             found = predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=SAMPLES, length=LENGTH).peak
             engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
             batch = {"input_ids": ids, "labels": ids.clone()}
-            if engine._pipeline is not None:
-                predict_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+            if engine.sharded.pipeline is not None:
+                predict_messages(engine.model, engine.parts, engine.sharded.pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
             measured = measure_peak(engine, batch).torch_bytes
         words = [f"ZeRO {stage}", *([f"tp {tp}"] if tp > 1 else []), *([f"pp 2, {chosen['schedule']}"] if pp > 1 else [])]
         words += [*([f"recompute {mode}"] if mode != "none" else []), "bf16" if bf16 else "fp32", f"{count} micro-batches"]
@@ -182,9 +182,9 @@ def budgets() -> Iterator[list[str]]:
                 budget = max((plain + least) // 2, *(one.least()[0] for one in ranks))
                 file["parallel"]["recompute"] = {"budget_gib": budget / GIB, "sequence_length": LENGTH}  # type: ignore[index]
                 engine = plait.initialize(model, file, loss_fn=plait.causal_lm_loss)
-                assert engine._pipeline is not None
+                assert engine.sharded.pipeline is not None
                 batch = {"input_ids": ids, "labels": ids.clone()}
-                predict_messages(engine.model, engine.parts, engine._pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
+                predict_messages(engine.model, engine.parts, engine.sharded.pipeline, {name: x[:SAMPLES] for name, x in batch.items()})
                 measured = max(held for _, held in measure_in_flight(engine, batch).after)
             modes = engine.parts.noted(Recompute).modes(len(engine.parts.blocks))
             chosen = ", ".join(f"{modes.count(mode)} {mode}" for mode in ("full", "selective", "none") if mode in modes)

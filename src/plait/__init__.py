@@ -9,12 +9,13 @@ from plait.version import __version__
 
 if TYPE_CHECKING:
     from plait.config.resolving.resolve import load as load_config
-    from plait.engine.build import accumulate, clip_grad_norm, initialize, parallelize
+    from plait.engine.build import initialize
     from plait.engine.engine import Engine, StepResult
     from plait.errors import ConfigError, PlaitError
     from plait.losses.chunked_loss import chunked_causal_lm_loss
     from plait.losses.loss import causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
+    from plait.sharded.parallel_model import ParallelModel, parallelize
 
 # Looked up on first use, so that `plait --help` and `import plait` do not import torch.
 _HOMES = {
@@ -23,15 +24,14 @@ _HOMES = {
     "PipelineModule": "plait.model.pipeline_module",
     "TiedLayerSpec": "plait.model.pipeline_module",
     "Engine": "plait.engine.engine",
+    "ParallelModel": "plait.sharded.parallel_model",
     "PlaitError": "plait.errors",
     "StepResult": "plait.engine.engine",
-    "accumulate": "plait.engine.build",
     "causal_lm_loss": "plait.losses.loss",
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
-    "clip_grad_norm": "plait.engine.build",
     "initialize": "plait.engine.build",
     "load_config": "plait.config.resolving.resolve",
-    "parallelize": "plait.engine.build",
+    "parallelize": "plait.sharded.parallel_model",
     "per_sample": "plait.losses.loss",
 }
 
@@ -39,15 +39,14 @@ __all__ = [
     "ConfigError",
     "Engine",
     "LayerSpec",
+    "ParallelModel",
     "PipelineModule",
     "PlaitError",
     "StepResult",
     "TiedLayerSpec",
     "__version__",
-    "accumulate",
     "causal_lm_loss",
     "chunked_causal_lm_loss",
-    "clip_grad_norm",
     "initialize",
     "load_config",
     "parallelize",

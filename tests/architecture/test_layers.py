@@ -152,7 +152,7 @@ def test_a_private_name_of_torch_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "leak.py"
     path.write_text(
         "from torch.testing._internal import common_utils\nfrom torch.utils import _pytree\nmesh._flatten()\nx.y[0]._local_tensor\n"
-        "getattr(module, '_buffers')\ntorch.ops.aten._unique2\nself._version\nengine._forward\n"
+        "getattr(module, '_buffers')\ntorch.ops.aten._unique2\nself._version\nengine.sharded.forward\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "_name", lambda path: path.name)
     found = sorted(found.partition(":")[2] for found in _private_names_of_torch(path))

@@ -73,14 +73,14 @@ def test_what_is_unsharded_after_every_computation(fake_world: FakeWorld, world:
     blocks."""
     fake_world(world, rank)
     engine, resolved, facts, pipeline = build(config, world)
-    assert engine._pipeline is not None
+    assert engine.sharded.pipeline is not None
     found: list[Held] = []
 
     def look(action: Action, done: bool) -> None:
         if done:
             found.append(Held(action, unsharded_parameter_bytes(engine.model), unsharded_gradient_bytes(engine.model)))
 
-    engine._pipeline.runtime.observers.append(look)
+    engine.sharded.pipeline.runtime.observers.append(look)
     engine.train_batch(batch(config["gradient_accumulation_steps"]))
     n = resolved.layout.dp_shard
     compute, reduce = (2, 4) if resolved.precision.compute else (4, 4)

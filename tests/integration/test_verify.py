@@ -26,13 +26,13 @@ import plait.parallel.pipeline.pipeline_parallel
 from plait.cli.main import main
 from plait.comm.pending import Pending
 from plait.config.resolving.resolve import load
-from plait.engine.step import Stepper
 from plait.errors import ParityError
 from plait.parallel import materialise
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.pipeline.runtime import Runtime
+from plait.sharded.step import Stepper
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report, failure, raise_unless_equal
 from plait.verify.run import compare, run_layout

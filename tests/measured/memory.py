@@ -32,7 +32,7 @@ from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     """Run one `train_batch` and return the bytes of every kind of `ledger.MEMORY_KINDS` that it held on this rank."""
     held = dict.fromkeys(MEMORY_KINDS, 0)
-    forward = engine._forward
+    forward = engine.sharded.forward
     micro_batches_seen = 0
 
     def between(model: torch.nn.Module, piece: Any) -> Any:
@@ -57,12 +57,12 @@ def measure_step(engine: Engine, batch: Any) -> dict[str, int]:
     in_backward = engine.stepper.in_backward
     looks = in_backward.looks if in_backward is not None else []
     looks.append(before_one)
-    engine._forward = between
+    engine.sharded.forward = between
     engine.stepper.before_update.append(before_update)
     try:
         engine.train_batch(batch)
     finally:
-        engine._forward = forward
+        engine.sharded.forward = forward
         engine.stepper.before_update.remove(before_update)
         looks.remove(before_one)
     states = engine.optimizer.state.values()
@@ -85,7 +85,7 @@ def measure_activations(engine: Engine, piece: Any) -> dict[str, int]:
                 tell(True)
             loss_fn = engine._loss()
             with engine._logits_for(loss_fn):
-                total = loss_fn(engine._forward(model, piece), piece)[0]
+                total = loss_fn(engine.sharded.forward(model, piece), piece)[0]
                 total = total * factor.to(total.dtype)  # as the engine scales it
             if offloaded is not None:
                 offloaded.store.drain()
@@ -126,8 +126,8 @@ class MeasuredInFlight:
 def measure_in_flight(engine: Engine, batch: Any) -> MeasuredInFlight:
     """Run one `train_batch` of a pipeline whose parameters are not sharded. Messages in flight between stages do not count, nor do
     gradients of parameters."""
-    assert engine._pipeline is not None
-    model, runtime, offloaded = engine.model, engine._pipeline.runtime, engine.hooks.of(OffloadedActivations)
+    assert engine.sharded.pipeline is not None
+    model, runtime, offloaded = engine.model, engine.sharded.pipeline.runtime, engine.hooks.of(OffloadedActivations)
     known = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))]
     live = Recorder(known=known)
     unwatch = watch(model, {name: index for index, name in enumerate(engine.parts.blocks)}, live)

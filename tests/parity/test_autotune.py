@@ -295,9 +295,20 @@ def test_a_restart_goes_on_with_what_was_decided(pool: Pool, tmp_path: Path, com
         assert again == uninterrupted
 
 
-def test_a_loop_of_ones_own_is_refused() -> None:
-    """Nothing there would ever decide."""
-    config = settings(1, 0, 1, 1)
-    config["parallel"] = {"compress_gradients": "auto"}
-    with pytest.raises(ConfigError, match="compress_gradients = 'auto': full steps are timed to decide it"):
-        plait.parallelize(cases.build("plain", tied=False), config)
+def in_a_loop(rank: int, world: int) -> int:
+    """What the steps of your own training loop decide. Runs in a worker."""
+    clock = Clock()
+    with patch.object(startup, "measure_ways", lambda *args, **options: LINKS):
+        model = cases.build("plain", tied=False)
+        sharded = plait.parallelize(model, config_of())
+    optimizer, batch = cases.adamw(list(model.parameters())), cases.steps_for("plain", world)[0][rank]
+    with slowed(clock, SLOW | {8: 0.03, 4: 0.2}), clock.instead():
+        for _ in range(DECIDES_AT):
+            total, weight = plait.causal_lm_loss(model(batch["input_ids"]), batch)
+            sharded.backward(total / weight)
+            sharded.step(optimizer)
+    return int(sharded.hooks.of(CompressionAutotuner).decision)
+
+
+def test_the_steps_of_a_loop_decide(pool: Pool) -> None:
+    assert pool.run(2, in_a_loop) == [8, 8]

@@ -91,11 +91,12 @@ def under_plait(rank: int, world: int, stage: int) -> dict[str, Any]:
         engine.train_batch(pieces(step, rank))
     found = {"names": engine.hooks.of(ChangingBuffers).names, "engine": buffers(engine.model), "ddp": under_ddp(rank, world)}
     config = settings(world, stage, 1, 1)
-    model = plait.parallelize(net(), config)
+    sharded = plait.parallelize(net(), config)
+    model = sharded.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEPS):
         first, last = pieces(step, rank)
-        with plait.accumulate(model):
+        with sharded.accumulate():
             (F.mse_loss(model(first[0]), first[1]) / 2).backward()
         (F.mse_loss(model(last[0]), last[1]) / 2).backward()
         optimizer.step()

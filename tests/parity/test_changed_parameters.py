@@ -157,7 +157,7 @@ def new_parts(rank: int, world: int, stage: int) -> tuple[str, str]:
     model.head = nn.Linear(5, 1).double()
     engine.optimizer.add_param_group({"params": list(model.head.parameters())})
     first = said(lambda: engine.train_batch(batch(rank, 0)))
-    own = plait.parallelize(Net().double(), config)
+    own = plait.parallelize(Net().double(), config).model
     own.head = nn.Linear(5, 1).double()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     squares(own(batch(rank, 0)[0]), batch(rank, 0)).backward()

@@ -110,8 +110,8 @@ def counted(rank: int, world: int, stage: int, folder: Path) -> dict[str, Any]:
     found["close"] = hook.calls
     model = cases.build("plain", tied=False)
     with attached(own):
-        plait.parallelize(model, settings(world, 0, 1, 2))
-    with plait.accumulate(model):
+        sharded = plait.parallelize(model, settings(world, 0, 1, 2))
+    with sharded.accumulate():
         pass
     found["own loop"] = own.calls
     return found

@@ -11,7 +11,7 @@ import torch
 import plait
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import shard_buffers, sharded_modules
-from plait.errors import ConfigError, ModelError
+from plait.errors import ConfigError
 from plait.optim.disk_optimizer import DiskTier
 from plait.verify.parity import engine_trace
 from tests.parity import cases
@@ -158,9 +158,3 @@ def fits(rank: int, world: int, folder: str, buffer: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def test_an_own_loop_has_no_step_to_walk(tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": in_files({"stage": 3}, str(tmp_path), PARAMETERS, 100)}
-    with pytest.raises(ModelError, match="offload_param: plait.parallelize makes no optimizer"):
-        plait.parallelize(cases.build("plain", tied=True), config)

@@ -308,7 +308,7 @@ def between_inputs_and_weights(rank: int, world: int) -> list[int]:
             assert any(held.deferred is not None and held.inputs for held in kept)
             found.append(sum(tensor.grad is not None for held in kept for tensor in held.inputs))
 
-    engine._pipeline.runtime.observers.append(look)
+    engine.sharded.pipeline.runtime.observers.append(look)
     engine.train_batch(cases.steps_for("qwen3", 4, steps=1)[0])
     return found
 

@@ -61,15 +61,16 @@ def three_calls(rank: int, world: int, config: dict[str, Any], weighted: bool) -
 
 def own_loop(rank: int, world: int, stage: int) -> Weights:
     """Runs in a worker: `parallelize`, an optimizer of one's own, `accumulate`, `clip_grad_norm`."""
-    model = plait.parallelize(cases.build("plain", tied=True), settings(world, stage, 1, ACCUMULATION))
+    model = cases.build("plain", tied=True)
+    sharded = plait.parallelize(model, settings(world, stage, 1, ACCUMULATION))
     optimizer = cases.adamw(list(model.parameters()))
     for step in cases.ragged_steps(world * ACCUMULATION, steps=STEPS, keys=()):
         first, last = share(rank, step)
-        with plait.accumulate(model):
+        with sharded.accumulate():
             (mean_loss(model, first)[0] / ACCUMULATION).backward()
         (mean_loss(model, last)[0] / ACCUMULATION).backward()
-        norm = plait.clip_grad_norm(model, 1e6)  # far above it: nothing changes, the norm neither
-        assert torch.equal(plait.clip_grad_norm(model, CLIPPING), norm)
+        norm = sharded.clip_grad_norm(1e6)  # far above it: nothing changes, the norm neither
+        assert torch.equal(sharded.clip_grad_norm(CLIPPING), norm)
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p) for name, p in model.named_parameters()}

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from plait import exact
 from plait._torch.dtensor import local_tensor
-from plait.checkpoint import exact
 from plait.errors import CheckpointError
 
 START = "optimizer.state."

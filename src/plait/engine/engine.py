@@ -15,25 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.cluster.mesh import Mesh
 from plait.comm.pending import Pending
-from plait.comm.waits import Waits
 from plait.config.resolving.batch import CALLERS, MICRO
-from plait.config.resolving.resolve import Resolved
 from plait.engine.facts import EngineFacts
-from plait.engine.guard import Guard, checked_loss
-from plait.engine.ownership import Owner, close, remember
 from plait.engine.state import load_engine, save_engine
-from plait.engine.step import Outcome, Stepper
 from plait.errors import InputError, PlaitError
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
-from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
-from plait.parallel.hooks import Hooks, StepEnd
-from plait.parallel.micro_batches import Forward, micro_batches, to_device
-from plait.parallel.pipeline.pipeline_parallel import PipelineRank
-from plait.parallel.technique import Parts
-from plait.parallel.tensor.styles import Region
+from plait.parallel.micro_batches import micro_batches, to_device
+from plait.sharded.guard import checked_loss
+from plait.sharded.model import ShardedModel
+from plait.sharded.step import Outcome, Stepper
 
 
 @dataclass(frozen=True)
@@ -65,40 +57,20 @@ class StepResult:
 class Engine(EngineFacts):
     """Made by `plait.initialize`. The model is sharded in place and stays the user's own object."""
 
-    def __init__(
-        self,
-        *,
-        parts: Parts,
-        mesh: Mesh,
-        resolved: Resolved,
-        stepper: Stepper,
-        loss_fn: Loss | None,
-        forward: Forward,
-    ) -> None:
-        self.parts = parts
-        self.mesh = mesh
-        self.config = resolved
+    def __init__(self, sharded: ShardedModel, stepper: Stepper, loss_fn: Loss | None) -> None:
+        self.sharded = sharded
+        """The model on its layout, and what acts on its steps."""
+        self.config = sharded.config
         self.stepper = stepper
         self.loss_fn = loss_fn
         self.global_steps = 0
         self.skipped_steps = 0
-        self._pipeline = parts.hooks.of(PipelineRank)
-        self._region = parts.noted(Region)
-        self._waits = parts.noted(Waits) or Waits()
-        self._forward = forward
         # None where the file gives no batch size: a step then takes what it is given.
-        self._micro_batch_size = resolved.batch.micro_batch_size if resolved.sources.get(MICRO) != CALLERS else None
-        self._guard = Guard(parts, stepper)
-        self.parts = parts = parts.with_(hooks=Hooks((*parts.hooks.all, self._guard)))
-        self.hooks = parts.hooks
-        """What acts on a step."""
-        self._owner = Owner(parts, mesh)
-        remember(parts.model, self._owner)
-        self._dp_group = mesh.group("dp_replicate", "dp_shard")
-        self._loss_group = mesh.group("pp", "dp_replicate", "dp_shard")
+        self._micro_batch_size = self.config.batch.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
+        self._guard = sharded.guard
+        self._dp_group = sharded.mesh.group("dp_replicate", "dp_shard")
+        self._loss_group = sharded.mesh.group("pp", "dp_replicate", "dp_shard")
         self._micro_step = self._step_began = 0
-        self._is_evaluating = False
-        free_after_evaluation(parts.model, unless=lambda: self._is_evaluating)
         self._boundary: bool | None = None
         self._weights: list[Any] = []
         self._weight_check = WeightCheck()
@@ -131,7 +103,7 @@ class Engine(EngineFacts):
 
         def factor() -> torch.Tensor:
             # A step without a single target has gradient 0, not 0 / 0.
-            return self.stepper.loss_scale / torch.clamp(weight.value(), min=torch.finfo(torch.float64).tiny)
+            return self.sharded.loss_scale / torch.clamp(weight.value(), min=torch.finfo(torch.float64).tiny)
 
         def scaled(output: Any, piece: Any) -> torch.Tensor:
             nonlocal totals
@@ -140,18 +112,9 @@ class Engine(EngineFacts):
             totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
             return total * factor().to(total.dtype)
 
-        with self._logits_for(loss_fn):
-            if self._pipeline is not None:
-                with self._guard.backward():
-                    self._pipeline.runtime.train(pieces, forward=self._forward, loss=scaled, loss_fn=loss_fn)
-            else:
-                for index, piece in enumerate(pieces):
-                    self._before_microbatch(last=index == count - 1)
-                    loss = scaled(self._forward(self.model, piece), piece)
-                    with self._guard.backward():
-                        loss.backward()
+        self.sharded.train_microbatches(pieces, scaled, loss_fn=loss_fn)
         everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; overlaps with the update
-        scale, rate = self.stepper.loss_scale, self.get_lr()[0]
+        scale, rate = self.sharded.loss_scale, self.get_lr()[0]
         outcome = self._update()
         targets = weight.value()
         total, returned = everywhere.value()
@@ -166,69 +129,32 @@ class Engine(EngineFacts):
         self._recover()
         piece = to_device(batch, self.device)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with self.evaluating(), self._logits_for(loss_fn):
-            output = self._outputs(piece)
-            if self._holds_output:
+        with self.evaluating(), self.sharded.logits_for(loss_fn):
+            output = self.sharded.predict(piece)
+            if self.sharded.holds_output:
                 total, seen = checked_total(loss_fn(output, piece))
                 totals += torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
         if self._loss_group is not None:
             dist.all_reduce(totals, group=self._loss_group)
         return float(totals[0]), float(totals[1])
 
-    @torch.no_grad()
     def predict(self, batch: Any) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
         Collective. Several in a row are faster inside `evaluating`."""
         self._recover()
-        with self.evaluating():
-            return self._outputs(to_device(batch, self.device))
-
-    def from_output_stage(self, value: Any) -> Any:
-        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and picklable. Collective."""
-        group = self.mesh.group("pp")
-        if self._pipeline is None or group is None:
-            return value
-        box = [value if self._holds_output else None]
-        dist.broadcast_object_list(box, group=group, group_src=self._pipeline.output_rank)
-        return box[0]
-
-    @property
-    def _holds_output(self) -> bool:
-        return self._pipeline is None or self._pipeline.holds_output
-
-    def _outputs(self, piece: Any) -> Any:
-        if self._pipeline is not None:
-            return self._pipeline.runtime.evaluate(piece, forward=self._forward)
-        return self._forward(self.model, piece)
+        return self.sharded.predict(batch)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The model in evaluation mode; parameters that `predict` gathers are resharded at the end."""
-        if self._is_evaluating:
+        if not self.sharded.is_evaluating:
+            self._recover()
+        with self.sharded.evaluating():
             yield
-            return
-        self._recover()
-        training, self._is_evaluating = self.model.training, True
-        self.model.eval()
-        try:
-            with self._guard.running("forward"):
-                yield
-        finally:
-            self._is_evaluating = False
-            self.model.train(training)
-            free_gathered(self.model)
 
-    @contextmanager
-    def _logits_for(self, loss_fn: Loss) -> Iterator[None]:
-        """Logits stay split over the vocabulary where the loss can use them so."""
-        if self._region is None:
-            yield
-            return
-        self._region.serve(loss_fn)
-        try:
-            yield
-        finally:
-            self._region.gather_logits = True
+    def from_output_stage(self, value: Any) -> Any:
+        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and picklable. Collective."""
+        return self.sharded.from_output_stage(value)
 
     def _loss(self) -> Loss:
         if self.loss_fn is None:
@@ -252,20 +178,10 @@ class Engine(EngineFacts):
     def _restart_step(self) -> None:
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
 
-    def _before_microbatch(self, *, last: bool) -> None:
-        for tell in self.hooks.before_microbatch:
-            tell(last)
-
     def _update(self, *, divisor: float = 1.0) -> Outcome:
-        self._guard.check_update()
-        for finish in self.hooks.finish_reduction:
-            finish()
-        scale = self.stepper.loss_scale
-        outcome = self._outcome = self.stepper(divisor=divisor)
-        waited = self._waits.take()
-        end = StepEnd(skipped=outcome.skipped, rescaled=self.stepper.loss_scale / scale, waited_seconds=waited)
-        self.exposed_communication_seconds = waited if self.device.type == "cpu" else {}
-        self._decided = ". ".join([said for after in self.hooks.after_step if (said := after(end))])
+        outcome, end, self._decided = self.sharded.update(self.stepper, divisor=divisor)
+        self._outcome = outcome
+        self.exposed_communication_seconds = dict(end.waited_seconds) if self.device.type == "cpu" else {}
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1
@@ -276,14 +192,14 @@ class Engine(EngineFacts):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch."""
-        if self._pipeline is not None:
+        if self.sharded.pipeline is not None:
             raise InputError(
                 "parallel.pp > 1: a pipeline runs full steps, because each process has a part of the model; call engine.train_batch, "
                 "engine.eval_batch or engine.predict"
             )
         self._recover()
         if torch.is_grad_enabled():
-            self._before_microbatch(last=self.is_gradient_accumulation_boundary())
+            self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())
         with self._guard.running("forward"):
             return self.model(*args, **kwargs)
 
@@ -297,8 +213,8 @@ class Engine(EngineFacts):
         self._recover()
         if self._guard.backwards and bool(self._weights) != (weight is not None):
             raise InputError("backward(weight=...) must be given for every backward of a step, on every rank, or for none")
-        self._before_microbatch(last=self.is_gradient_accumulation_boundary())
-        factor = self.stepper.loss_scale
+        self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())
+        factor = self.sharded.loss_scale
         if weight is None:
             scaled = loss * (factor / (self.config.batch.accumulation * self.dp_size))
         else:
@@ -379,4 +295,4 @@ class Engine(EngineFacts):
 
     def close(self) -> None:
         """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again."""
-        close(self.model, self._owner)
+        self.sharded.close()

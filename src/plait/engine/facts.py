@@ -9,26 +9,40 @@ from torch import nn
 
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
-from plait.engine.step import Stepper
 from plait.parallel.hooks import Hooks
 from plait.parallel.technique import Parts
+from plait.sharded.model import ShardedModel
+from plait.sharded.step import Stepper
 
 
 class EngineFacts:
     """See the module."""
 
-    parts: Parts
-    mesh: Mesh
+    sharded: ShardedModel
     config: Resolved
     stepper: Stepper
-    hooks: Hooks
     global_steps: int
     skipped_steps: int
 
     @property
+    def parts(self) -> Parts:
+        """What the techniques have made of the model."""
+        return self.sharded.parts
+
+    @property
+    def hooks(self) -> Hooks:
+        """What acts on a step."""
+        return self.sharded.hooks
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return self.sharded.mesh
+
+    @property
     def model(self) -> nn.Module:
         """The user's model, sharded in place."""
-        return self.parts.model
+        return self.sharded.model
 
     module = model
 

@@ -28,8 +28,6 @@ from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import handed_on, rows_are_sequences
 from plait.dryrun.storage_tracker import LiveStorages
-from plait.engine.build import split
-from plait.engine.check import checked_model
 from plait.errors import InputError
 from plait.losses.loss import causal_lm_loss
 from plait.optim.fake_states import make_states
@@ -40,6 +38,8 @@ from plait.parallel.order import attach_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
+from plait.sharded.assemble import split
+from plait.sharded.check import checked_model
 
 Tell = Callable[[str], None]
 """Told what begins, in a few words."""

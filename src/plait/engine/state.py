@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint import distributed, exact, optimizer_content
+from plait import exact
+from plait.checkpoint import distributed, optimizer_content
 from plait.cluster.mesh import Mesh
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts

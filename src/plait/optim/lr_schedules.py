@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from plait.checkpoint import exact
+from plait import exact
 from plait.config.schema import lr_schedules
 from plait.config.schema.lr_schedules import DeepSpeedSchedule, LRRangeTest, MegatronLR, OneCycle, WarmupCosineLR, WarmupDecayLR
 from plait.config.schema.optimization import SchedulerSpec

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.checkpoint import exact
+from plait import exact
 from plait.checkpoint.distributed import find, read_metadata_file
 from plait.errors import CheckpointError, ConfigError, InputError, Problem
 from plait.files import write_whole

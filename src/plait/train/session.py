@@ -23,8 +23,7 @@ from plait.config.resolving.resolve import Config, Resolved, resolve
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import Loader, validation_batches
 from plait.data.prepare import Prepared, prepare
-from plait.engine.build import begin
-from plait.engine.check import CheckedModel, checked_model
+from plait.engine.build import Given, begin
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem
 from plait.events import Event, Listener, RunStarted
@@ -34,6 +33,7 @@ from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.order import check_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
+from plait.sharded.check import CheckedModel, checked_model
 from plait.train.build import Built, build_model, check_model
 from plait.train.folder import RunFolder
 from plait.train.loop import Position, TrainingContext, train
@@ -201,7 +201,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     here = resolved.data_parallel.model_copy(update={"kept_links": str(checked.folder.links)})
     made = resolved.model_copy(update={"data_parallel": here})
     ready = checked.checked.with_resolved(made)
-    engine = begin(ready, loss_fn=causal_lm_loss, weights=checked.built.weights, total_steps=section.steps)
+    engine = begin(ready, Given(causal_lm_loss, weights=checked.built.weights, total_steps=section.steps))
     try:
         _same_everywhere(checked)
         notes: list[str] = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.engine.misuse import warn_of_no_blocks
+from plait.sharded.misuse import warn_of_no_blocks
 
 
 def test_a_large_model_without_blocks_is_warned_of() -> None:

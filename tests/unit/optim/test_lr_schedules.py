@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from plait.checkpoint import exact
+from plait import exact
 from plait.config.schema import lr_schedules as known
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.errors import CheckpointError, ConfigError

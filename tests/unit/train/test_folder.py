@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.checkpoint import exact
+from plait import exact
 from plait.errors import CheckpointError, ConfigError, InputError
 from plait.train.folder import RunFolder
 from plait.train.loop import Position

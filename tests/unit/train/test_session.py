@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from plait.engine.build import Given
 from plait.train import session
 from plait.train.loop import Position
 
@@ -17,8 +18,8 @@ class Handed(Exception):
 
 @pytest.mark.parametrize("done", [0, 30])
 def test_a_resumed_run_has_the_schedule_of_the_whole(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
-    def begin(*_: Any, total_steps: int, **__: Any) -> None:
-        raise Handed(total_steps)
+    def begin(_: Any, given: Given) -> None:
+        raise Handed(given.total_steps)
 
     copies = SimpleNamespace(model_copy=lambda update: None)
     checked: Any = SimpleNamespace(

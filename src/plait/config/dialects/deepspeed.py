@@ -344,7 +344,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "the engine decides which micro-batch ends a step",
-        "leave it out, or use plait.parallelize and plait.accumulate in your own training loop",
+        "leave it out, or use plait.parallelize and its accumulate() in your own training loop",
         {"managed_gradient_accumulation": ("flag", (True,))},
     ),
     Refusal(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.config.resolving.resolve import load, resolve
-from plait.engine.alike import Fact, _difference, _model, _ranks, _settings, _versions
+from plait.sharded.alike import Fact, _difference, _model, _ranks, _settings, _versions
 
 
 def tiny(**changes: Any) -> nn.Module:

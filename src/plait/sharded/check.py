@@ -13,11 +13,11 @@ from torch import nn
 
 from plait.cluster.mesh import default_device_type
 from plait.config.resolving.resolve import Resolved
-from plait.engine.misuse import refuse_unfit_layers
 from plait.model.blocks import find_blocks
 from plait.optim.optimizer import refuse_nothing_to_train
 from plait.parallel.order import check_all
 from plait.parallel.technique import Parts
+from plait.sharded.misuse import refuse_unfit_layers
 
 
 @dataclass(frozen=True)

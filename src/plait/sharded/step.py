@@ -42,11 +42,11 @@ class Stepper:
     """All of the model. Those that the optimizer does not hold count in no norm, and keep no gradient from step to step."""
     mesh: Mesh
     optimizer: torch.optim.Optimizer
-    scheduler: Scheduler | None
     clipping: float
     """Largest global norm; 0 leaves gradients as they are."""
     scaler: LossScaler | None
     check_overflow: bool
+    scheduler: Scheduler | None = None
     tier: DiskTier | None = None
     """Where gradients and optimizer states are, if not in memory."""
     before_update: list[Callable[[], None]] = field(default_factory=list)

@@ -12,12 +12,12 @@ from torch import nn
 import plait
 from plait.cluster.layout import Layout
 from plait.config.resolving.resolve import Resolved, load, resolve
-from plait.engine.check import checked_model
 from plait.errors import ConfigError, ModelError
 from plait.model.plans import TensorPlan
 from plait.parallel.order import ORDER, check_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.technique import Context, Technique
+from plait.sharded.check import checked_model
 from tests.parity import cases
 
 

@@ -1,6 +1,6 @@
 """Guards a training loop against mistakes: a step that failed leaves nothing behind, and calls that would train something else are refused.
 
-A failure is cleared when the engine is used again, not where it happens: there other ranks may be in another place, and the exception must
+A failure is cleared when the handle is used again, not where it happens: there other ranks may be in another place, and the exception must
 reach the user at once. Only a failure of all ranks can be cleared.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from plait._torch.units import drop_gradients, has_unreduced
-from plait.engine.step import Stepper
 from plait.errors import InputError
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
@@ -25,12 +24,13 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 class Guard(StepHook):
-    """For one engine."""
+    """For one handle."""
 
-    def __init__(self, parts: Parts, stepper: Stepper) -> None:
+    def __init__(self, parts: Parts, handle: str = "engine") -> None:
+        """`handle`: what the user has it as, for messages."""
         self.replaced = False
-        """Whether the engine has the model no more."""
-        self._parts, self._stepper = parts, stepper
+        """Whether the handle has the model no more."""
+        self._parts, self._handle = parts, handle
         self._lost: Lost | None = None
         self._known = {id(p): p for p in parts.model.parameters()}
         self._frozen = {name: p for name, p in parts.model.named_parameters() if not p.requires_grad}
@@ -39,7 +39,7 @@ class Guard(StepHook):
         """Of the step so far."""
 
     def release(self) -> None:
-        """The model is passed to another owner, or the engine is closed."""
+        """The model is passed to another owner, or the handle is closed."""
         self.replaced = True
 
     @contextmanager
@@ -55,16 +55,18 @@ class Guard(StepHook):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around every backward of the engine's own."""
+        """Around every backward of the handle's own."""
         self.backwards += 1
         with self.running("step"), self._parts.hooks.backward():
             yield
 
     def recover(self) -> bool:
-        """Before the engine is used: clear what a failure left. Returns whether the gradients of a step were lost. Collective after a
+        """Before the handle is used: clear what a failure left. Returns whether the gradients of a step were lost. Collective after a
         failure, which all ranks had."""
         if self.replaced:
-            raise InputError("this engine was closed, or its model given to another plait.initialize or plait.parallelize; use that one")
+            raise InputError(
+                f"this {self._handle} was closed, or its model given to another plait.initialize or plait.parallelize; use that"
+            )
         lost, self._lost = self._lost, None
         if lost is None:
             return False
@@ -81,18 +83,16 @@ class Guard(StepHook):
             forget()
         self.backwards = 0
 
-    def _held(self, parameter: torch.Tensor) -> bool:
-        return any(parameter is other for group in self._stepper.optimizer.param_groups for other in group["params"])
-
-    def check_update(self) -> None:
+    def check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that does not do what it seems to."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if thawed and (self._in_buckets or not self._held(self._frozen[thawed[0]])):
+        if thawed and (self._in_buckets or id(self._frozen[thawed[0]]) not in held):
             raise InputError(
                 f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.initialize was called and requires a gradient now, "
                 "but it is not trained; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
             )
-        for group in self._stepper.optimizer.param_groups:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._known:
                     raise InputError(
@@ -100,16 +100,21 @@ class Guard(StepHook):
                         "was called, so its gradient is this rank's alone; put all parts into the model before, and freeze "
                         "(requires_grad_(False)) what shall begin later"
                     )
-        if not self.backwards and any(parameter.grad is not None for parameter in self._stepper.parameters):
+        if not self.backwards and any(parameter.grad is not None for parameter in self._parts.model.parameters()):
             raise InputError(
-                "engine.step() found gradients that engine.backward did not make: loss.backward() does not divide by the number of "
-                "micro-batches and ranks; call engine.backward(loss)"
+                f"{self._handle}.step() found gradients that {self._handle}.backward did not make: loss.backward() does not divide by the "
+                f"number of micro-batches and ranks; call {self._handle}.backward(loss)"
             )
         if has_unreduced(self._parts.model):
-            raise InputError(
-                "engine.step() ends a step whose last backward was taken for one before the last, so the gradients are this rank's alone; "
+            remedy = (
                 "call engine.step() after every backward, or engine.set_gradient_accumulation_boundary(True) before the forward and "
                 "backward of the micro-batch that is the last"
+                if self._handle == "engine"
+                else f"the forward and backward of a step's last micro-batch go outside of {self._handle}.accumulate()"
+            )
+            raise InputError(
+                f"{self._handle}.step() ends a step whose last backward was taken for one before the last, so the gradients are this "
+                f"rank's alone; {remedy}"
             )
         self.backwards = 0
 
@@ -131,12 +136,12 @@ def _mixed(error: Exception, parts: Parts) -> str:
     return f"{str(error).partition(' ')[0]} was given a full tensor together with one that is split over processes; " + ". ".join(ways)
 
 
-def checked_loss(loss: Any) -> torch.Tensor:
-    """What engine.backward was given, if it can start from it."""
+def checked_loss(loss: Any, handle: str = "engine") -> torch.Tensor:
+    """What `backward` was given, if it can start from it."""
     if not isinstance(loss, torch.Tensor):
-        raise InputError(f"engine.backward takes the loss of a micro-batch, a tensor with one element, not {type(loss).__name__}")
+        raise InputError(f"{handle}.backward takes the loss of a micro-batch, a tensor with one element, not {type(loss).__name__}")
     if loss.numel() != 1:
-        raise InputError(f"engine.backward takes a loss with one element, not one of shape {tuple(loss.shape)}; take its mean")
+        raise InputError(f"{handle}.backward takes a loss with one element, not one of shape {tuple(loss.shape)}; take its mean")
     if not loss.requires_grad:
-        raise InputError("engine.backward was given a loss without a gradient: it was detached, or computed under torch.no_grad()")
+        raise InputError(f"{handle}.backward was given a loss without a gradient: it was detached, or computed under torch.no_grad()")
     return loss

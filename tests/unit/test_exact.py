@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from plait.checkpoint import exact
+from plait import exact
 from plait.errors import CheckpointError
 
 VALUES = [

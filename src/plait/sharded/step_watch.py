@@ -19,9 +19,12 @@ from plait.parallel.hooks import StepHook
 class StepWatch(StepHook):
     """Checks every step of every torch optimizer of this process, until the model is deleted or passed to another engine."""
 
-    def __init__(self, model: nn.Module, before: list[nn.Parameter], reducer: Reducer | None) -> None:
-        """`before`: the parameters that the model had before it was sharded."""
-        self._reducer = reducer
+    def __init__(self, model: nn.Module, before: list[nn.Parameter], reducer: Reducer | None, *, why_called: str | None = None) -> None:
+        """`before`: the parameters that the model had before it was sharded. `why_called`: why a step has to be `ParallelModel.step`, if
+        it has."""
+        self._reducer, self._why_called = reducer, why_called
+        self.inside = False
+        """Whether `ParallelModel.step` is running."""
         self._model = weakref.ref(model)
         now = {id(parameter) for parameter in model.parameters()}
         self._now = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
@@ -44,6 +47,8 @@ class StepWatch(StepHook):
             self._is_mine[optimizer] = self._look(optimizer)
         if not self._is_mine[optimizer]:
             return
+        if self._why_called is not None and not self.inside:
+            raise InputError(f"{self._why_called}: call sharded.step(optimizer) instead of optimizer.step()")
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         foreign = {id(parameter): parameter for parameter in held if parameter.grad is not None and not self._knows(parameter)}
         if foreign and any(id(parameter) in foreign for parameter in model.parameters()):
@@ -53,7 +58,7 @@ class StepWatch(StepHook):
             )
         if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
             raise InputError(
-                "optimizer.step() after backwards inside plait.accumulate only, whose gradients are this rank's alone; the forward and "
+                "optimizer.step() after backwards inside accumulate() only, whose gradients are this rank's alone; the forward and "
                 "backward of a step's last micro-batch go outside"
             )
         free_gathered(model)  # a forward between the last backward and this would keep the old values, or be read while they change

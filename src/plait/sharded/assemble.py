@@ -1,0 +1,127 @@
+"""From a checked model to one that is sharded in place, with its weights and with what acts on its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.topology import place
+from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.config.schema.config import Config
+from plait.dryrun.rank_activations import solved_recompute
+from plait.errors import InputError, warn
+from plait.losses.loss import Loss
+from plait.model.plans import TensorPlan, little_is_split
+from plait.optim.disk_files import build_disk_tier
+from plait.parallel import materialise
+from plait.parallel.buffers import bind_sync_batch_norm
+from plait.parallel.data.data_parallel import watch_shards_of
+from plait.parallel.full_state import accept_full_tensors
+from plait.parallel.hooks import Hooks
+from plait.parallel.micro_batches import Forward, default_forward
+from plait.parallel.order import apply_all, attach_all
+from plait.parallel.precision.optimizer_states import refuse_cut_blocks
+from plait.parallel.technique import Parts
+from plait.sharded.alike import refuse_different_ranks
+from plait.sharded.check import CheckedModel
+from plait.sharded.load_weights import load_weights
+from plait.sharded.misuse import check_placement, warn_of_no_blocks
+
+ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
+
+
+@contextmanager
+def leaving_no_group() -> Iterator[None]:
+    """A process group that was made before an error is destroyed, so that a corrected call starts as before."""
+    existed = dist.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not existed and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def resolved_for(model: nn.Module, config: ConfigLike, *, total_steps: int | None = None) -> Resolved:
+    """The configuration of a run of this model on the processes that there are."""
+    if isinstance(config, Resolved):
+        return config
+    loaded = load(config)
+    here = place()
+    note = loaded.provenance.warning()
+    if note and here.rank == 0:
+        warn(note)
+    hidden = getattr(getattr(model, "config", None), "hidden_size", None)
+    # A file without any batch size is enough: a step then takes whatever train_batch is given.
+    return resolve(loaded, world_size=here.world_size, hidden_size=hidden, total_steps=total_steps, micro_batch_size=1)
+
+
+def shard(
+    checked: CheckedModel,
+    *,
+    weights: str | Path | None,
+    mean: bool = False,
+    loss_fn: Loss | None = None,
+    forward: Forward = default_forward,
+) -> tuple[Mesh, Parts, int]:
+    """`split`, weights, and what acts on a step, for a `ShardedModel`. `mean`: see `ShardSettings`. Returns also the seed of rank 0's
+    random generator before."""
+    model, resolved = checked.model, checked.resolved
+    template = materialise.template_of(model) if materialise.is_meta(model) else None
+    mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
+    refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
+    if template is not None:
+        materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else ())
+    tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
+    if template is not None:
+        filled = tier.evict_parameter if tier is not None else lambda _: None
+        if weights is None:
+            materialise.initialise(model, template, checked.blocks, seed=resolved.seed, filled=filled)
+        else:
+            load_weights(model, weights, filled=filled)
+            materialise.fill_buffers(model, template)
+    if tier is not None:
+        tier.evict_parameters()
+    parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
+    accept_full_tensors(model)
+    watch_shards_of(model)
+    return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed
+
+
+def split(
+    checked: CheckedModel,
+    *,
+    weights: str | Path | None = None,
+    loss_fn: Loss | None = None,
+    forward: Forward = default_forward,
+) -> tuple[Mesh, Parts, int]:
+    """Apply every technique to the model, in place; one on meta stays there. Everything that can be refused is, before a process group
+    exists. Returns also the seed of rank 0's random generator before."""
+    model, resolved = checked.model, checked.resolved
+    on_meta = materialise.is_meta(model)
+    if weights is not None and not on_meta:
+        raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
+    warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
+    _warn_of_little(checked.parts.noted(TensorPlan), model)
+    check_placement(resolved)
+    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
+    seed = refuse_different_ranks(model, resolved, mesh)
+    if not on_meta:
+        model.to(mesh.device)
+        materialise.broadcast(model)
+    bind_sync_batch_norm(model, mesh)
+    recompute = solved_recompute(resolved, checked.parts, mesh, loss_fn=loss_fn, forward=forward)
+    techniques = resolved.model_copy(update={"recompute": recompute}).techniques
+    return mesh, apply_all(techniques, checked.parts, mesh), seed
+
+
+def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
+    words = little_is_split(plan, model) if plan is not None else None
+    if words is not None and place().rank == 0:
+        warn(words)

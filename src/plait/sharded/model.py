@@ -1,0 +1,230 @@
+"""`ShardedModel`: a model on its layout, and the calls that run it. One handle under everything that does.
+
+It knows micro-batches, gradients and hooks, but no batch sizes, no schedule and no files: those are the engine's. It has no optimizer
+either: what steps one brings it (`stepper`, `update`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from plait.cluster.mesh import Mesh
+from plait.comm.waits import Waits
+from plait.config.resolving.resolve import Resolved
+from plait.optim.backward_optimizer import BackwardOptimizer
+from plait.optim.disk_optimizer import DiskTier
+from plait.optim.gradient_norm import global_norm
+from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
+from plait.parallel.hooks import Hooks, StepEnd
+from plait.parallel.micro_batches import Forward, to_device
+from plait.parallel.pipeline.cut_check import LossFunction
+from plait.parallel.pipeline.pipeline_parallel import PipelineRank
+from plait.parallel.precision.loss_scale import LossScaler
+from plait.parallel.technique import Parts
+from plait.parallel.tensor.styles import Region
+from plait.sharded.guard import Guard
+from plait.sharded.step import Outcome, Stepper
+
+_ATTRIBUTE = "_plait"
+
+
+class ShardedModel:
+    """A model that was sharded in place, and stays the user's own object. Made by `sharded.assemble.shard`."""
+
+    def __init__(self, parts: Parts, mesh: Mesh, config: Resolved, *, forward: Forward, handle: str = "engine") -> None:
+        """`handle`: what the user has it as, for messages."""
+        self.mesh, self.config, self.forward = mesh, config, forward
+        self.guard = Guard(parts, handle)
+        self.parts = parts.with_(hooks=Hooks((*parts.hooks.all, self.guard)))
+        self.pipeline = parts.hooks.of(PipelineRank)
+        self.region = parts.noted(Region)
+        self.waits = parts.noted(Waits) or Waits()
+        self.tier = parts.hooks.of(DiskTier)
+        scale = config.precision.loss_scale
+        self.scaler = LossScaler(scale) if scale is not None else None
+        self.is_evaluating = False
+        free_after_evaluation(parts.model, unless=lambda: self.is_evaluating)
+        # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no global table, names stay as they are.
+        object.__setattr__(parts.model, _ATTRIBUTE, self)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nobody, ()  # a copy of the model, or one from a file, is nobody's
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.parts.model
+
+    @property
+    def hooks(self) -> Hooks:
+        """What acts on a step."""
+        return self.parts.hooks
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self.mesh.device
+
+    @property
+    def loss_scale(self) -> float:
+        """What a loss is multiplied by before its backward; 1 without float16."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def holds_output(self) -> bool:
+        """Whether this rank has the model's output: all have, but those of a pipeline that do not hold its last stage."""
+        return self.pipeline is None or self.pipeline.holds_output
+
+    # ---- training -------------------------------------------------------------------------------------------------------------------
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Before the forward of a micro-batch. `last`: of its step."""
+        for tell in self.hooks.before_microbatch:
+            tell(last)
+
+    def train_microbatches(
+        self, pieces: Sequence[Any], loss: Callable[[Any, Any], torch.Tensor], *, loss_fn: LossFunction | None = None
+    ) -> None:
+        """Forward and backward of a step's micro-batches, through the pipeline where there is one. `loss(output, micro-batch)` returns the
+        0-dimensional tensor that the backward begins with. `loss_fn` is what it computes with: logits stay split over the vocabulary where
+        it can use them so, and a pipeline checks that it has what it reads. Collective."""
+        with self.logits_for(loss_fn):
+            if self.pipeline is not None:
+                with self.guard.backward():
+                    self.pipeline.runtime.train(pieces, forward=self.forward, loss=loss, loss_fn=loss_fn)
+                return
+            for index, piece in enumerate(pieces):
+                self.before_microbatch(last=index == len(pieces) - 1)
+                begin = loss(self.forward(self.model, piece), piece)
+                with self.guard.backward():
+                    begin.backward()
+
+    def finish_reduction(self) -> None:
+        """After the last backward of a step: gradients are the sums over all ranks. Collective."""
+        for finish in self.hooks.finish_reduction:
+            finish()
+
+    def grad_norm(self) -> torch.Tensor:
+        """Global norm of the gradients, each element counted once whatever the layout; float64, 0-dimensional. Collective."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None and p not in self.counted_by_others]
+        return global_norm(grads, self.mesh, tier=self.tier)
+
+    @property
+    def counted_by_others(self) -> frozenset[nn.Parameter]:
+        """Parameters that another pipeline stage holds too, and counts in the norm."""
+        return self.pipeline.counted if self.pipeline is not None else frozenset()
+
+    def stepper(self, optimizer: torch.optim.Optimizer, *, in_backward: BackwardOptimizer | None = None, **schedule: Any) -> Stepper:
+        """What updates the model's parameters with an optimizer. `schedule`: of the learning rate, see `Stepper`."""
+        return Stepper(
+            parameters=list(self.model.parameters()),
+            mesh=self.mesh,
+            optimizer=optimizer,
+            clipping=self.config.gradient_clipping,
+            counted_by_others=self.counted_by_others,
+            scaler=self.scaler,
+            check_overflow=self.config.precision.check_overflow,
+            tier=self.tier,
+            before_update=self.hooks.before_update,
+            in_backward=in_backward,
+            **schedule,
+        )
+
+    def update(self, stepper: Stepper, *, divisor: float = 1.0) -> tuple[Outcome, StepEnd, str]:
+        """End a step: reduce, update, tell the hooks. Returns also a description of what they decided. Collective."""
+        self.guard.check_update(stepper.optimizer)
+        self.finish_reduction()
+        scale = self.loss_scale
+        outcome = stepper(divisor=divisor)
+        end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale, waited_seconds=self.waits.take())
+        return outcome, end, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
+
+    # ---- without gradients ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
+        Collective. Several in a row are faster inside `evaluating`."""
+        piece = to_device(batch, self.device)
+        with self.evaluating():
+            if self.pipeline is not None:
+                return self.pipeline.runtime.evaluate(piece, forward=self.forward)
+            return self.forward(self.model, piece)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end."""
+        if self.is_evaluating:
+            yield
+            return
+        training, self.is_evaluating = self.model.training, True
+        self.model.eval()
+        try:
+            with self.guard.running("forward"):
+                yield
+        finally:
+            self.is_evaluating = False
+            self.model.train(training)
+            free_gathered(self.model)
+
+    @contextmanager
+    def logits_for(self, loss_fn: object) -> Iterator[None]:
+        """Logits stay split over the vocabulary where the loss can use them so."""
+        if self.region is None:
+            yield
+            return
+        self.region.serve(loss_fn)
+        try:
+            yield
+        finally:
+            self.region.gather_logits = True
+
+    def from_output_stage(self, value: Any) -> Any:
+        """`value` of the rank of a pipeline that holds the last stage, on all its ranks; small, and picklable. Collective."""
+        group = self.mesh.group("pp")
+        if self.pipeline is None or group is None:
+            return value
+        box = [value if self.holds_output else None]
+        dist.broadcast_object_list(box, group=group, group_src=self.pipeline.output_rank)
+        return box[0]
+
+    # ---- the end --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model's parameters are parts of what they were, so that no other owner can take it."""
+        layout, parts = self.mesh.layout, self.parts
+        return isinstance(parts.model, FSDPModule) or layout.pp > 1 or layout.tp > 1 or parts.noted(OffloadedActivations) is not None
+
+    def release(self) -> None:
+        """Let go of the model, if it is still this handle's: a replicated one is as it was, but for its weights."""
+        if owner_of(self.model) is not self:
+            return
+        for end in self.hooks.release:
+            end()
+        if not self.is_cut:
+            object.__delattr__(self.model, _ATTRIBUTE)
+
+    def close(self) -> None:
+        """`release`, and end its threads, files and process groups, the default one where Plait made it and nobody else uses it."""
+        self.release()
+        for end in self.hooks.close:
+            end()
+        self.mesh.close()
+
+
+def owner_of(model: nn.Module) -> ShardedModel | None:
+    """The handle that has the model now."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def _nobody() -> None:
+    return None

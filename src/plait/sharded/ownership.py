@@ -1,0 +1,44 @@
+"""A model has one owner: the engine, or your own training loop, to which it was passed last.
+
+A replicated model is a plain module and may be passed on: its previous owner removes its hooks, and raises an error when it is used. A
+model that was split (shards, tp, a pipeline) has changed, and is refused.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel as TorchDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from plait.errors import ModelError
+from plait.parallel.data.data_parallel import DataParallel
+from plait.sharded.model import owner_of
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """Raise ModelError for a model that is wrapped, or cut and so no longer what it was."""
+    if isinstance(model, DistributedDataParallel | TorchDataParallel):
+        raise ModelError(
+            f"the model is already wrapped in {type(model).__name__}, which would reduce every gradient twice; pass the inner model "
+            "(`model.module`) and delete the wrapping line: Plait does its work"
+        )
+    owner = owner_of(model)
+    if owner is not None and owner.is_cut:
+        layout, data = owner.mesh.layout, owner.parts.noted(DataParallel)
+        stage = data.stage if data is not None else 0
+        raise ModelError(
+            f"the model was already sharded by Plait (ZeRO stage {stage}, parallel.pp {layout.pp}, parallel.tp {layout.tp}), "
+            "and its parameters are parts now; build it again (under torch.device('meta'), for nothing) and load its checkpoint, or go on "
+            "with the engine that it has"
+        )
+    if any(isinstance(module, FSDPModule | DistributedDataParallel) for module in model.modules()):
+        raise ModelError("part of the model is already sharded or wrapped (fully_shard or DistributedDataParallel); pass the plain model")
+
+
+def take_over(model: nn.Module) -> None:
+    """Before the model gets a new owner: release it from the old one."""
+    owner = owner_of(model)
+    if owner is not None:
+        owner.release()
+        owner.mesh.leave()

@@ -1,0 +1,193 @@
+"""`plait.parallelize`: a sharded model for your own training loop.
+
+Where a plain loop is enough, `loss.backward()` leaves gradients that are means over the data-parallel ranks, as DistributedDataParallel
+does, and any optimizer steps. What needs to see the step (`why_called`) has it called: `sharded.backward(loss)` or
+`sharded.forward_backward(batch, loss_fn)`, then `sharded.step(optimizer)`. These work everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait._torch.dtensor import local_tensor
+from plait.cluster.mesh import Mesh
+from plait.config.resolving.batch import CALLERS, MICRO
+from plait.config.resolving.resolve import Resolved
+from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.optim.gradient_math import multiply_all
+from plait.optim.gradient_norm import clip_factor
+from plait.parallel.data.data_parallel import free_gathered
+from plait.parallel.data.reducer import Reducer
+from plait.parallel.hooks import Hooks
+from plait.parallel.micro_batches import Forward, default_forward, micro_batches, to_device
+from plait.parallel.technique import Parts
+from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, shard
+from plait.sharded.check import checked_model
+from plait.sharded.guard import checked_loss
+from plait.sharded.misuse import checked_optimizer
+from plait.sharded.model import ShardedModel
+from plait.sharded.ownership import refuse_taken, take_over
+from plait.sharded.step import Outcome, Stepper
+from plait.sharded.step_watch import StepWatch
+
+MeanLoss = Callable[[Any, Any], torch.Tensor]
+"""(output, micro-batch) -> the mean loss of the micro-batch, 0-dimensional."""
+
+
+def why_called(config: Resolved) -> str | None:
+    """Why the steps of your own training loop have to be `ParallelModel.step`; None where a plain loop is enough."""
+    if config.layout.pp > 1:
+        return f"parallel.pp = {config.layout.pp}: each process has a part of the model"
+    if config.precision.loss_scale is not None:
+        return "fp16: the loss is scaled, and a step with an overflow is skipped on all ranks"
+    if config.compression.candidates:
+        return 'parallel.compress_gradients = "auto": full steps are timed to decide it'
+    for section, device in (("optimizer", config.optimizer_offload.device), ("param", config.parameter_offload.device)):
+        if device == "nvme":
+            return f"zero_optimization.offload_{section}: the step reads and writes files"
+    return None
+
+
+class ParallelModel(ShardedModel):
+    """Of your own training loop. Gradients are means over the data-parallel ranks; `accumulate` leaves the division by the number of
+    micro-batches to you, `forward_backward` does it."""
+
+    def __init__(self, parts: Parts, mesh: Mesh, config: Resolved, *, forward: Forward, before: list[nn.Parameter]) -> None:
+        """`before`: the parameters that the model had before it was sharded."""
+        self.why_called = why_called(config)
+        self._watch = StepWatch(parts.model, before, parts.hooks.of(Reducer), why_called=self.why_called)
+        self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
+        parts = parts.with_(hooks=Hooks((*parts.hooks.all, self._watch)))
+        super().__init__(parts, mesh, config, forward=forward, handle="sharded")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of the model, which may also be called itself."""
+        if self.pipeline is not None:
+            raise InputError(f"{self.why_called}: call sharded.forward_backward, or sharded.predict without gradients")
+        self.guard.recover()
+        return self.model(*args, **kwargs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards inside belong to a step that goes on: gradients accumulate and, where the ZeRO stage allows, nothing is communicated.
+
+        Forward and backward of every micro-batch but the last go inside; the last one goes outside.
+        """
+        self.before_microbatch(last=False)
+        try:
+            yield
+        finally:
+            self.before_microbatch(last=True)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch from its loss, 0-dimensional."""
+        checked_loss(loss, "sharded")
+        self.guard.recover()
+        if self.why_called is None:
+            loss.backward()
+            return
+        with self.guard.backward():
+            (loss * (self.loss_scale / self.mesh.layout.dp)).backward()
+            for complete in self.hooks.after_backward:
+                complete()
+
+    def forward_backward(self, batch: Any, loss_fn: MeanLoss) -> torch.Tensor:
+        """Forward and backward of a step's micro-batches (`batch`: see `parallel.micro_batches.micro_batches`), also through a pipeline.
+        Returns the mean of their losses, on every rank of the pipeline; 0-dimensional, float64. Collective."""
+        self.guard.recover()
+        if self.why_called is not None and self.guard.backwards:
+            raise InputError("sharded.forward_backward is a step's only call; call sharded.step(optimizer) before the next")
+        count = self.config.batch.accumulation
+        size = self.config.batch.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
+        pieces = [to_device(piece, self.device) for piece in micro_batches(batch, count=count, size=size)]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        factor = 1 / count if self.why_called is None else self.loss_scale / (count * self.mesh.layout.dp)
+
+        def scaled(output: Any, piece: Any) -> torch.Tensor:
+            nonlocal total
+            loss = checked_loss(loss_fn(output, piece), "sharded")
+            total = total + loss.detach().double()
+            return loss * factor
+
+        if self.why_called is not None:
+            with self.guard.running("step"):
+                self.train_microbatches(pieces, scaled, loss_fn=_Weighted(loss_fn))
+        else:
+            for piece in pieces[:-1]:
+                with self.accumulate():
+                    scaled(self.forward(self.model, piece), piece).backward()
+            scaled(self.forward(self.model, pieces[-1]), pieces[-1]).backward()
+        group = self.mesh.group("pp")
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total / count
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`; returns the norm before, float64. Right on every layout, where
+        `torch.nn.utils.clip_grad_norm_` counts shards or replicas wrongly or fails. Collective."""
+        if self.why_called is not None:
+            raise InputError(f"{self.why_called}: sharded.step clips, by gradient_clipping of the configuration")
+        norm = self.grad_norm()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        multiply_all([local_tensor(grad) for grad in grads], clip_factor(norm, max_norm))
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Unscale, find the global norm, clip by `gradient_clipping` of the configuration, update unless gradients overflowed, and drop the
+        gradients. `optimizer` was built over `model.parameters()` after `parallelize`. Collective."""
+        self.guard.recover()
+        stepper = self._steppers.get(optimizer)
+        if stepper is None:
+            free_gathered(self.model)  # what is gathered is not what the optimizer holds
+            checked_optimizer(optimizer, self.model)
+            if self.tier is not None:
+                self.tier.drive(optimizer)
+            stepper = self._steppers[optimizer] = self.stepper(optimizer)
+        self._watch.inside = True
+        try:
+            if self.why_called is None:
+                return stepper()
+            with self.guard.running("step"):
+                return self.update(stepper)[0]
+        finally:
+            self._watch.inside = False
+
+
+class _Weighted:
+    """A mean loss, as a pipeline's check calls a loss."""
+
+    def __init__(self, loss_fn: MeanLoss) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, output: Any, piece: Any) -> tuple[torch.Tensor, int]:
+        return self._loss_fn(output, piece), 1
+
+
+@leaving_no_group()
+def parallelize(
+    model: nn.Module, config: ConfigLike, *, weights: str | Path | None = None, forward: Forward = default_forward
+) -> ParallelModel:
+    """Shard `model` in place, for your own training loop: `loss.backward()` leaves gradients averaged over the data-parallel ranks, as
+    DistributedDataParallel does; build the optimizer afterwards. Buffers that the forward changes are rank 0's at the start of every step.
+    `config`, `weights`: see `plait.initialize`; `forward(model, micro-batch)` is what `forward_backward` and `predict` call."""
+    refuse_taken(model)
+    resolved = resolved_for(model, config)
+    if resolved.loss_chunk_tokens:
+        rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
+        remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
+        raise ConfigError(Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy))
+    if resolved.data_parallel.update_in_backward:
+        raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
+    before = list(model.parameters())
+    take_over(model)
+    checked = checked_model(model, resolved)
+    mesh, parts, _ = shard(checked, weights=weights, forward=forward, mean=why_called(resolved) is None)
+    return ParallelModel(parts, mesh, resolved, forward=forward, before=before)

@@ -1,0 +1,144 @@
+"""Your own training loop over what has to see its steps: pipelines, float16, files, and compression that the steps decide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import InputError
+from plait.verify.parity import whole
+from tests.parity import cases, tensor_parallel
+from tests.parity.data_parallel import CLIPPING, materialised, settings
+from tests.parity.digests import build
+from tests.pool import Pool
+
+STEPS, COUNT = 3, 4
+
+
+def mean_of(output: Any, piece: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean over a micro-batch's targets."""
+    total, weight = plait.causal_lm_loss(output, piece)
+    return total / max(int(weight), 1)
+
+
+def mine(sharded: plait.ParallelModel, step: list[Any]) -> list[Any]:
+    """This data-parallel rank's micro-batches."""
+    begin = sharded.mesh.dp_index * COUNT
+    return step[begin : begin + COUNT]
+
+
+def loop(rank: int, world: int, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """(weights here, this rank's losses, norms). Runs in a worker."""
+    model = cases.build("plain", tied=True)
+    sharded = plait.parallelize(model, config)
+    optimizer = cases.adamw([p for p in model.parameters() if p.requires_grad])
+    losses, norms = [], []
+    for step in cases.ragged_steps(sharded.mesh.layout.dp * COUNT, steps=STEPS, keys=()):
+        losses.append(float(sharded.forward_backward(mine(sharded, step), mean_of)))
+        outcome = sharded.step(optimizer)
+        assert not outcome.skipped and all(p.grad is None for p in model.parameters())
+        norms.append(float(outcome.grad_norm))
+    return {name: whole(p) for name, p in model.named_parameters()}, losses, norms
+
+
+def parallel(pp: int = 1, tp: int = 1, stage: int = 0, dp: int = 1, schedule: str | None = None) -> dict[str, Any]:
+    """A configuration file of pp x tp x dp processes."""
+    config = settings(dp, stage, 1, COUNT)
+    config["parallel"] |= {"pp": pp, "tp": tp} | (tensor_parallel.plan("plain") if tp > 1 else {})
+    if schedule is not None:
+        config["parallel"]["pipeline"] = {"schedule": schedule}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"dp": 2}),
+        (2, {"dp": 2, "stage": 3}),
+        (2, {"tp": 2}),
+        (2, {"pp": 2}),
+        (4, {"pp": 2, "dp": 2, "stage": 1, "schedule": "gpipe"}),
+        (4, {"pp": 2, "tp": 2}),
+    ],
+)
+def test_a_loop_is_one_process(pool: Pool, world: int, layout: dict[str, Any]) -> None:
+    """The mean of means over micro-batches and ranks, clipped; the pipeline too, whose stages no loop could call."""
+    dp = layout.get("dp", 1)
+    wanted = one_process(dp)
+    for weights, losses, norms in pool.run(world, loop, parallel(**layout)):
+        for name, tensor in weights.items():
+            if ".side." in name and layout.get("stage") and "pp" not in layout:
+                continue  # unused: in a plain loop its sharded gradient is zero and not None, so AdamW decays it
+            torch.testing.assert_close(tensor, wanted[0][name], rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        assert any(losses == pytest.approx(found, rel=1e-12) for found in wanted[1])
+        assert norms == pytest.approx(wanted[2], rel=1e-12)
+
+
+def one_process(dp: int) -> tuple[dict[str, torch.Tensor], list[list[float]], list[float]]:
+    """(weights, losses of each data-parallel rank, norms) in plain torch."""
+    model = materialised("plain", tied=True)
+    optimizer, losses, norms = cases.adamw(list(model.parameters())), [[] for _ in range(dp)], []
+    for step in cases.ragged_steps(dp * COUNT, steps=STEPS, keys=()):
+        for rank in range(dp):
+            found = [mean_of(model(piece["input_ids"]), piece) for piece in step[rank * COUNT : (rank + 1) * COUNT]]
+            losses[rank].append(float(sum(found).detach() / COUNT))
+            sum(loss / len(step) for loss in found).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, losses, norms
+
+
+# ---- beside the engine's three calls ------------------------------------------------------------------------------------------------
+
+
+def both(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[bool], list[bool]]:
+    """(steps that the engine skipped, that the loop skipped); the bits of both runs are the same. Runs in a worker."""
+    steps = cases.ragged_steps(world * 2, steps=4)
+    engine = plait.initialize(build("gpt2", torch.float32, dropout=False), config, optimizer=cases.adamw)
+    skipped: tuple[list[bool], list[bool]] = ([], [])
+    for step in steps:
+        for piece in step[rank * 2 : (rank + 1) * 2]:
+            engine.backward(mean_of(engine(piece["input_ids"]), piece))
+            engine.step()
+        skipped[0].append(not engine.was_step_applied())
+    model = build("gpt2", torch.float32, dropout=False)
+    if folder:
+        files = {"device": "nvme", "nvme_path": folder, "buffer_size": 6000}
+        config = {**config, "zero_optimization": {"stage": 3, "offload_optimizer": files, "offload_param": files}}
+    sharded = plait.parallelize(model, config)
+    optimizer = cases.adamw(list(model.parameters()))
+    with pytest.raises(InputError, match=r"call sharded.step\(optimizer\) instead of optimizer.step\(\)"):
+        optimizer.step()
+    for step in steps:
+        first, last = step[rank * 2 : (rank + 1) * 2]
+        with sharded.accumulate():
+            sharded.backward(mean_of(sharded(first["input_ids"]), first) / 2)
+        sharded.backward(mean_of(model(last["input_ids"]), last) / 2)
+        skipped[1].append(sharded.step(optimizer).skipped)
+    with pytest.raises(InputError, match="sharded.step clips"):
+        sharded.clip_grad_norm(1.0)
+    for (name, one), (_, other) in zip(engine.model.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(whole(one), whole(other)), name
+    assert sharded.loss_scale == engine.sharded.loss_scale
+    with pytest.raises(InputError, match=r"loss.backward\(\)"):
+        mean_of(sharded(steps[0][rank]["input_ids"]), steps[0][rank]).backward()
+    sharded.close()
+    return skipped
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_float16(pool: Pool, stage: int) -> None:
+    """Steps with an overflow are skipped on every rank, and the scale goes on as the engine's."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+    for engine, own in pool.run(2, both, settings(2, stage, 1, 2, **fp16), ""):
+        assert engine == own and any(own) and not all(own)
+
+
+def test_parameters_and_states_in_files(pool: Pool, tmp_path: Path) -> None:
+    for engine, own in pool.run(2, both, settings(2, 3, 1, 2), str(tmp_path)):
+        assert engine == own == [False] * 4
