@@ -55,3 +55,26 @@ def test_a_command(command: str, files: Path, capsys: pytest.CaptureFixture[str]
 def test_a_slow_command(command: str, files: Path) -> None:
     done = subprocess.run([sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_your_own_loop() -> None:
+    """On one process, whose loss falls."""
+    import torch
+
+    import plait
+
+    (block,) = [block for language, block in BLOCKS if language == "python" and "parallelize" in block]
+    torch.manual_seed(1)
+    model, losses = torch.nn.Linear(4, 1), []
+
+    def mean_loss(output: torch.Tensor, piece: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(output, piece[1])
+        losses.append(loss.item())
+        return loss
+
+    x = torch.randn(8, 4)
+    given = {"plait": plait, "torch": torch, "model": model, "mean_loss": mean_loss, "batches": [(x, x.sum(1, keepdim=True))] * 20}
+    names = {**given, "config": {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}}
+    exec(block, names)
+    assert losses[-1] < losses[0]
+    names["sharded"].close()
