@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -49,6 +50,13 @@ class ConfigError(PlaitError):
     def __init__(self, *problems: Problem) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError with all of them; nothing where there are none."""
+    found = tuple(problems)
+    if found:
+        raise ConfigError(*found)
 
 
 class InputError(PlaitError):

@@ -27,7 +27,7 @@ from plait.cli.launching.settings import (
 from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.topology import cpu_count, default_processes
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.files import require_folder
 
 app = typer.Typer(add_completion=False)
@@ -239,8 +239,7 @@ def _refuse_contradictions(beside_standalone: Mapping[str, object], backend: str
     elif backend is not None and several and elastic != (backend == "c10d"):
         wanted = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
         problems.append(Problem("--rdzv-backend", backend, f"machines meet so by {wanted}", f"give {wanted}, or leave --rdzv-backend out"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _refuse_without_hostfile(given: dict[str, object]) -> None:
@@ -249,12 +248,10 @@ def _refuse_without_hostfile(given: dict[str, object]) -> None:
         for name, value in given.items()
         if value
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _refuse_with_hostfile(given: dict[str, object]) -> None:
     rule = "given together with --hostfile, which defines the machines and their ranks"
     problems = [Problem(name, value, rule, "leave one of them out") for name, value in given.items() if value is not None]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)

@@ -17,7 +17,7 @@ import typer
 
 from plait.cli.options import MasterAddr, MasterPort, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set
 from plait.cluster.launchers import claim
-from plait.errors import ConfigError, InputError, PlaitError, Problem
+from plait.errors import ConfigError, InputError, PlaitError, Problem, refuse
 from plait.files import user_path
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def _refuse_alone(given: dict[str, Any]) -> None:
 
 def _refuse(given: dict[str, Any], rule: str, remedy: str) -> None:
     problems = [Problem(f"--{name.replace('_', '-')}", value, rule, remedy) for name, value in given.items() if value is not None]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: int, meeting: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, refuse
 
 MOST_SLOTS = 2**16
 """Of a machine."""
@@ -58,8 +58,7 @@ def parse(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
             hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"]))))
     if not hosts and not problems:
         problems.append(Problem(source, None, "names no machine", "write one `name slots=N` a line"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return tuple(hosts.values())
 
 
@@ -111,6 +110,5 @@ def _filter(hosts: tuple[Host, ...], option: str, text: str) -> dict[str, tuple[
             )
             continue
         named[name] = tuple(sorted({*named.get(name, ()), *slots}))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return named

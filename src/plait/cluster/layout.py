@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
 
-from plait.errors import ConfigError, Problem
+from plait.errors import Problem, refuse
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost (slowest links) first."""
@@ -41,8 +41,7 @@ class Layout:
             for f in fields(self)
             if getattr(self, f.name) < 1
         ]
-        if bad:
-            raise ConfigError(*bad)
+        refuse(bad)
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import InputError, Problem, refuse
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ def _topology(content: Mapping[str, Any], source: str) -> Topology:
         problems.append(
             Problem(f"{source}: memory_bytes", memory, "not a whole number of bytes", "set the bytes of one device, or leave it out")
         )
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return Topology(tuple(machines), device_type, memory)
 
 

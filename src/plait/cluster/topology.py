@@ -20,7 +20,7 @@ from plait.cluster import allocator
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology, load
 from plait.cluster.nccl import Nccl
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 
 __all__ = [
     "Node",
@@ -228,8 +228,7 @@ def _check(here: RankInfo, found: Claim) -> None:
     if here.local_rank > here.rank:
         rule = f"larger than {rank} = {here.rank}, which counts the processes of earlier machines too"
         problems.append(Problem(local, here.local_rank, rule, "check that both come from the same launcher"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _device_memory_bytes(gpus: int, processes: int) -> int | None:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,8 +49,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             near = get_close_matches(name, known, n=1)
             remedy = f"use {near[0]!r}" if near else "leave it out"
             problems.append(Problem(f"model.config.{name}", value, f"a {kind!r} configuration has no such field", remedy))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def described_config(fields: Mapping[str, Any], *, follow: Mapping[str, Any]) -> PreTrainedConfig:

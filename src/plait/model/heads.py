@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from plait.errors import ConfigError, Problem
+from plait.errors import Problem, refuse
 from plait.model.rules import Style
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_q_heads", "n_local_heads")
@@ -114,8 +114,7 @@ def check_heads(attentions: Sequence[Attention], tp: int) -> None:
         broken = _broken(attention, tp)
         if broken:
             problems.setdefault(broken, Problem("parallel.tp", tp, broken, f"use {possible_degrees(attentions)}"))
-    if problems:
-        raise ConfigError(*problems.values())
+    refuse(problems.values())
 
 
 def allows(attentions: Sequence[Attention], tp: int) -> bool:

@@ -15,7 +15,7 @@ from plait.config.dialects.examine import Examined, at_path
 from plait.config.resolving.degrees import PLANNED
 from plait.config.resolving.resolve import checked
 from plait.config.schema.config import Config
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import InputError, Problem, refuse
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
@@ -103,8 +103,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
         if getattr(config, name).enabled == "auto" and not _one_half(config):
             rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
             problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     assert isinstance(batch, int)
     model = model_of(config)
     assert model is not None
@@ -162,8 +161,7 @@ def fixed_by(file: File) -> dict[str, int]:
         remedy = f'leave it out, or set parallel.recompute.mode to "auto" or {RECOMPUTE_NAMES["full"]}'
         problems.append(Problem("parallel.recompute.budget_gib", config.parallel.recompute.budget_gib, "a plan prices no budget", remedy))
     problems += _fix_details(config, fixed)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return fixed
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.files import user_path
 from plait.model.described import check_sizes
 from plait.planner.architecture import Architecture
@@ -147,8 +147,7 @@ def _check_optional(config: Mapping[str, Any], source: str) -> None:
         for name in dict.fromkeys(names)
         if (config.get(name) is not None or name in needed) and (type(config.get(name)) is not int or config[name] < 0)
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def from_config(config: Mapping[str, Any], *, source: str = "the configuration", vocab: int | None = None) -> Architecture:
@@ -171,8 +170,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "the configuration",
             problems.append(Problem(f"{source}: {keys[0]}", value, "not a whole number of at least 1", f"set {' or '.join(keys)}"))
         else:
             found[field] = value
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     check_sizes(config, f"{source}: ")
     _check_optional(config, source)
     optional = {field: next((config[key] for key in keys if config.get(key) is not None), None) for field, keys in _OPTIONAL.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import InputError, Problem, refuse
 from plait.planner.architecture import Architecture
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.constants import Rates
@@ -199,8 +199,7 @@ def _check(request: Request) -> None:
         problems.append(Problem("--batch", request.global_batch, "a step has at least one sample", "give the samples of an optimizer step"))
     if request.sequence < 1:
         problems.append(Problem("--seq", request.sequence, "a sample has at least one token", "give the tokens of a sample"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     if np.isnan(device.flops.get(request.precision, np.nan)):
         has = ", ".join(p for p in ("bf16", "fp16", "fp32") if p in device.flops)
         raise InputError(f"--precision {request.precision}: {device.title} does not compute so; it has {has}")

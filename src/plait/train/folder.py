@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait import exact
 from plait.checkpoint.distributed import find, read_metadata_file
-from plait.errors import CheckpointError, ConfigError, InputError, Problem
+from plait.errors import CheckpointError, InputError, Problem, refuse
 from plait.files import write_whole
 from plait.train.loop import Position
 
@@ -105,5 +105,4 @@ def _refuse_differences(checkpoint: Path, was: dict[str, Any], now: dict[str, An
         for name in sorted(was.keys() & now.keys())
         if was[name] != now[name]
     ]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)

@@ -20,7 +20,7 @@ from torch import nn
 from plait.cluster.nccl import Nccl
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.parallel.precision.mixed_precision import Precision
 from plait.units import dtype_of
 from plait.verify.batches import ragged_steps
@@ -192,8 +192,7 @@ def refuse_peer(engine: Peer, resolved: Resolved, passes: Sequence[Pass], *, ins
     if engine == "accelerate" and stage:
         rule = "of accelerate, DistributedDataParallel is compared, which replicates"
         problems.append(Problem("zero_optimization.stage", stage, rule, "use --set zero_optimization.stage=0"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def in_float32(resolved: Resolved) -> tuple[Resolved, list[str]]:

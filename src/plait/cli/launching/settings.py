@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 
 DEFAULT_PORT = 29500
 MOST_NODES, MOST_ON_A_MACHINE = 2**20, 4096
@@ -81,8 +81,7 @@ def parse_processes(text: str | None, *, gpus: Callable[[], int], cores: Callabl
 def check(settings: Settings) -> Settings:
     """The same settings. Raises ConfigError with everything that is wrong with them."""
     problems = [*_numbers(settings), *(_alone(settings) if settings.single_node else _together(settings))]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return settings
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 
 MOST_DIGITS = 300
 """Of a whole number: with more it is no float."""
@@ -48,8 +48,7 @@ def refuse_unusable(tree: Mapping[Any, Any], name: str) -> None:
             left += [(f"{path}[{index}]", depth + 1, item) for index, item in enumerate(value)]
         elif problem := _problem_of(path, value):
             problems.append(problem)
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def _problem_of(path: str, value: Any) -> Problem | None:

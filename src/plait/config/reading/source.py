@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from plait.config.reading.plain import MOST_DIGITS, TooLong, refuse_unusable
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 
 Source = str | Path | Mapping[str, Any] | Sequence[str]
 """What a configuration can be read from."""
@@ -176,8 +176,7 @@ def _parse_json(text: str, name: str) -> Any:
         ) from None
     except RecursionError:
         raise ConfigError(Problem(name, None, "is nested too deeply", "write sections of keys")) from None
-    if twice:
-        raise ConfigError(*twice)
+    refuse(twice)
     return value
 
 

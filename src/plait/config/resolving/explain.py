@@ -12,6 +12,7 @@ from typing import Any
 from plait.config.reading.source import Source
 from plait.config.resolving.degrees import smallest_world
 from plait.config.resolving.resolve import Outline, Resolved, finish, look, outline
+from plait.config.resolving.resolved_parts import LOSS_SCALE
 from plait.config.resolving.techniques import has_buckets
 from plait.config.schema.config import Config
 from plait.config.schema.provenance import Row, Status
@@ -81,8 +82,7 @@ def _processes(config: Config) -> int:
 # ---- keys that are supported and not read in this configuration ---------------------------------------------------------------------
 
 _BITS = {0: "none", 4: "int4", 8: "int8"}
-_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-_DYNAMIC = _FP16[1:]
+_FP16 = tuple(f"fp16.{key}" for key in LOSS_SCALE.values())
 _TENSOR = tuple(TensorParallel.model_fields)
 
 _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
@@ -91,9 +91,9 @@ _IDLE: tuple[tuple[tuple[str, ...], Callable[[Resolved], bool], str], ...] = (
         lambda r: not has_buckets(r.data_parallel.stage, mixed=r.precision.compute is not None),
         "gradients are reduced block by block; there are buckets only at stage 0 in the model's own dtype",
     ),
-    (tuple(f"fp16.{name}" for name in _FP16), lambda r: r.precision.loss_scale is None, "fp16 is off"),
+    (_FP16, lambda r: r.precision.loss_scale is None, "fp16 is off"),
     (
-        tuple(f"fp16.{name}" for name in _DYNAMIC),
+        _FP16[1:],
         lambda r: r.precision.loss_scale is not None and r.precision.loss_scale.static > 0,
         "the loss scale is constant (fp16.loss_scale)",
     ),
@@ -268,8 +268,7 @@ def _of_precision(precision: Precision) -> dict[str, Any]:
     }
     scale = precision.loss_scale
     if scale is not None:
-        numbers = (scale.static, scale.initial_scale_power, scale.window, scale.hysteresis, scale.consecutive_hysteresis, scale.minimum)
-        found |= {f"fp16.{name}": number for name, number in zip(_FP16, numbers, strict=True)}
+        found |= {f"fp16.{key}": getattr(scale, name) for name, key in LOSS_SCALE.items()}
     return found
 
 

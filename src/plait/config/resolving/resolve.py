@@ -17,7 +17,6 @@ from plait.cluster.layout import Layout
 from plait.cluster.nccl import Nccl
 from plait.config.dialects import megatron
 from plait.config.dialects.examine import Examined, examine
-from plait.config.dialects.keys import fields
 from plait.config.reading.source import Document, Source, parse_override, read
 from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.batch import Batch, solve_batch
@@ -26,7 +25,7 @@ from plait.config.resolving.validation import validate
 from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
@@ -42,10 +41,6 @@ from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.policy import Policy
 
 __all__ = ["Batch", "Config", "Resolved", "Source", "load", "resolve", "smallest_world", "solve_batch", "solve_layout"]
-
-
-_AS_GIVEN = tuple(f"parallel.{name}" for name in ("blocks", "loss_chunk_tokens", "nccl_algorithm", "nccl_protocol"))
-"""Settings that are taken as they are."""
 
 
 class Resolved(Policy):
@@ -165,8 +160,7 @@ def checked(found: Examined, tree: Mapping[str, Any]) -> Config:
         config = validate(tree, written=found.written)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return config
 
 
@@ -245,10 +239,6 @@ def outline(
         found.attempt(lambda: techniques.refuse_overlap(tensor, pipeline, layout))
     if data_parallel and states:
         found.attempt(lambda: techniques.refuse_small_states(optimizer, data_parallel, states))
-    found.sources |= {path: config.origin(path) for path in _AS_GIVEN}
-    for path in fields():
-        if path.split(".")[0] in ("model", "data", "run"):
-            found.sources[path] = config.origin(path)
     run = config.run or RunSection()
     tried: dict[str, Any] = {
         "layout": layout,

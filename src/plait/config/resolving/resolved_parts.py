@@ -6,25 +6,26 @@ A function takes the `Findings` so far, notes sources and problems there, and ra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from plait.cluster.layout import AXES, Layout
+from plait.config.dialects.keys import fields
 from plait.config.resolving.batch import ACCUMULATION, CALLERS, MICRO, TRAIN, Batch, solve_batch
 from plait.config.resolving.degrees import processes, solve_layout
 from plait.config.schema import optimizers
 from plait.config.schema.config import Config, Fp16Section
 from plait.config.schema.lr_schedules import RUN_LENGTH
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.compile import Compile
 from plait.parallel.precision.loss_scale import LossScale
 from plait.parallel.precision.mixed_precision import ComputeDtype, Precision, ReduceDtype
 
 T = TypeVar("T")
 
-_LOSS_SCALE = {
+LOSS_SCALE = {
     "static": "loss_scale",
     "initial_scale_power": "initial_scale_power",
     "window": "loss_scale_window",
@@ -49,8 +50,12 @@ class Findings:
     config: Config
     auto: Mapping[str, Any]
     """What "auto" means to the caller, by path."""
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(init=False)
+    """Of every setting where the file or its default has it from, unless a function notes otherwise."""
     problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sources = {path: self.config.origin(path) for path in fields()}
 
     def attempt(self, part: Callable[[], T]) -> T | None:
         """The part, or None with its problems noted, so that the other parts can tell theirs."""
@@ -60,10 +65,14 @@ class Findings:
             self.problems.extend(error.problems)
             return None
 
+    def not_used(self, paths: Iterable[str], why: str) -> None:
+        """Note that settings have no effect here."""
+        self.sources |= {path: f"{self.sources[path]}; not used: {why}" for path in paths}
+
     def value(self, path: str, value: Any, default: Any, rule: str) -> Any:
         """`value`; or, where it is "auto", the caller's, or else `default` for the reason `rule`. Notes the source."""
         if value != "auto":
-            self.sources[path] = self.config.origin(path)
+            self.sources.setdefault(path, self.config.origin(path))  # of a parameter that no schema lists
             return value
         if path in self.auto:
             self.sources[path] = "auto: the caller's"
@@ -75,12 +84,11 @@ class Findings:
 def layout(found: Findings, *, world_size: int) -> Layout:
     """Degrees of the parallel axes and the placement of ranks."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
-    found.sources["zero_optimization.stage"] = found.config.origin("zero_optimization.stage")
     solved = solve_layout(parallel, stage=stage, world_size=world_size)
     for axis in AXES:
-        given = isinstance(getattr(parallel, axis), int)
-        rest = f"derived: {processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp {solved.tp}), ZeRO stage {stage}"
-        found.sources[f"parallel.{axis}"] = found.config.origin(f"parallel.{axis}") if given else rest
+        if not isinstance(getattr(parallel, axis), int):
+            rest = f"derived: {processes(world_size)} / (pp {solved.pp} x cp {solved.cp} x tp {solved.tp}), ZeRO stage {stage}"
+            found.sources[f"parallel.{axis}"] = rest
     _check_against(found, solved, world_size)
     return solved
 
@@ -115,7 +123,8 @@ def batch(found: Findings, *, dp: int, micro_batch_size: int | None) -> Batch:
     for name in (TRAIN, MICRO, ACCUMULATION):
         value = getattr(found.config, name)
         given[name] = found.auto.get(name) if value == "auto" else value
-        found.sources[name] = "auto: the caller's" if value == "auto" else found.config.origin(name)
+        if value == "auto":
+            found.sources[name] = "auto: the caller's"
     if given[TRAIN] is None and given[MICRO] is None and micro_batch_size is not None:
         given[MICRO], found.sources[MICRO] = micro_batch_size, CALLERS
     if (
@@ -183,8 +192,7 @@ def _half_or_brain(found: Findings) -> tuple[bool, bool]:
         else:
             rule = f"{_COMMAND} (--{name}), and none are here"
             problems.append(Problem(path, "auto", rule, "write true or false"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return bool(whole["fp16"]), bool(whole["bf16"])
 
 
@@ -213,7 +221,7 @@ def _loss_scale(found: Findings, fp16: Fp16Section) -> LossScale:
     defaults = Fp16Section.model_fields
     values = {
         name: found.value(f"fp16.{key}", getattr(fp16, key), defaults[key].default, "DeepSpeed's default")
-        for name, key in _LOSS_SCALE.items()
+        for name, key in LOSS_SCALE.items()
     }
     power, first, least = values["initial_scale_power"], 2.0 ** values["initial_scale_power"], values["minimum"]
     if values["static"] == 0 and first < least:
@@ -226,14 +234,12 @@ def compiled(found: Findings) -> Compile:
     """torch.compile."""
     section = found.config.compile
     enabled = found.value("compile.enabled", section.enabled, False, "off, the default")
-    found.sources |= {f"compile.{name}": found.config.origin(f"compile.{name}") for name in ("backend", "mode")}
     return Compile(enabled=enabled, backend=section.backend, mode=section.mode)
 
 
 def optimizer(found: Findings) -> OptimizerSpec:
     """The optimizer, AdamW where the file names none."""
     spec = found.config.optimizer
-    found.sources |= {f"optimizer.{name}": found.config.origin(f"optimizer.{name}") for name in ("type", "states")}
     if spec is None:
         return OptimizerSpec()
     params = _callers(found, "optimizer.params", spec.params, ASSUMED.removeprefix("auto: "))
@@ -243,7 +249,6 @@ def optimizer(found: Findings) -> OptimizerSpec:
 def scheduler(found: Findings, chosen: OptimizerSpec, *, total_steps: int | None) -> SchedulerSpec | None:
     """The schedule; None is a constant learning rate. An "auto" length is `total_steps`, else `run.steps`."""
     spec = found.config.scheduler
-    found.sources["scheduler.type"] = found.config.origin("scheduler.type")
     if spec is None:
         return None
     steps, whose = total_steps, "the caller's"

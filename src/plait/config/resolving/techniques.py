@@ -15,7 +15,7 @@ from plait.config.resolving.resolved_parts import Findings, described
 from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec
 from plait.config.values.names import instead
-from plait.errors import ConfigError, Problem
+from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.activations import selective
 from plait.parallel.activations.activation_offload import ActivationOffload
@@ -36,6 +36,7 @@ DEFAULT_BUCKET_BYTES = 25 * MIB
 """That of DistributedDataParallel."""
 _SCHEMES = ("int8", "int4", "powersgd")
 """The least lossy first."""
+_BY_GROUP = ": auto, decided by each group when it is made"
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
@@ -43,17 +44,15 @@ def tensor_parallel(found: Findings) -> TensorParallel:
     """How layers are split over the tp axis."""
     section = found.config.parallel
     names = tuple(TensorParallel.model_fields)
-    for name in names:
-        origin = found.config.origin(f"parallel.{name}")
-        found.sources[f"parallel.{name}"] = origin if section.tp > 1 else f"{origin}; not used: tp is 1"
+    if section.tp == 1:
+        found.not_used((f"parallel.{name}" for name in names), "tp is 1")
     return TensorParallel(**{name: getattr(section, name) for name in names})
 
 
 def _refuse(path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str) -> None:
     """Raise ConfigError with every (applies, rule, remedy) that applies; `otherwise` is a value of the setting that is always possible."""
     problems = [Problem(path, value, rule, f"{remedy}, or {otherwise}") for applies, rule, remedy in rules if applies]
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
 
 
 def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> None:
@@ -76,9 +75,8 @@ def refuse_overlap(tensor: TensorParallel, pipeline: Pipeline, at: Layout) -> No
 def pipeline(found: Findings, solved: Layout) -> Pipeline:
     """How the pp axis is used. Whether the schedule exists for the numbers is asked when the model is there (`Pipeline.check`)."""
     section = found.config.parallel.pipeline
-    for name in ("schedule", "stages_per_rank", "blocks_per_stage"):
-        origin = found.config.origin(f"parallel.pipeline.{name}")
-        found.sources[f"parallel.pipeline.{name}"] = origin if solved.pp > 1 else f"{origin}; not used: pp is 1"
+    if solved.pp == 1:
+        found.not_used((f"parallel.pipeline.{name}" for name in type(section).model_fields), "pp is 1")
     schedule = section.schedule
     if schedule is None:
         several = (section.stages_per_rank or 1) > 1
@@ -95,10 +93,9 @@ def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: 
     """ZeRO stage, and how gradients are reduced over `shard` processes that share the parameters out."""
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd"))
-    found.sources["parallel.measure_seconds"] = found.config.origin("parallel.measure_seconds")
     transport = found.config.parallel.transport
-    given = found.config.origin("parallel.transport")
-    found.sources["parallel.transport"] = f"{given}: auto, decided by each group when it is made" if transport == "auto" else given
+    if transport == "auto":
+        found.sources["parallel.transport"] += _BY_GROUP
     return DataParallel(
         stage=found.config.zero_optimization.stage,
         bucket_bytes=bucket_bytes or scheme.bucket_bytes(DEFAULT_BUCKET_BYTES),
@@ -109,18 +106,15 @@ def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: 
         links=found.config.parallel.links,
         measure_seconds=found.config.parallel.measure_seconds,
         secondary_partition=_secondary_partition(found, shard),
-        update_in_backward=found.value("parallel.optimizer_in_backward", found.config.parallel.optimizer_in_backward, False, ""),
+        update_in_backward=found.config.parallel.optimizer_in_backward,
     )
 
 
 def _all_reduce(found: Findings) -> Name | Literal["by-machines"]:
     wanted, path = found.config.parallel.all_reduce, "parallel.all_reduce"
-    found.sources["parallel.links"] = found.config.origin("parallel.links")
-    origin = found.config.origin(path)
     if wanted == "auto":
-        found.sources[path] = f"{origin}: auto, decided by each group when it is made"
+        found.sources[path] += _BY_GROUP
         return "by-machines"
-    found.sources[path] = origin
     if found.config.parallel.transport == "shared-memory" and found.config.zero_optimization.stage == 0:
         rule = "parallel.transport is shared-memory, which has its own all-reduce"
         raise ConfigError(Problem(path, wanted, rule, 'use "auto" for one of them'))
@@ -131,8 +125,6 @@ def compression(found: Findings, dtypes: Precision) -> Compression:
     """The compression from the first step on, and the candidates from which the first steps may select one."""
     parallel, stage = found.config.parallel, found.config.zero_optimization.stage
     buckets = has_buckets(stage, mixed=dtypes.compute is not None)
-    for name in ("compress_gradients", "compress_weights", "powersgd_rank"):
-        found.sources[f"parallel.{name}"] = found.config.origin(f"parallel.{name}")
     gradients, path = parallel.compress_gradients, "parallel.compress_gradients"
     if stage and "powersgd" in (gradients if isinstance(gradients, list) else [gradients]):
         rule = f"factors a matrix's full gradient, and ZeRO stage {stage} reduces it in shards"
@@ -223,7 +215,6 @@ def refuse_small_states(spec: OptimizerSpec, data: DataParallel, offload: Optimi
 
 def _secondary_partition(found: Findings, shard: int) -> int:
     wanted, path = found.config.parallel.secondary_partition, "parallel.secondary_partition"
-    found.sources[path] = found.config.origin(path)
     if wanted in (0, 1) or found.config.zero_optimization.stage < 3 or wanted == shard:
         return 0
     if wanted > shard or shard % wanted:
@@ -236,8 +227,8 @@ def _bucket_bytes(found: Findings, dtypes: Precision, hidden_size: int | None) -
     """None: the links decide."""
     mib, path = found.config.parallel.bucket_mib, "zero_optimization.reduce_bucket_size"
     from_mib = round(mib * MIB) if mib != "auto" else None
-    mib_source = found.config.origin("parallel.bucket_mib")
-    elements, source = found.config.zero_optimization.reduce_bucket_size, found.config.origin(path)
+    mib_source = found.sources["parallel.bucket_mib"]
+    elements, source = found.config.zero_optimization.reduce_bucket_size, found.sources[path]
     if elements == "auto":
         by_rule = hidden_size**2 if hidden_size is not None else None
         elements = found.auto.get(path, by_rule)
@@ -264,14 +255,12 @@ def recompute(found: Findings) -> Recompute:
     """Which blocks recompute what."""
     section, path = found.config.parallel.recompute, "parallel.recompute"
     mode = section.mode or ("budget" if section.budget_gib is not None else "none")
-    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
     if section.mode is None and section.budget_gib is not None:
         found.sources[f"{path}.mode"] = f"derived: {path}.budget_gib is given"
     length = section.sequence_length
     if length is None and mode == "budget" and found.config.data is not None:
         length, found.sources[f"{path}.sequence_length"] = found.config.data.sequence_length, "derived: data.sequence_length"
-    partition, name = found.config.activation_checkpointing.partition_activations, "activation_checkpointing.partition_activations"
-    found.sources[name] = found.config.origin(name)
+    partition = found.config.activation_checkpointing.partition_activations
     problems = []
     selective.kept(section.keep)
     if mode == "budget" and section.budget_gib is None:
@@ -285,8 +274,7 @@ def recompute(found: Findings) -> Recompute:
     if mode == "budget" and found.sources.get(MICRO) == CALLERS:
         rule = "activations grow with the micro-batch, and the file gives no batch size"
         problems.append(Problem(f"{path}.mode", "budget", rule, "set train_micro_batch_size_per_gpu"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return Recompute(
         mode=mode,
         every=section.every,
@@ -307,7 +295,6 @@ def recomputes(config: Config) -> bool:
 def activation_offload(found: Findings) -> ActivationOffload:
     """Where blocks put what they save for backward."""
     section, path = found.config.parallel.activation_offload, "parallel.activation_offload"
-    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
     to_host, name = found.config.activation_checkpointing.cpu_checkpointing, "activation_checkpointing.cpu_checkpointing"
     fraction, given = section.fraction, found.config.origin(f"{path}.fraction") != "default"
     problems = []
@@ -318,15 +305,13 @@ def activation_offload(found: Findings) -> ActivationOffload:
         fraction, found.sources[f"{path}.fraction"] = 1.0, f"{found.config.origin(name)}: {name}"
     if fraction and section.device == "disk" and section.path is None:
         problems.append(Problem(f"{path}.device", "disk", "no folder is given", f"set {path}.path"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     return ActivationOffload(fraction=fraction, device=section.device, path=section.path if section.device == "disk" else None)
 
 
 def optimizer_offload(found: Findings) -> OptimizerOffload:
     """The tier of optimizer states and gradients."""
     section, path = found.config.zero_optimization.offload_optimizer, "zero_optimization.offload_optimizer"
-    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
     problems = []
     if section.device == "none":
         return OptimizerOffload()
@@ -335,8 +320,7 @@ def optimizer_offload(found: Findings) -> OptimizerOffload:
     if found.config.zero_optimization.stage == 0:
         rule = "ZeRO stage 0 keeps full optimizer states on every process"
         problems.append(Problem(f"{path}.device", section.device, rule, "set zero_optimization.stage to 1, 2 or 3"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     if section.device == "cpu":
         return OptimizerOffload(device="cpu", pin_memory=section.pin_memory, ratio=section.ratio)
     return OptimizerOffload(
@@ -352,7 +336,6 @@ def parameter_offload(found: Findings) -> ParameterOffload:
     """The tier of the shards that parameters are gathered from, which are the master weights."""
     zero, path = found.config.zero_optimization, "zero_optimization.offload_param"
     section, states, stage = zero.offload_param, zero.offload_optimizer, zero.stage
-    found.sources |= {f"{path}.{name}": found.config.origin(f"{path}.{name}") for name in type(section).model_fields}
     problems = []
     if section.device != "none" and stage != 3:
         rule = f"stage {stage} keeps parameters unsharded during a step"
@@ -368,8 +351,7 @@ def parameter_offload(found: Findings) -> ParameterOffload:
         problems.append(Problem(f"{path}.device", "nvme", rule, 'set offload_optimizer.device = "nvme" or "none", or "cpu" here'))
     if section.device == "nvme" and section.nvme_path is None:
         problems.append(Problem(f"{path}.device", "nvme", "no folder is given", f"set {path}.nvme_path"))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     if states.device == "cpu" and stage > 0:
         return ParameterOffload(device="cpu", with_states=section.device != "cpu")
     if section.device == "nvme":
