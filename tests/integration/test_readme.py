@@ -76,5 +76,5 @@ def test_your_own_loop() -> None:
     given = {"plait": plait, "torch": torch, "model": model, "mean_loss": mean_loss, "batches": [(x, x.sum(1, keepdim=True))] * 20}
     names = {**given, "config": {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}}
     exec(block, names)
-    assert losses[-1] < losses[0]
+    assert sum(losses[-2:]) < sum(losses[:2])  # two micro-batches a step
     names["sharded"].close()
