@@ -120,6 +120,8 @@ def both(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[li
             sharded.backward(mean_of(sharded(first["input_ids"]), first) / 2)
         sharded.backward(mean_of(model(last["input_ids"]), last) / 2)
         skipped[1].append(sharded.step(optimizer).skipped)
+    with pytest.raises(InputError, match="a second optimizer would find no gradients"):
+        sharded.step(cases.adamw(list(model.parameters())))
     with pytest.raises(InputError, match="sharded.step clips"):
         sharded.clip_grad_norm(1.0)
     for (name, one), (_, other) in zip(engine.model.named_parameters(), model.named_parameters(), strict=True):
@@ -142,3 +144,31 @@ def test_float16(pool: Pool, stage: int) -> None:
 def test_parameters_and_states_in_files(pool: Pool, tmp_path: Path) -> None:
     for engine, own in pool.run(2, both, settings(2, 3, 1, 2), str(tmp_path)):
         assert engine == own == [False] * 4
+
+
+def two_optimizers(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+    """Each steps half of the parameters; its gradients are clipped and dropped by themselves. Runs in a worker."""
+    model = cases.build("plain", tied=True)
+    sharded = plait.parallelize(model, settings(world, stage, 1, 1) | {"gradient_clipping": 0})
+    parameters = list(model.parameters())
+    optimizers = [cases.adamw(parameters[::2]), cases.adamw(parameters[1::2])]
+    for step in cases.ragged_steps(world, steps=2, keys=()):
+        sharded.backward(mean_of(sharded(step[rank]["input_ids"]), step[rank]))
+        for optimizer in optimizers:
+            sharded.step(optimizer)
+        assert all(p.grad is None for p in parameters)
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_optimizers(pool: Pool, stage: int) -> None:
+    model = materialised("plain", tied=True)
+    optimizer = cases.adamw(list(model.parameters()))
+    for step in cases.ragged_steps(2, steps=2, keys=()):
+        sum(mean_of(model(piece["input_ids"]), piece) / 2 for piece in step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in pool.run(2, two_optimizers, stage):
+        for name, wanted in model.named_parameters():
+            if not (stage and ".side." in name):
+                torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)

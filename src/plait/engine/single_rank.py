@@ -37,9 +37,9 @@ from plait.parallel.micro_batches import default_forward, micro_batches
 from plait.parallel.order import attach_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.technique import Parts
-from plait.parallel.tensor.styles import Region
 from plait.sharded.assemble import split
 from plait.sharded.check import checked_model
+from plait.sharded.model import ShardedModel
 
 Tell = Callable[[str], None]
 """Told what begins, in a few words."""
@@ -123,7 +123,7 @@ def run_single_rank(
             inside.enter_context(rows_are_sequences())
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
-            run = _Run(model, parts, parts.hooks.of(PipelineRank), resolved, samples, length, watch)
+            run = _Run(ShardedModel(parts, mesh, resolved, forward=default_forward), samples, length, watch)
             built = time.perf_counter()
             tell(f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length} tokens on {mesh.device.type}")
             make_states(run.optimizer)
@@ -135,44 +135,38 @@ def run_single_rank(
 
 @dataclass
 class _Run:
-    model: nn.Module
-    parts: Parts
-    pipeline: PipelineRank | None
-    resolved: Resolved
+    sharded: ShardedModel
     samples: int
     length: int
     watch: _Watch | _Profile
 
     def __post_init__(self) -> None:
-        self.optimizer = build_optimizer(self.resolved.optimizer, list(self.model.named_parameters()))
-        region = self.parts.noted(Region)
-        if region is not None:
-            region.serve(causal_lm_loss)
+        self.optimizer = build_optimizer(self.sharded.config.optimizer, list(self.sharded.model.named_parameters()))
 
     def step(self) -> SingleRankRun:
         """A full step and its measurements."""
-        count = self.resolved.batch.accumulation
-        ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(self.model.parameters()).device)
+        sharded, model = self.sharded, self.sharded.model
+        count = sharded.config.batch.accumulation
+        ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
-        if self.pipeline is not None:
-            predict_messages(self.model, self.parts, self.pipeline, pieces[0])
+        if sharded.pipeline is not None:
+            predict_messages(model, sharded.parts, sharded.pipeline, pieces[0])
         with delivered_at_once(), self.watch.step():
             with self.watch.phase("micro-batches"):
-                self._micro_batches(pieces)
+                sharded.train_microbatches(pieces, lambda output, piece: causal_lm_loss(output, piece)[0], loss_fn=causal_lm_loss)
             with self.watch.phase("reduction"):
-                for finish in self.parts.hooks.finish_reduction:
-                    finish()
-            gradients = storage_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
+                sharded.finish_reduction()
+            gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
             with self.watch.phase("optimizer step"):
                 self.optimizer.step()
         states = storage_bytes(
             value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
         )
         return SingleRankRun(
-            parameters=storage_bytes(self.model.parameters()),
+            parameters=storage_bytes(model.parameters()),
             gradients=gradients,
             optimizer=states,
-            blocks=self.parts.blocks,
+            blocks=sharded.parts.blocks,
             peak=self.watch.peak,
             peak_during=self.watch.peak_during,
             operators=self.watch.operators(),
@@ -181,18 +175,6 @@ class _Run:
             build_seconds=0.0,
             step_seconds=0.0,
         )
-
-    def _micro_batches(self, pieces: list[Any]) -> None:
-        if self.pipeline is not None:
-            with self.parts.hooks.backward():
-                self.pipeline.runtime.train(pieces, forward=default_forward, loss=lambda output, piece: causal_lm_loss(output, piece)[0])
-            return
-        for index, piece in enumerate(pieces):
-            for tell in self.parts.hooks.before_microbatch:
-                tell(index == len(pieces) - 1)
-            loss = causal_lm_loss(default_forward(self.model, piece), piece)[0]
-            with self.parts.hooks.backward():
-                loss.backward()
 
 
 class _Watch(LiveStorages):

@@ -142,15 +142,22 @@ class ParallelModel(ShardedModel):
 
     def step(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Unscale, find the global norm, clip by `gradient_clipping` of the configuration, update unless gradients overflowed, and drop the
-        gradients. `optimizer` was built over `model.parameters()` after `parallelize`. Collective."""
+        gradients of the optimizer's parameters. `optimizer` was built over `model.parameters()` after `parallelize`. Collective."""
         self.guard.recover()
         stepper = self._steppers.get(optimizer)
         if stepper is None:
+            if self.why_called is not None and len(self._steppers):
+                raise InputError(
+                    f"{self.why_called}: a step ends for all parameters at once, and a second optimizer would find no gradients; use one "
+                    "optimizer with several parameter groups"
+                )
             free_gathered(self.model)  # what is gathered is not what the optimizer holds
             checked_optimizer(optimizer, self.model)
             if self.tier is not None:
                 self.tier.drive(optimizer)
             stepper = self._steppers[optimizer] = self.stepper(optimizer)
+            if self.why_called is None:  # the others' gradients are for other optimizers
+                stepper.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._watch.inside = True
         try:
             if self.why_called is None:
