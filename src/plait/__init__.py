@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plait.version import __version__
 
 if TYPE_CHECKING:
+    from plait.checkpoint.load import load_trained
     from plait.config.resolving.resolve import load as load_config
     from plait.engine.build import initialize
     from plait.engine.engine import Engine, StepResult
@@ -30,6 +31,7 @@ _HOMES = {
     "causal_lm_loss": "plait.losses.loss",
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "initialize": "plait.engine.build",
+    "load_trained": "plait.checkpoint.load",
     "load_config": "plait.config.resolving.resolve",
     "parallelize": "plait.sharded.parallel_model",
     "per_sample": "plait.losses.loss",
@@ -49,6 +51,7 @@ __all__ = [
     "chunked_causal_lm_loss",
     "initialize",
     "load_config",
+    "load_trained",
     "parallelize",
     "per_sample",
 ]

@@ -26,13 +26,14 @@ PLACES = (
     ("plait.parallel.offload.arena.Arena.evict", 150),  # a backward or a step over the files
     ("plait.parallel.offload.arena.Arena.fetch", 250),
     ("plait.optim.disk_optimizer.DiskTier._take", 20),  # between two pieces of a step
-    ("plait.checkpoint.distributed.dcp.save", 1),
-    ("plait.checkpoint.distributed.dcp.save", 2),
-    ("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", 1),  # tensors are written, what names them is not
-    ("plait.checkpoint.distributed._write_latest", 1),  # renamed, not named
-    ("plait.checkpoint.distributed.remove_old", 2),
+    ("plait.checkpoint.save.write_shards", 1),
+    ("plait.checkpoint.save.write_shards", 2),
+    ("plait.checkpoint.save.write_file", 1),  # tensors are written, the list of them is not
+    ("plait.checkpoint.save.publish", 1),
+    ("plait.checkpoint.save.replace_text", 1),  # renamed, not named
+    ("plait.train.loop.remove_old", 2),
 )
-FIRST_ONLY = {PLACES[-1][0], PLACES[-2][0], PLACES[-3][0]}
+FIRST_ONLY = {name for name, _ in PLACES[-3:]}
 """What only rank 0 calls."""
 SECONDS = 120
 

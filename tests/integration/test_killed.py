@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from plait.checkpoint.folder import find
+from plait.checkpoint.load import Reader
+from plait.checkpoint.windows import dtype_of
 from tests.integration.killed import PLACES
 from tests.integration.tiny import llama
 
@@ -61,15 +61,12 @@ def train(folder: Path, name: str, *, places: int, kills: int) -> list[str]:
 
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of the last one, generators too."""
-    path = folder / "checkpoints" / f"step-{STEPS:08d}"
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(tensors, checkpoint_id=path, no_dist=True)
-    return tensors
+    found = find(folder / "checkpoints")
+    assert found is not None and found.manifest.tag == f"step-{STEPS:08d}"
+    reader = Reader(found)
+    tensors = {name: torch.empty(record.shape, dtype=dtype_of(record)) for name, record in reader.tensors.items()}
+    reader.fill(tensors)
+    return tensors | {f"{rank}.{name}": tensor for rank in range(2) for name, tensor in reader.own(rank).items()}
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import plait
+from plait.checkpoint.folder import candidates
+from plait.checkpoint.load import Reader
 from plait.cluster.layout import Layout
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, reference_trace
@@ -72,8 +74,10 @@ def test_every_rank_computes_the_step_of_one_process(folder: Path, alone: Trace)
 def test_the_checkpoint_is_complete_and_loads_in_one_process(folder: Path, alone: Trace) -> None:
     """It holds the parameters after the update, the optimizer's states with them, and a file of every rank that had something to write."""
     saved = folder / "checkpoints"
-    assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-00000001"]
-    assert {path.name.split("_")[2] for path in (saved / "step-00000001").glob("*.distcp")} == {str(index) for index in range(RANKS)}
+    assert sorted(path.name for path in saved.iterdir()) == ["LATEST", "step-00000001"]
+    found = candidates(saved)[0]
+    assert len(list(found.path.glob("*.safetensors"))) == RANKS
+    Reader(found).verify("full")
     model = build()
     with torch.no_grad():
         for parameter in model.parameters():

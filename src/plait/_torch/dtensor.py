@@ -28,15 +28,20 @@ def local_window(tensor: DTensor) -> tuple[slice, ...]:
     starts, sizes = [0] * tensor.ndim, list(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    splits = [
-        (isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)
-    ]
-    for _, axis, dim in sorted(splits):
+    for axis, dim in shard_order(tensor):
         chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
         offset = min(coordinate[axis] * chunk, sizes[dim])
         starts[dim] += offset
         sizes[dim] = min(chunk, sizes[dim] - offset)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def shard_order(tensor: DTensor) -> list[tuple[int, int]]:
+    """(mesh dimension, tensor dimension) of every split, in the order in which they are applied (see `local_window`)."""
+    splits = [
+        (isinstance(p, _StridedShard), axis, p.dim) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)
+    ]
+    return [(axis, dim) for _, axis, dim in sorted(splits)]
 
 
 def sum_before_reading() -> None:

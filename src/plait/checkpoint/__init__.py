@@ -1,1 +1,1 @@
-"""Saving and loading: torch's distributed checkpoint for training, safetensors for Hugging Face."""
+"""Checkpoints: safetensors shards and JSON manifests in a folder that appears whole or not at all, and that loads on any layout."""

@@ -14,13 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from plait import exact
 from plait._torch.dtensor import local_tensor
+from plait.checkpoint.windows import TensorRecord, dtype_of
 from plait.errors import CheckpointError
 
 START = "optimizer.state."
@@ -67,7 +66,6 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
     saved = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    subclasses = False
     for parameter, states in optimizer.state.items():
         if not isinstance(parameter, nn.Parameter) or parameter not in names:
             raise CheckpointError(
@@ -79,8 +77,8 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
             place = f"state.{name}.{key}"
             if isinstance(value, torch.Tensor):
                 _refuse_partial(optimizer, parameter, value, place)
+                _refuse_own_form(optimizer, value, place)
                 tensors[place] = value
-                subclasses |= type(local_tensor(value.detach())) is not torch.Tensor
             else:
                 values[place] = exact.encode(value, f"{type(optimizer).__name__}: {place}")
     groups = [
@@ -93,7 +91,6 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
         "groups": groups,
         "values": values,
         "extra": exact.encode(extra, type(optimizer).__name__),
-        "subclasses": subclasses,
     }
     return Content(tensors, record)
 
@@ -114,7 +111,6 @@ def merged(record: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str,
     seen: set[str] = set()
     for one in records:
         whole["values"] |= one["values"]
-        whole["subclasses"] |= one["subclasses"]
         for entry in one["groups"]:
             params = [name for name in entry["params"] if name not in seen]  # a tied parameter is on several stages
             seen.update(params)
@@ -135,7 +131,9 @@ class Fill:
     """The same by the names in the checkpoint."""
 
 
-def allocate(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any], record: Mapping[str, Any], *, place: Place | None) -> Fill:
+def allocate(
+    model: nn.Module, optimizer: Optimizer, stored: Mapping[str, TensorRecord], record: Mapping[str, Any], *, place: Place | None
+) -> Fill:
     """Room for what a checkpoint holds of this rank's parameters. Parameters that had no state when it was written get none."""
     same = _refuse_another_class(optimizer, record)
     saved = stored_states(stored)
@@ -143,21 +141,18 @@ def allocate(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any], 
     tensors: dict[str, torch.Tensor] = {}
     names = parameter_names(model)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    made = _by_a_step(model, optimizer) if record["subclasses"] else None
     for parameter in trained:
         name = next((alias for alias in names[parameter] if alias in saved), None)
         if name is None:
             continue
-        if made is not None:
-            own = {key: made[f"state.{names[parameter][0]}.{key}"] for key in saved[name]}
-        elif isinstance(optimizer, MakesStates):
+        if isinstance(optimizer, MakesStates):
             own = optimizer.fresh_states(parameter)
             _compare_forms(name, saved[name], own)
         else:
             if class_name(optimizer) in _ADAMS:
                 _compare_forms(name, saved[name], ("exp_avg", "exp_avg_sq"))
             was = stored.get(f"model.{name}")
-            dtype = was.properties.dtype if same and isinstance(was, TensorStorageMetadata) else None
+            dtype = dtype_of(was) if same and was is not None else None
             own = {key: _room(parameter, key, meta, was=dtype, place=place) for key, meta in saved[name].items()}
         found[parameter] = own
         tensors |= {f"state.{name}.{key}": tensor for key, tensor in own.items()}
@@ -192,9 +187,9 @@ def put(optimizer: Optimizer, model: nn.Module, fill: Fill, record: Mapping[str,
                 loaded[key] = tensor.to(loaded[key].device)
 
 
-def stored_states(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def stored_states(stored: Mapping[str, TensorRecord]) -> dict[str, dict[str, TensorRecord]]:
     """Parameter name to the names of its states in a checkpoint, with what is known of them."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, TensorRecord]] = {}
     for key, meta in stored.items():
         if key.startswith(START):
             parameter, _, name = key.removeprefix(START).rpartition(".")
@@ -202,9 +197,9 @@ def stored_states(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _room(parameter: nn.Parameter, key: str, meta: Any, *, was: torch.dtype | None, place: Place | None) -> torch.Tensor:
+def _room(parameter: nn.Parameter, key: str, meta: TensorRecord, *, was: torch.dtype | None, place: Place | None) -> torch.Tensor:
     """`was` is the parameter's dtype in the checkpoint; None where another optimizer of the same kind wrote the states."""
-    size, dtype = tuple(meta.size), meta.properties.dtype
+    size, dtype = meta.shape, dtype_of(meta)
     if size and (was is None or dtype == was):
         dtype = parameter.dtype  # it follows the parameter's, where this run has another
     if size == tuple(parameter.shape) and parameter.ndim:
@@ -212,11 +207,13 @@ def _room(parameter: nn.Parameter, key: str, meta: Any, *, was: torch.dtype | No
     return torch.zeros(size, dtype=dtype, device="cpu" if not size else parameter.device)
 
 
-def _by_a_step(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-    """States whose form only the optimizer knows (tensor subclasses), made by a step with zero gradients: everything that it changes is
-    overwritten by the checkpoint."""
-    optimizer.state.clear()
-    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+def _refuse_own_form(optimizer: Optimizer, value: torch.Tensor, place: str) -> None:
+    kind = type(local_tensor(value.detach()))
+    if kind is not torch.Tensor:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps {place} as a {kind.__name__}, whose parts no other layout can cut; use optimizer.states for "
+            "states of 8 or 4 bits"
+        )
 
 
 def _refuse_partial(optimizer: Optimizer, parameter: nn.Parameter, value: torch.Tensor, place: str) -> None:

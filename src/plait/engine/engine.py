@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.checkpoint.load import Verify
 from plait.comm.pending import Pending
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.engine.facts import EngineFacts
@@ -285,13 +286,14 @@ class Engine(EngineFacts):
         return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
 
     def load_checkpoint(
-        self, folder: str | Path, *, tag: str | None = None, on_note: Callable[[str], None] | None = None
+        self, folder: str | Path, *, tag: str | None = None, verify: Verify = "full", on_note: Callable[[str], None] | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
-        """Go on from `folder/tag`, or from the latest; None where there is none. Returns its path and client state. Collective.
+        """Go on from `folder/tag`, or from the latest that is undamaged; None where there is none. Returns its path and client state.
+        Collective. `verify`: "full" compares every byte with its hash first, "sample" one tensor in eight, "off" only sizes and lists.
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         self._recover()
-        return load_engine(self, Path(folder), tag=tag, on_note=on_note)
+        return load_engine(self, Path(folder), tag=tag, verify=verify, on_note=on_note)
 
     def close(self) -> None:
         """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again."""

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from plait import exact
-from plait.checkpoint import distributed, optimizer_content
+from plait.checkpoint import model_content, optimizer_content
+from plait.checkpoint.agreement import together
+from plait.checkpoint.folder import Found, candidates
+from plait.checkpoint.load import Reader, Verify, compare_model
+from plait.checkpoint.save import save
 from plait.cluster.mesh import Mesh
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
-from plait.errors import warn
+from plait.errors import CheckpointError, warn
 from plait.parallel.data.data_parallel import free_gathered
+
+T = TypeVar("T")
+_HOOKS = "hooks."
 
 
 def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Path:
@@ -23,66 +31,77 @@ def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
     stepper = engine.stepper
     client = exact.encode(client_state, "client_state")
     content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
-    facts = {
+    metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
         "optimizer": optimizer_content.merged(content.record, engine.mesh.group("pp")),
         "scheduler": schedule_facts(stepper.scheduler, stepper.schedule_source),
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
-        "layout": engine.mesh.layout.degrees,
         "zero_stage": engine.config.data_parallel.stage,
         "client_state": client,
     }
     free_gathered(engine.model)
-    return distributed.save(
+    tensors, values = model_content.content(engine.model)
+    return save(
         folder,
         tag or f"step-{engine.global_steps:08d}",
-        model=engine.model,
-        optimizer=content.tensors,
-        random=_random_states(engine),
-        metadata=facts,
-        per_rank_state=engine.hooks.state(),
+        mesh=engine.mesh,
+        tensors=tensors | {f"optimizer.{name}": tensor for name, tensor in content.tensors.items()},
+        own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()} | _random_states(engine),
+        values=values,
+        metadata=metadata,
     )
 
 
 def load_engine(
-    engine: EngineFacts, folder: Path, *, tag: str | None, on_note: Callable[[str], None] | None = None
+    engine: EngineFacts, folder: Path, *, tag: str | None, verify: Verify, on_note: Callable[[str], None] | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
     """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` gets a description of everything
     that resumes differently from how it was saved; without it the first rank issues a warning. On the same layout generators resume their
     state; on another one they are seeded again (`generator_seed`)."""
-    found = distributed.find(folder, tag)
-    if found is None:
+    opened = _open(engine, folder, tag, verify)
+    if opened is None:
         return None
+    reader, notes = opened
     stepper, model, mesh = engine.stepper, engine.model, engine.mesh
     free_gathered(model)
-    facts, stored = distributed.read_metadata_file(found), distributed.read_stored(found)
-    client = exact.decode(facts["client_state"], where="client_state")
-    distributed.check(found, stored, model=model, group=mesh.group("pp"))
-    record = facts["optimizer"]
-    names = optimizer_content.parameter_names(model)
-    resume = Resume(
-        optimizer=stepper.optimizer,
-        configured=stepper.configured,
-        names=[[names[p][0] for p in group["params"]] for group in stepper.optimizer.param_groups],
-        saved_groups=record["groups"],
-        scheduler=stepper.scheduler,
-        source=stepper.schedule_source,
-        saved_schedule=facts["scheduler"],
-        steps=facts["global_steps"] - facts["skipped_steps"],
-    )
-    groups = resume.groups()
-    resume.notes += _training_changes(names, [p for group in stepper.optimizer.param_groups for p in group["params"]], record["groups"])
-    place = stepper.tier.place if stepper.tier is not None else None
-    fill = optimizer_content.allocate(model, stepper.optimizer, stored, record, place=place)
-    same_layout = facts["layout"] == mesh.layout.degrees
-    random = _random_states(engine)
-    goes_on = same_layout and all(f"random.{key}" in stored for key in random)
-    distributed.load(found, model=model, optimizer=fill.tensors, random=random if goes_on else {})
-    optimizer_content.put(stepper.optimizer, model, fill, record, groups)
+    facts = reader.manifest.metadata
+
+    def agreed(work: Callable[[], T]) -> T:
+        return together(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
+
+    def compare() -> tuple[dict[str, Any], dict[str, torch.Tensor], Resume, optimizer_content.Fill, list[dict[str, Any]]]:
+        client = exact.decode(facts["client_state"], where="client_state")
+        tensors, _ = model_content.content(model)
+        compare_model(reader, model_shapes)
+        record = facts["optimizer"]
+        names = optimizer_content.parameter_names(model)
+        resume = Resume(
+            optimizer=stepper.optimizer,
+            configured=stepper.configured,
+            names=[[names[p][0] for p in group["params"]] for group in stepper.optimizer.param_groups],
+            saved_groups=record["groups"],
+            scheduler=stepper.scheduler,
+            source=stepper.schedule_source,
+            saved_schedule=facts["scheduler"],
+            steps=facts["global_steps"] - facts["skipped_steps"],
+        )
+        groups = resume.groups()
+        resume.notes += notes
+        resume.notes += _training_changes(names, [p for group in stepper.optimizer.param_groups for p in group["params"]], record["groups"])
+        place = stepper.tier.place if stepper.tier is not None else None
+        return client, tensors, resume, optimizer_content.allocate(model, stepper.optimizer, reader.tensors, record, place=place), groups
+
+    model_shapes = model_content.shapes(model, mesh.group("pp"))
+    client, tensors, resume, fill, groups = agreed(compare)
+    agreed(lambda: reader.fill(tensors | {f"optimizer.{name}": tensor for name, tensor in fill.tensors.items()}))
+    model_content.put_values(model, reader.values)
+    optimizer_content.put(stepper.optimizer, model, fill, facts["optimizer"], groups)
     resume.restore_schedule()
-    if goes_on:
-        _restore_random(engine, random)
+    same_layout = reader.manifest.degrees == mesh.layout.degrees
+    own = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
+    if set(_random_states(engine)) <= own.keys():
+        _restore_random(engine, own)
     else:
         torch.manual_seed(generator_seed(engine.config.seed, mesh, step=facts["global_steps"]))
         resume.notes.append(
@@ -90,9 +109,9 @@ def load_engine(
             if not same_layout
             else "generators (dropout) are seeded anew from the seed and the step: the checkpoint has none for these devices"
         )
-    saved = distributed.load_per_rank_state(found)
     # What a rank keeps belongs to its own gradients: on another layout it starts anew, which costs what one step loses.
-    fits = same_layout and facts["zero_stage"] == engine.config.data_parallel.stage
+    fits = facts["zero_stage"] == engine.config.data_parallel.stage
+    saved = {name.removeprefix(_HOOKS): tensor for name, tensor in own.items() if name.startswith(_HOOKS)}
     for load in engine.hooks.load_state:
         load(saved if fits else {})
     engine.global_steps = facts["global_steps"]
@@ -103,8 +122,44 @@ def load_engine(
         if on_note is not None:
             on_note(note)
         elif engine.rank == 0:
-            warn(f"{found.name}: {note}")
-    return found, client
+            warn(f"{reader.path.name}: {note}")
+    return reader.path, client
+
+
+def _open(engine: EngineFacts, folder: Path, tag: str | None, verify: Verify) -> tuple[Reader, list[str]] | None:
+    """The checkpoint to load, which is what was written; with `tag` None the newest that is. Collective."""
+    mesh, notes = engine.mesh, list[str]()
+
+    def agreed(work: Callable[[], T], brings: Callable[[T], bytes] = lambda _: b"") -> tuple[T, list[bytes]]:
+        return together(work, brings, device=mesh.device, doing=f"checkpoint {folder}")
+
+    def path_of(found: list[Found]) -> bytes:
+        return hashlib.sha256(" ".join(one.path.name for one in found).encode()).digest()
+
+    found, seen = agreed(lambda: candidates(folder, tag), path_of)
+    agreed(lambda: _refuse_other_folders(folder, seen))
+
+    def verified(one: Found) -> Reader:
+        reader = Reader(one)
+        reader.verify(verify, rank=mesh.rank, world=mesh.layout.world_size)
+        return reader
+
+    for index, one in enumerate(found):
+        try:
+            reader, _ = agreed(partial(verified, one))
+        except CheckpointError as error:
+            if index == len(found) - 1:
+                raise
+            notes.append(f"{one.path.name} was not loaded, because it is damaged: {error}")
+            continue
+        return reader, [*found[0].notes, *notes]
+    return None
+
+
+def _refuse_other_folders(folder: Path, seen: list[bytes]) -> None:
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            raise CheckpointError(f"rank {rank} finds other checkpoints in {folder} than rank 0; name a folder that all machines share")
 
 
 def _training_changes(
@@ -130,13 +185,13 @@ def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
 
 
 def _random_states(engine: EngineFacts) -> dict[str, torch.Tensor]:
-    states = {f"cpu.{engine.rank}": torch.get_rng_state()}
+    states = {"random.cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
-        states[f"cuda.{engine.rank}"] = torch.cuda.get_rng_state(engine.device)
+        states["random.cuda"] = torch.cuda.get_rng_state(engine.device)
     return states
 
 
 def _restore_random(engine: EngineFacts, states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states[f"cpu.{engine.rank}"])
+    torch.set_rng_state(states["random.cpu"])
     if engine.device.type == "cuda":
-        torch.cuda.set_rng_state(states[f"cuda.{engine.rank}"], engine.device)
+        torch.cuda.set_rng_state(states["random.cuda"], engine.device)

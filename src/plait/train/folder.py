@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait import exact
-from plait.checkpoint.distributed import find, read_metadata_file
+from plait.checkpoint.folder import find
 from plait.errors import CheckpointError, InputError, Problem, refuse
 from plait.files import write_whole
 from plait.train.loop import Position
@@ -54,10 +54,10 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"run.folder = {str(self.path)!r}: is a file; name a folder")
-        checkpoint = find(self.checkpoints)
-        if checkpoint is None:
+        found = find(self.checkpoints)
+        if found is None:
             return Position()
-        state = exact.decode(read_metadata_file(checkpoint)["client_state"], where="client_state")
+        checkpoint, state = found.path, exact.decode(found.manifest.metadata["client_state"], where="client_state")
         if not {"identity", "step", "samples"} <= state.keys():
             raise CheckpointError(f"{checkpoint} was not written by plait train; set run.folder to a folder of its own")
         _refuse_differences(checkpoint, state["identity"], identity)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from plait.checkpoint.distributed import remove_old
+from plait.checkpoint.folder import remove_old
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.errors import PlaitError
@@ -31,6 +31,10 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device:
         """This rank's device."""
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
 
     def train_batch(self, batch: Any) -> Any:
         """One optimizer step on this rank's share; the result has the fields of `plait.StepResult`."""
@@ -172,5 +176,6 @@ def _save(context: TrainingContext, position: Position) -> None:
     began = time.perf_counter()
     state = {**context.client_state, "step": position.step, "samples": position.samples}
     path = context.engine.save_checkpoint(context.checkpoints, tag=f"step-{position.step:08d}", client_state=state)
-    remove_old(context.checkpoints, keep=context.section.keep)
+    if context.engine.rank == 0:
+        remove_old(context.checkpoints, keep=context.section.keep)
     context.emit(CheckpointSaved(position.step, str(path), time.perf_counter() - began))

@@ -205,8 +205,11 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     try:
         _same_everywhere(checked)
         notes: list[str] = []
-        if checked.position.step:
-            engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
+        position = checked.position
+        if position.step:
+            loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
+            assert loaded is not None  # `_same_everywhere`: every rank has found it
+            position = Position(loaded[1]["step"], loaded[1]["samples"])  # of an older one, where the newest is damaged
         if engine.rank == 0:
             checked.folder.write(resolved, checked.data.tokenizer)
 
@@ -214,7 +217,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
             for listener in listeners:
                 listener(event)
 
-        return train(_job(checked, engine, stop, emit, notes), checked.position)
+        return train(_job(checked, engine, stop, emit, notes), position)
     finally:
         engine.close()
 

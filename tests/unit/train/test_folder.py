@@ -11,14 +11,13 @@ from plait import exact
 from plait.errors import CheckpointError, ConfigError, InputError
 from plait.train.folder import RunFolder
 from plait.train.loop import Position
+from tests.checkpoints import put
 
 IDENTITY = {"model.hidden_size": 64, "model.rope": {"theta": 1.5}, "run.seed": 0, "model.tuple": (1, 2)}
 
 
 def _checkpoint(folder: Path, state: dict[str, object]) -> None:
-    (folder / "checkpoints" / "step-7").mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text("step-7")
-    (folder / "checkpoints" / "step-7" / "plait.json").write_text(json.dumps({"client_state": exact.encode(state)}))
+    put(folder / "checkpoints", "step-7", {"client_state": exact.encode(state)})
 
 
 def test_an_empty_folder_starts_at_the_beginning(tmp_path: Path) -> None:
@@ -64,5 +63,5 @@ def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
         _checkpoint(run.path, {"identity": IDENTITY, "step": number, "samples": 0})
         assert run.set_aside() == tmp_path / f"run.old-{number}"
         assert not run.path.exists()
-    state = json.loads((tmp_path / "run.old-1" / "checkpoints" / "step-7" / "plait.json").read_text())
-    assert state["client_state"]["step"] == 1
+    state = json.loads((tmp_path / "run.old-1" / "checkpoints" / "step-7" / "manifest.json").read_text())
+    assert state["metadata"]["client_state"]["step"] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -23,6 +22,7 @@ from plait.errors import PlaitError
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
+from tests.checkpoints import put
 
 BEGINNING = Position()
 
@@ -39,6 +39,7 @@ class FakeEngine:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     batches: list[list[int]] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
+    rank: int = 0
 
     def train_batch(self, batch: Any) -> Any:
         self.batches.append(batch["input_ids"][:, 0].tolist())
@@ -59,12 +60,8 @@ class FakeEngine:
         return 6.0, 3.0
 
     def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None) -> Path:
-        path = Path(folder) / str(tag)
-        path.mkdir(parents=True)
-        (path / "plait.json").write_text(json.dumps(client_state))
-        (Path(folder) / "latest").write_text(str(tag))
         self.states.append(dict(client_state))
-        return path
+        return put(Path(folder), str(tag), client_state, sequence=len(self.states))
 
 
 def _run(

@@ -1,0 +1,56 @@
+"""Files and renames that survive a loss of power: what is named is on the disk. The one place where checkpoints write.
+
+The order is: every file and its folder are on the disk before a rename publishes them, and the rename is on the disk before anything old is
+deleted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+
+class Writing(Protocol):
+    """What content is written to."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """All of it, or OSError."""
+
+
+def write_file(path: Path, content: Callable[[Writing], None]) -> None:
+    """Write a new file and put it on the disk. Raises OSError."""
+    with open(path, "xb") as stream:
+        content(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Put a folder's list of names on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a file or folder that is complete; a file that has the name is replaced. Raises OSError."""
+    if temporary.is_dir():
+        sync_folder(temporary)
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A small file with new content: a reader, also after a crash, finds the old text or the new one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+
+    def content(stream: Writing) -> None:
+        stream.write(text.encode())
+
+    write_file(temporary, content)
+    publish(temporary, path)

@@ -1,0 +1,110 @@
+"""A folder of checkpoints: which are complete, which one to go on from, and deleting old ones.
+
+step-00000100/          manifest.json, and for every rank 00000.json and 00000.safetensors
+LATEST                  the name of the newest, and the hash of its manifest
+.step-00000200.tmp/     is being written      .step-00000100.replaced/   was written before under the same name, until the new one is
+                                                                         in place
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.checkpoint.durable import sync_folder
+from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, parsed, read_manifest
+from plait.errors import CheckpointError, warn
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose manifest is good; its tensors were not read."""
+
+    path: Path
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+    """Why it is another one than LATEST names, if it is."""
+
+
+def complete(folder: Path) -> list[Found]:
+    """Every checkpoint with a readable manifest, the newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        shown = path.name[1:].removesuffix(".replaced") if path.name.startswith(".") and path.name.endswith(".replaced") else path.name
+        if shown.startswith(".") or (shown != path.name and (folder / shown / MANIFEST).exists()) or not (path / MANIFEST).exists():
+            continue
+        with suppress(CheckpointError):
+            found.append(Found(path, read_manifest(path)))
+    return sorted(found, key=lambda one: (-one.manifest.sequence, one.path.name))
+
+
+def candidates(folder: Path, tag: str | None = None) -> list[Found]:
+    """What to load, the best first: `tag` alone, or what LATEST names and then all older ones; empty where there is no checkpoint. Raises
+    CheckpointError for a tag that is not there, and where nothing that was written can be read."""
+    have = complete(folder)
+    if tag is not None:
+        named = [one for one in have if one.manifest.tag == tag]
+        if not named:
+            if (folder / tag / MANIFEST).exists():
+                read_manifest(folder / tag)  # says what is wrong with it
+            raise CheckpointError(f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(have)}")
+        return named[:1]
+    pointer, why = _pointer(folder)
+    if pointer is None:
+        if not have:
+            if why:
+                raise CheckpointError(f"{folder}: {why}, and no checkpoint there is complete")
+            return []
+        return _noted(have, f"{folder / LATEST}: {why or 'is missing'}, so the newest complete checkpoint is taken, {have[0].manifest.tag}")
+    named = [one for one in have if one.manifest.tag == pointer.tag]
+    if named:
+        older = [named[0], *(one for one in have if one.manifest.sequence < named[0].manifest.sequence)]
+        if (named[0].path / MANIFEST_HASH).read_text().strip() == pointer.manifest_sha256:
+            return older
+        return _noted(older, f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one there, which is taken")
+    why = f"{folder / pointer.tag} is not there, not complete, or damaged"
+    rest = [one for one in have if one.manifest.tag != pointer.tag]
+    if not rest:
+        raise CheckpointError(f"{folder / LATEST} names {pointer.tag}, but {why}; no other checkpoint is there")
+    return _noted(rest, f"{folder / LATEST} names {pointer.tag}, but {why}, so {rest[0].manifest.tag} is taken")
+
+
+def find(folder: Path, tag: str | None = None) -> Found | None:
+    """The checkpoint `tag`, or the one to go on from; None where there is none. See `candidates`."""
+    return next(iter(candidates(folder, tag)), None)
+
+
+def remove_old(folder: Path, *, keep: int) -> None:
+    """Delete all but the `keep` newest complete checkpoints, never the one that LATEST names. For one rank, after a save."""
+    pointer, _ = _pointer(folder)
+    try:
+        for old in complete(folder)[keep:]:
+            if pointer is not None and old.manifest.tag == pointer.tag:
+                continue
+            gone = folder / f".{old.path.name.lstrip('.')}.deleted"
+            shutil.rmtree(gone, ignore_errors=True)
+            old.path.rename(gone)  # half deleted, it is no checkpoint
+            sync_folder(folder)
+            shutil.rmtree(gone)
+    except OSError as error:
+        warn(f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they take room, nothing else")
+
+
+def _pointer(folder: Path) -> tuple[Pointer | None, str]:
+    """(what LATEST says, why it says nothing)."""
+    if not (folder / LATEST).exists():
+        return None, ""
+    try:
+        return parsed(Pointer, folder / LATEST), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _noted(found: list[Found], note: str) -> list[Found]:
+    return [Found(found[0].path, found[0].manifest, (note,)), *found[1:]]
+
+
+def _list(found: list[Found]) -> str:
+    return ", ".join(one.manifest.tag for one in found) or "none"

@@ -1,0 +1,104 @@
+"""What a checkpoint's JSON files say, and the chain of hashes: LATEST and a file beside it hold that of the checkpoint's manifest, the
+manifest those of the ranks' manifests, and these those of every tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from plait.checkpoint.shard_file import FileManifest
+from plait.checkpoint.windows import TensorRecord
+from plait.cluster.layout import Layout
+from plait.errors import CheckpointError
+from plait.policy import Policy
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MANIFEST_HASH = "manifest.sha256"
+LATEST = "LATEST"
+M = TypeVar("M", bound=Policy)
+
+
+class RankManifest(Policy):
+    """`00000.json`: of one rank."""
+
+    shards: FileManifest
+    tensors: dict[str, TensorRecord] = Field(default_factory=dict)
+    """The first rank of a pipeline stage lists the stage's tensors, its own or not."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """And what else modules of the stage keep (`get_extra_state`), as `exact` writes it."""
+
+
+class Manifest(Policy):
+    """`manifest.json`: of a checkpoint."""
+
+    format: int
+    tag: str
+    sequence: int
+    """Counts the checkpoints of a folder."""
+    degrees: dict[str, int]
+    """Of the layout that wrote it."""
+    ranks: tuple[str, ...]
+    """sha256 of every rank's manifest."""
+    metadata: dict[str, Any]
+    """What is no tensor."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that wrote it."""
+        return Layout(**self.degrees)
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each pipeline stage."""
+        return [self.layout.rank(pp=stage) for stage in range(self.layout.pp)]
+
+
+class Pointer(Policy):
+    """`LATEST`: which checkpoint to go on from."""
+
+    tag: str
+    manifest_sha256: str
+
+
+def rank_file(rank: int, ending: str) -> str:
+    """`00000.json`, `00000.safetensors`."""
+    return f"{rank:05d}.{ending}"
+
+
+def digest(text: str) -> str:
+    """sha256."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def parsed(kind: type[M], path: Path, *, sha256: str | None = None) -> M:
+    """Read a JSON file, which is what was written if it has the hash. Raises CheckpointError, naming it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if sha256 is not None and digest(text) != sha256:
+        raise CheckpointError(f"{path} is not what was written: its sha256 is {digest(text)[:12]}... and not {sha256[:12]}...")
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise CheckpointError(f"{path} is no {kind.__name__} of Plait: {where}: {first['msg']}") from None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Of the checkpoint in the folder `path`. Raises CheckpointError where it is not what was written, or of another format."""
+    try:
+        sha256 = (path / MANIFEST_HASH).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / MANIFEST_HASH} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    manifest = parsed(Manifest, path / MANIFEST, sha256=sha256)
+    if manifest.format != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST} has format {manifest.format}, and this version of Plait reads {FORMAT}")
+    return manifest

@@ -1,0 +1,48 @@
+"""What a checkpoint keeps of a model: parameters and persistent buffers by name, and what modules keep besides (`get_extra_state`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from plait import exact
+
+START = "model."
+_EXTRA = "_extra_state"
+
+
+def content(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, other values in JSON), both by name; no tensor is copied. Raises CheckpointError for a value that cannot be kept."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, value in get_model_state_dict(model).items():
+        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA):
+            tensors[f"{START}{name}"] = value
+        else:
+            values[name] = exact.encode(value, name)
+    return tensors, values
+
+
+def shapes(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the tensors of all pipeline stages. Collective over `group`, the ranks that hold different parts of the model."""
+    tensors, _ = content(model)
+    here = {name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()}
+    if group is None:
+        return here
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(parts, here, group=group)
+    return {name: shape for part in parts for name, shape in part.items()}
+
+
+def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give modules what they kept besides tensors."""
+    modules = dict(model.named_modules())
+    for name, value in values.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == _EXTRA and owner in modules:
+            modules[owner].set_extra_state(exact.decode(value, None, name))

@@ -1,0 +1,117 @@
+"""Writing a checkpoint: every rank its part, one rename, and then LATEST. Nothing that was saved before is touched until it is in place."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait._torch.dtensor import local_tensor
+from plait.checkpoint.agreement import together
+from plait.checkpoint.durable import publish, replace_text, write_file
+from plait.checkpoint.folder import complete
+from plait.checkpoint.manifest import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, RankManifest, digest, rank_file
+from plait.checkpoint.shard_file import write_shards
+from plait.checkpoint.windows import record_of
+from plait.cluster.mesh import Mesh
+from plait.errors import CheckpointError
+
+_BEGUN = "begun"
+OWN = "rank."
+"""Begins the names of tensors that only one rank has."""
+
+
+def save(
+    folder: Path,
+    tag: str,
+    *,
+    mesh: Mesh,
+    tensors: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    values: Mapping[str, Any],
+    metadata: dict[str, Any],
+) -> Path:
+    """Write `folder/tag`. Collective; returns when it is on the disk and named in LATEST. Raises CheckpointError on every rank where one
+    could not write its part: what was there before stays.
+
+    `tensors`: sharded or replicated, by names that every rank of a pipeline stage has. `own`: this rank's. `values` (of a pipeline stage)
+    and `metadata` (rank 0's) must be JSON.
+    """
+    if not tag or tag.startswith(".") or "/" in tag or tag == LATEST:
+        raise CheckpointError(f"tag = {tag!r}: it names a folder, without '/' and no '.' at its beginning")
+    rank, at, target, temporary = mesh.rank, mesh.coordinates, folder / tag, folder / f".{tag}.tmp"
+
+    def agreed(work: Any, brings: Any = lambda _: b"") -> tuple[Any, list[bytes]]:
+        return together(work, brings, device=mesh.device, doing=f"checkpoint {target}")
+
+    def begin() -> bytes:
+        if rank:
+            return b""
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        token = secrets.token_hex(16)
+        (temporary / _BEGUN).write_text(token)
+        return token.encode()
+
+    def write() -> str:
+        seen = (temporary / _BEGUN).read_text() if (temporary / _BEGUN).exists() else ""
+        if seen != token.decode():
+            raise CheckpointError(
+                f"this machine does not see the folder that rank 0 has made, {temporary}; name one on a file system that all machines share"
+            )
+        records = {name: record_of(tensor).model_copy(update={"stages": (at["pp"],)}) for name, tensor in tensors.items()}
+        mine = {name: local_tensor(tensor) for name, tensor in tensors.items() if records[name].is_written_by(at)}
+        mine |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
+        shards = write_shards(temporary / rank_file(rank, "safetensors"), mine)
+        leads = all(at[axis] == 0 for axis in at if axis != "pp")
+        text = RankManifest(shards=shards, tensors=records if leads else {}, values=dict(values) if leads else {}).model_dump_json()
+        _write_text(temporary / rank_file(rank, "json"), text)
+        return digest(text)
+
+    def commit() -> None:
+        if rank:
+            return
+        sequence = max((one.manifest.sequence for one in complete(folder)), default=0) + 1
+        text = Manifest(
+            format=FORMAT, tag=tag, sequence=sequence, degrees=mesh.layout.degrees, ranks=tuple(hashes), metadata=metadata
+        ).model_dump_json()
+        _write_text(temporary / MANIFEST, text)
+        _write_text(temporary / MANIFEST_HASH, digest(text))
+        (temporary / _BEGUN).unlink()
+        replaced = folder / f".{tag}.replaced"
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        try:
+            publish(temporary, target)
+        except OSError:
+            if replaced.exists() and not target.exists():
+                replaced.rename(target)
+            raise
+        replace_text(folder / LATEST, Pointer(tag=tag, manifest_sha256=digest(text)).model_dump_json())
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    try:
+        _, tokens = agreed(begin, lambda token: token)
+        token = tokens[0]
+        _, found = agreed(write, bytes.fromhex)
+        hashes = [one.hex() for one in found]
+        agreed(commit)
+    except CheckpointError:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_file(path, lambda stream: _put(stream, text))
+
+
+def _put(stream: Any, text: str) -> None:
+    stream.write(text.encode())

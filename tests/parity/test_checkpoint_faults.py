@@ -1,0 +1,188 @@
+"""Damaged checkpoints, ranks that cannot write, and tags saved twice: nothing lost, nothing wrong in silence, every rank told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import plait
+from plait.checkpoint import save as save_module
+from plait.checkpoint.folder import complete
+from plait.errors import CheckpointError
+from plait.verify.parity import whole
+from tests.parity import cases
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+FLIPS = 40
+
+
+def engine_of(world: int, **more: Any) -> plait.Engine:
+    """ZeRO stage 3."""
+    return plait.initialize(cases.build("plain", tied=True), settings(world, 3, 1, 1, **more), loss_fn=plait.causal_lm_loss)
+
+
+def step(engine: plait.Engine, number: int) -> float:
+    """One step on data of its own."""
+    batches = cases.ragged_steps(engine.dp_size, steps=4, keys=())
+    return float(engine.train_batch(batches[number][engine.dp_rank]).loss)
+
+
+def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
+    """Unsharded."""
+    return {name: whole(p) for name, p in engine.model.named_parameters()}
+
+
+def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bitwise."""
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def message(call: Callable[[], object]) -> str:
+    """Of the CheckpointError."""
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    return str(caught.value)
+
+
+def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
+    """(bit flips that were found, notes of the fallback). Runs in a worker."""
+    at, engine = Path(folder), engine_of(world)
+    step(engine, 0)
+    engine.save_checkpoint(at, tag="one")
+    good = weights(engine)
+    step(engine, 1)
+    engine.save_checkpoint(at, tag="two")
+    torch.distributed.barrier()
+    chance, found = random.Random(1), 0
+    files = sorted(path for path in (at / "two").iterdir())
+    for trial in range(FLIPS):
+        path = files[trial % len(files)]
+        before = path.read_bytes()
+        place, bit = chance.randrange(len(before)), 1 << chance.randrange(8)
+        torch.distributed.barrier()
+        if rank == 0:
+            path.write_bytes(before[:place] + bytes([before[place] ^ bit]) + before[place + 1 :])
+        torch.distributed.barrier()
+        said = message(lambda: engine.load_checkpoint(at, tag="two"))
+        found += path.stem in said  # of the manifest's hash the manifest
+        torch.distributed.barrier()
+        if rank == 0:
+            path.write_bytes(before)
+        torch.distributed.barrier()
+    if rank == 0:
+        (at / "two" / "00001.safetensors").unlink()
+    torch.distributed.barrier()
+    notes: list[str] = []
+    for verify in ("full", "sample", "off"):
+        loaded = engine.load_checkpoint(at, verify=verify, on_note=notes.append)
+        assert loaded is not None and loaded[0].name == "one" and alike(weights(engine), good) and engine.global_steps == 1
+    return found, notes
+
+
+def test_a_damaged_checkpoint_is_never_loaded(pool: Pool, tmp_path: Path) -> None:
+    """Every flip of a bit is found, in the file that it is in; without a tag the newest undamaged one is loaded, and it is said."""
+    for found, notes in pool.run(2, damaged, str(tmp_path)):
+        assert found == FLIPS
+        assert len(notes) == 3 and all("two was not loaded, because it is damaged: rank 1" in note for note in notes)
+
+
+def failing(rank: int, world: int, folder: str) -> list[str]:
+    """What a save says whose rank 1, or whose commit, fails. Runs in a worker."""
+    at, engine, said = Path(folder), engine_of(world), []
+    step(engine, 0)
+    engine.save_checkpoint(at, tag="one")
+    good = weights(engine)
+    step(engine, 1)
+    full = OSError(errno.ENOSPC, "No space left on device", "the disk")
+    for name, victim in (("write_shards", 1), ("write_file", 1), ("publish", 0), ("replace_text", 0)):
+        with patch.object(save_module, name, side_effect=full if rank == victim else None, wraps=getattr(save_module, name)):
+            said.append(message(lambda: engine.save_checkpoint(at, tag="one")))
+        torch.distributed.barrier()
+        assert not list(at.glob(".*.tmp"))
+        loaded = engine.load_checkpoint(at)
+        assert loaded is not None and loaded[0].name == "one"
+        assert name == "replace_text" or alike(weights(engine), good)
+        torch.distributed.barrier()
+    engine.save_checkpoint(at, tag="one")
+    assert [path.name for path in sorted(at.iterdir())] == ["LATEST", "one"]
+    assert [one.manifest.tag for one in complete(at)] == ["one"]
+    return said
+
+
+def test_one_ranks_failure_is_every_ranks(pool: Pool, tmp_path: Path) -> None:
+    """And what was saved under the same tag is still there."""
+    first, second = pool.run(2, failing, str(tmp_path))
+    assert first == second
+    assert all("No space left on device" in said for said in first)
+    assert ["rank 1" in said for said in first] == [True, True, False, False]
+
+
+def elsewhere(rank: int, world: int, folder: str) -> str:
+    """Each rank names a folder of its own, as a machine's own disk is. Runs in a worker."""
+    engine = engine_of(world)
+    mine = Path(folder) / str(rank)
+    mine.mkdir()
+    said = message(lambda: engine.save_checkpoint(mine, tag="one"))
+    assert not (mine / "one").exists() and not list(mine.glob(".*"))
+    shutil.rmtree(mine)
+    return said
+
+
+def test_folders_of_single_machines_are_refused(pool: Pool, tmp_path: Path) -> None:
+    assert all("rank 1" in said and "a file system that all machines share" in said for said in pool.run(2, elsewhere, str(tmp_path)))
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", ".hidden", "LATEST"])
+def test_a_tag_is_the_name_of_a_folder(pool: Pool, tmp_path: Path, tag: str) -> None:
+    assert "it names a folder" in pool.run(1, refused_tag, str(tmp_path), tag)[0]
+
+
+def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
+    """Runs in a worker."""
+    return message(lambda: save_module.save(Path(folder), tag, mesh=engine_of(world).mesh, tensors={}, own={}, values={}, metadata={}))
+
+
+def order(rank: int, world: int, folder: str) -> list[str]:
+    """What is put on the disk and renamed in a save, in order. Runs in a worker."""
+    at, engine, seen = Path(folder), engine_of(world), []
+    engine.save_checkpoint(at, tag="one")
+    sync, rename = os.fsync, Path.rename
+
+    def syncing(handle: int) -> None:
+        seen.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).relative_to(at.parent)}")
+        sync(handle)
+
+    def renaming(path: Path, target: Path) -> Path:
+        seen.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    with patch.object(os, "fsync", syncing), patch.object(Path, "rename", renaming):
+        engine.save_checkpoint(at, tag="one")
+    return seen
+
+
+def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Path) -> None:
+    """Files, their folder, the rename; then LATEST in the same way; what was there under the name is deleted at the end."""
+    name = tmp_path.name
+    files = ("00000.safetensors", "00000.json", "manifest.json", "manifest.sha256")
+    pointer = next(found for found in pool.run(1, order, str(tmp_path))[0] if "LATEST" in found).split()[1].removeprefix(f"{name}/")
+    assert pool.run(1, order, str(tmp_path))[0] == [
+        *(f"sync {name}/.one.tmp/{file}" for file in files),
+        "rename one .one.replaced",
+        f"sync {name}/.one.tmp",
+        "rename .one.tmp one",
+        f"sync {name}",
+        f"sync {name}/{pointer}",
+        f"rename {pointer} LATEST",
+        f"sync {name}",
+    ]

@@ -1,0 +1,95 @@
+"""Which checkpoint to go on from: the one that LATEST names, else the newest that is good, never none in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.checkpoint.folder import candidates, complete, find, remove_old
+from plait.errors import CheckpointError
+from tests.checkpoints import put
+
+
+def tags(folder: Path, tag: str | None = None) -> list[str]:
+    return [one.manifest.tag for one in candidates(folder, tag)]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    for sequence, tag in enumerate(("a", "b", "c"), 1):
+        put(tmp_path, tag, {}, sequence=sequence)
+    return tmp_path
+
+
+def test_nothing(tmp_path: Path) -> None:
+    assert find(tmp_path) is None and find(tmp_path / "none") is None
+    with pytest.raises(CheckpointError, match="holds none"):
+        find(tmp_path, "a")
+
+
+def test_the_newest_and_then_older_ones(three: Path) -> None:
+    assert tags(three) == ["c", "b", "a"]
+    assert tags(three, "a") == ["a"]
+    with pytest.raises(CheckpointError, match="holds c, b, a"):
+        candidates(three, "d")
+
+
+def test_latest_that_was_put_back_by_hand(three: Path) -> None:
+    """A user goes back to an older one; what came after is not loaded."""
+    put(three, "d", {}, sequence=4)
+    older = (three / "LATEST").read_text()
+    put(three, "e", {}, sequence=5)
+    (three / "LATEST").write_text(older)
+    assert tags(three) == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "no JSON", "another tag", "another hash"])
+def test_a_bad_latest(three: Path, damage: str) -> None:
+    latest = three / "LATEST"
+    text = latest.read_text()
+    if damage == "gone":
+        latest.unlink()
+    else:
+        latest.write_text({"empty": "", "no JSON": "{", "another tag": text.replace('"c"', '"x"')}.get(damage, text.replace(text[-6], "g")))
+    found = candidates(three)
+    assert found[0].manifest.tag == "c"
+    assert found[0].notes and "taken" in found[0].notes[0]
+
+
+def test_a_bad_newest(three: Path) -> None:
+    manifest = three / "c" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"sequence":3', '"sequence":9'))
+    assert tags(three) == ["b", "a"] and "damaged" in candidates(three)[0].notes[0]
+    with pytest.raises(CheckpointError, match="not what was written: its sha256 is"):
+        candidates(three, "c")
+    manifest.unlink()
+    assert tags(three) == ["b", "a"] and "not complete" in candidates(three)[0].notes[0]
+
+
+def test_where_nothing_is_left(tmp_path: Path) -> None:
+    put(tmp_path, "a", {})
+    (tmp_path / "a" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no other checkpoint is there"):
+        find(tmp_path)
+    (tmp_path / "LATEST").write_text("")
+    with pytest.raises(CheckpointError, match="no checkpoint there is complete"):
+        find(tmp_path)
+
+
+def test_one_that_was_being_replaced(three: Path) -> None:
+    """The process died between the two renames: the old one counts, until the new one is in place."""
+    (three / "c").rename(three / ".c.replaced")
+    put(three, ".c.tmp", {}, sequence=4, named=False)
+    assert tags(three) == ["c", "b", "a"] and not candidates(three)[0].notes
+    put(three, "c", {}, sequence=4)
+    assert tags(three) == ["c", "b", "a"] and candidates(three)[0].manifest.sequence == 4
+
+
+def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three: Path) -> None:
+    put(three, "d", {}, sequence=4, named=False)
+    put(three, "e", {}, sequence=5, named=False)
+    (three / ".a.deleted").mkdir()
+    remove_old(three, keep=2)
+    assert [one.manifest.tag for one in complete(three)] == ["e", "d", "c"]
+    assert not list(three.glob(".*"))

@@ -1,0 +1,76 @@
+"""A file of shards: read by the safetensors library, and every damage found and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from plait.checkpoint.shard_file import FileManifest, verify_shards, write_shards
+from plait.errors import CheckpointError
+
+TENSORS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "a.b": torch.tensor(7, dtype=torch.int64),
+    "empty": torch.empty(0, 4, dtype=torch.bfloat16),
+    "columns": torch.arange(8.0).reshape(2, 4).t().half(),
+    "bits": torch.tensor([True, False]),
+    "eight": torch.arange(5, dtype=torch.uint8),
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, FileManifest]:
+    path = tmp_path / "00000.safetensors"
+    return path, write_shards(path, TENSORS)
+
+
+def test_the_library_reads_it(written: tuple[Path, FileManifest]) -> None:
+    path, manifest = written
+    found = load_file(path)
+    assert set(found) == set(TENSORS)
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert path.stat().st_size == manifest.size
+    verify_shards(path, manifest)
+
+
+def test_every_bit_counts(written: tuple[Path, FileManifest]) -> None:
+    """Every single flip, header and data, is found; one of a tensor names it."""
+    path, manifest = written
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError) as caught:
+            verify_shards(path, manifest)
+        hit = [name for name, entry in manifest.entries.items() if entry.offset <= position < entry.offset + entry.size]
+        assert f"the bytes of {hit[0]} " in str(caught.value) if hit else "its header is not" in str(caught.value)
+
+
+@pytest.mark.parametrize("left", [0, 7, 100, -1])
+def test_a_cut_file(written: tuple[Path, FileManifest], left: int) -> None:
+    path, manifest = written
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(CheckpointError, match="bytes, and .* were written"):
+        verify_shards(path, manifest)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
+        verify_shards(path, manifest)
+
+
+def test_what_cannot_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"x is a Tensor of torch.complex64"):
+        write_shards(tmp_path / "x", {"x": torch.zeros(2, dtype=torch.complex64)})
+    assert not (tmp_path / "x").exists()
+
+
+def test_large_tensors_are_written_in_chunks(tmp_path: Path) -> None:
+    tensor = torch.arange(9 << 20, dtype=torch.int32)
+    manifest = write_shards(tmp_path / "x", {"x": tensor, "y": torch.ones(1)})
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        assert torch.equal(file.get_tensor("x"), tensor)
+    verify_shards(tmp_path / "x", manifest)
