@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.checkpoint.folder import find
-from plait.checkpoint.load import Reader
+import plait
 from plait.cli.main import main
 from tests.integration.tiny import llama
 
@@ -127,22 +126,59 @@ def test_the_same_command_says_that_it_is_complete(place: Path, whole: tuple[Pat
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_readmes_export_opens_in_from_pretrained(whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readmes_commands_on_a_run(
+    whole: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """List, verify and export, as README has it; what is exported is what was trained."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE) if "from_pretrained" in block]
-    (tmp_path / "mine.json").write_text(json.dumps(SMALL))
+    lines = [line.partition("  #")[0].split() for line in readme.splitlines() if re.match(r"plait (checkpoint|export) ", line)]
+    assert [line[1] for line in lines] == ["checkpoint", "export"]
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(whole[0])
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    found = find(tmp_path / "runs" / "mine" / "checkpoints")
-    assert found is not None
-    loaded = names["model"].state_dict()
-    saved = {name: torch.empty_like(tensor) for name, tensor in loaded.items()}
-    Reader(found).fill({f"model.{name}": tensor for name, tensor in saved.items()})
-    assert len(loaded) > 10 and all(torch.equal(loaded[name], saved[name]) for name in loaded)
-    assert loaded["model.norm.weight"].sub(1).abs().max() > 1e-3, "as it was initialised"
+    for line in [*lines, ["plait", "checkpoint", "verify", "runs/mine"]]:
+        assert _code(line[1:]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "*  step-00000012  12 " in out and "good" in out
+    assert "tensors are the checkpoint's" in out and "every byte of 2 files" in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    mine = AutoModelForCausalLM.from_config(model.config)
+    plait.load_trained(mine, tmp_path / "runs" / "mine" / "checkpoints")
+    assert all(torch.equal(tensor, mine.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert model.state_dict()["model.norm.weight"].sub(1).abs().max() > 1e-3, "as it was initialised"
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "trained")) == 400
+    assert _code(["export", "runs/mine", "--out", "trained"]) == 2 and "exists; give another name" in capsys.readouterr().err
+
+
+def test_damage_is_named(whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit codes that scripts can use."""
+    copy = tmp_path / "copy"
+    shutil.copytree(whole[0] / "checkpoints", copy)
+    (last,) = (path.name for path in copy.iterdir() if path.is_dir())
+    assert _code(["checkpoint", "diff", str(copy / last), str(whole[0])]) == 0
+    assert "alike, bit for bit" in capsys.readouterr().out
+    (copy / ".step-00000099.tmp").mkdir()
+    shards = copy / last / "00001.safetensors"
+    shards.write_bytes(shards.read_bytes()[:-1])
+    for verb in ("verify", "ls"):
+        assert _code(["checkpoint", verb, str(copy)]) == (4 if verb == "verify" else 0)
+    assert "00001.safetensors has " in capsys.readouterr().err
+    assert _code(["export", str(copy), "--out", str(tmp_path / "out")]) == 4 and not (tmp_path / "out").exists()
+    manifest = copy / last / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"sequence"', '"Sequence"'))
+    assert _code(["checkpoint", "ls", str(copy)]) == 4
+    assert "not what was written" in capsys.readouterr().out
+    assert _code(["checkpoint", "prune", str(copy), "--keep", "1"]) == 0
+    assert not (copy / ".step-00000099.tmp").exists()
+    assert _code(["checkpoint", "ls", str(tmp_path / "none")]) == 2
+
+
+def _code(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    return int(end.value.code or 0)
 
 
 @pytest.mark.proof

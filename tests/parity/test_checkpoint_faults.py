@@ -17,6 +17,7 @@ import torch
 import plait
 from plait.checkpoint import save as save_module
 from plait.checkpoint.folder import complete
+from plait.checkpoint.inspect import differences, open_one
 from plait.errors import CheckpointError
 from plait.verify.parity import whole
 from tests.parity import cases
@@ -63,6 +64,12 @@ def damaged(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     step(engine, 1)
     engine.save_checkpoint(at, tag="two")
     torch.distributed.barrier()
+    if rank == 0:
+        one, two = (open_one(at / tag) for tag in ("one", "two"))
+        assert not list(differences(one, one)) and open_one(at).manifest.tag == "two"
+        changed = {difference.name: difference for difference in differences(one, two)}
+        assert changed["model.embed.weight"].elements and float(changed["model.embed.weight"].what) > 0
+        assert "model.blocks.0.side.weight" not in changed
     chance, found = random.Random(1), 0
     files = sorted(path for path in (at / "two").iterdir())
     for trial in range(FLIPS):

@@ -19,6 +19,14 @@ class Writing(Protocol):
         """All of it, or OSError."""
 
 
+TEMPORARY = (".tmp", ".replaced", ".deleted")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a name is one that saving and deleting use on the way."""
+    return path.name.startswith(".") and path.name.endswith(TEMPORARY)
+
+
 def write_file(path: Path, content: Callable[[Writing], None]) -> None:
     """Write a new file and put it on the disk. Raises OSError."""
     with open(path, "xb") as stream:

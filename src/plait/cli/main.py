@@ -31,6 +31,8 @@ VERBS = {
     "schedule": ("plait.cli.schedule", "Draw a pipeline schedule: its timeline, idle time and activations in flight."),
     "verify": ("plait.cli.verify", "Show that a layout computes what one process computes, on small data."),
     "doctor": ("plait.cli.doctor", "Describe this environment; measure the links between its processes."),
+    "checkpoint": ("plait.cli.checkpoint", "List, verify, compare and prune checkpoints."),
+    "export": ("plait.cli.export", "Write a trained model as a folder that from_pretrained opens."),
     "config": ("plait.cli.config", "Explain a configuration file, or print the schema."),
 }
 """Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""

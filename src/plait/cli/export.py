@@ -1,0 +1,55 @@
+"""`plait export`: a trained model as a folder that Transformers' from_pretrained opens. Runs `plait.train.export`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait.cli.progress import progress_bar
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Dtype(StrEnum):
+    """Of the exported weights."""
+
+    stored = "stored"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def export_command(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder to write.")],
+    dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's.")] = Dtype.stored,
+    verify: Annotated[bool, typer.Option("--verify", help="Open the folder with Transformers and compare every tensor.")] = False,
+) -> None:
+    """Write the model of a run of `plait train`, whatever layout trained it, as config.json, safetensors and the tokenizer.
+
+    One file of weights is in memory at a time; the checkpoint is verified first. Exit code 4 for a damaged checkpoint."""
+    import torch
+
+    from plait.checkpoint.inspect import open_one
+    from plait.train.export import compare_reloaded, export
+    from plait.units import format_bytes
+
+    found = open_one(source)
+    run = next((folder for folder in (source, *found.path.parents) if (folder / "tokenizer").is_dir()), None)
+    with progress_bar(f"export {found.path.name}") as progress:
+        done = export(
+            found,
+            out,
+            dtype=None if dtype is Dtype.stored else getattr(torch, dtype.value),
+            tokenizer=run / "tokenizer" if run is not None else None,
+            progress=progress,
+        )
+    typer.echo(f"wrote {done.folder}: step {done.step:,}, {done.tensors} tensors, {format_bytes(done.size)}")
+    if run is None:
+        typer.echo("no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate text")
+    if verify:
+        typer.echo(f"Transformers opens it, and all {compare_reloaded(found, out)} tensors are the checkpoint's")

@@ -1,0 +1,143 @@
+"""A trained model as a folder that `from_pretrained` opens: streamed from a checkpoint of any layout, a file at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from plait import exact
+from plait.checkpoint.folder import Found
+from plait.checkpoint.load import Reader
+from plait.checkpoint.model_content import START
+from plait.checkpoint.windows import dtype_of
+from plait.errors import CheckpointError, InputError
+from plait.model.described import require_transformers
+from plait.model.tied import tied_names
+
+FILE_BYTES = 4 << 30
+"""Of one file of weights, and so of the memory that exporting takes."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    step: int
+    tensors: int
+    size: int
+    """Bytes of weights."""
+
+
+def export(
+    found: Found,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    file_bytes: int = FILE_BYTES,
+) -> Exported:
+    """Write the model of a checkpoint of `plait train`: config.json, safetensors with an index, and the tokenizer. The checkpoint is
+    verified first. `dtype`: of the weights; None keeps the checkpoint's. `progress` gets (bytes written, bytes in all).
+
+    Raises InputError where `out` exists, CheckpointError for a damaged checkpoint or one that `plait train` did not write.
+    """
+    require_transformers("plait export")
+    if out.exists():
+        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+    reader = Reader(found)
+    reader.verify("full")
+    model = _described(found)
+    stored = dict(reader.under(START))
+    doubles = {name for group in tied_names(model) for name in sorted(group, key=list(model.state_dict()).index)[1:]}
+    names = [name for name in stored if name not in doubles]
+    missing = sorted(set(model.state_dict()) - doubles - set(names))
+    if missing:
+        raise CheckpointError(f"{found.path} lacks {len(missing)} tensors of its model, first {missing[0]}")
+    sizes = {name: _bytes(stored[name].shape, dtype or dtype_of(stored[name])) for name in names}
+    total, done = sum(sizes.values()), 0
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    files = _files(sizes, file_bytes)
+    index: dict[str, str] = {}
+    for number, members in enumerate(files, 1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: torch.empty(stored[name].shape, dtype=dtype or dtype_of(stored[name])) for name in members}
+        reader.fill({f"{START}{name}": tensor for name, tensor in tensors.items()})
+        save_file(tensors, temporary / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(members, file)
+        done += sum(sizes[name] for name in members)
+        progress(done, total)
+    if len(files) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+        (temporary / "model.safetensors.index.json").write_text(text)
+    settings: Any = model.config
+    settings.architectures = [type(model).__name__]
+    settings.dtype = dtype or dtype_of(stored[names[0]])
+    settings.use_cache = True
+    settings.save_pretrained(temporary)
+    for path in tokenizer.iterdir() if tokenizer is not None and tokenizer.is_dir() else ():
+        shutil.copy2(path, temporary / path.name)
+    temporary.rename(out)
+    return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total)
+
+
+def compare_reloaded(found: Found, out: Path) -> int:
+    """Open the folder as a user would, and compare every tensor with the checkpoint, in the dtype of the folder. Returns their number.
+    Raises CheckpointError, naming the first that differs."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    reader, count = Reader(found), 0
+    for name, tensor in model.state_dict().items():
+        if f"{START}{name}" not in reader.tensors:
+            raise CheckpointError(f"{out}: Transformers gives the model a tensor that the checkpoint does not have, {name}")
+        wanted = torch.empty_like(tensor)
+        reader.fill({f"{START}{name}": wanted})
+        if not torch.equal(wanted, tensor):
+            raise CheckpointError(f"{out}: {name} is not what the checkpoint holds after Transformers has loaded it")
+        count += 1
+    return count
+
+
+def _described(found: Found) -> nn.Module:
+    """The model of a run of `plait train`, on meta."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    client = exact.decode(found.manifest.metadata["client_state"], where="client_state")
+    identity = client.get("identity") if isinstance(client, dict) else None
+    if not isinstance(identity, dict):
+        raise CheckpointError(
+            f"{found.path} was not written by plait train, so it does not say which model it is; plait.load_trained(model, folder) loads "
+            "its weights into yours"
+        )
+    fields = {name.removeprefix("model."): value for name, value in identity.items() if name.startswith("model.") and name != "model.dtype"}
+    config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if value is not None})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _files(sizes: dict[str, int], most: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    room = most
+    for name, size in sizes.items():
+        if files[-1] and size > room:
+            files.append([])
+            room = most
+        files[-1].append(name)
+        room -= size
+    return files
