@@ -14,8 +14,11 @@ from typing import Annotated
 
 import typer
 
+from plait.cli import launch
+from plait.cli.launching.settings import Settings
 from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
+from plait.cluster.topology import default_processes, machine_name, place
 from plait.errors import InputError
 from plait.observe.files import require_writable
 
@@ -53,9 +56,6 @@ def calibrate(
     Constants that the measurements do not determine keep the shipped values of such devices. Prints the values with their uncertainties,
     and the errors before and after.
     """
-    from plait.cli import launch
-    from plait.cluster.topology import default_processes, place
-
     require_writable("--out", out, make_folder=True)
     if table is not None:
         if nproc_per_node is not None:
@@ -69,7 +69,7 @@ def calibrate(
     count = nproc_per_node or default_processes()
     if claim(os.environ) is not None or count == 1:
         _work(*arguments)
-    elif code := launch.run(["-m", "plait.cli.calibrate", *arguments], processes=count):
+    elif code := launch.run(["plait.cli.calibrate", *arguments], Settings(count)):
         raise typer.Exit(code)
     _print_json(out, wanted=as_json and place().rank == 0)
 
@@ -96,7 +96,6 @@ def _from_table(table: Path, out: Path, gpu: str | None, *, said: bool) -> None:
 def _work(out: str, rounds: str, steps: str, quiet: str = "") -> None:
     """What each process runs; the first one fits, writes and prints."""
     from plait.cli.planning.calibrations import live_cluster, print_calibration, print_rates, progress
-    from plait.cluster.topology import machine_name, place
     from plait.engine.calibration import Pace, calibration_request, measure, measurements
     from plait.planner.calibrate import calibrate
     from plait.planner.calibration_file import Origin, save

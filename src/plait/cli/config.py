@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.cli.options import MOST, Json, Set
+from plait.cli.planning.tables import aligned
 from plait.config.dialects.megatron import read_flags
 from plait.config.resolving.degrees import processes
 from plait.config.resolving.explain import Explanation, explain
@@ -109,16 +110,10 @@ def _print_tables(explanation: Explanation, console: Console) -> None:
 def _print_lines(explanation: Explanation) -> None:
     for_keys, for_values = _titles(explanation)
     typer.echo(for_keys)
-    _print_aligned([(row.key, _shown(row.value), str(row.status), row.meaning) for row in explanation.keys])
+    rows: list[tuple[str, ...]] = [(row.key, _shown(row.value), str(row.status), row.meaning) for row in explanation.keys]
+    for line in aligned(rows, indent="  ", most={1: 40}):
+        typer.echo(line)
     if explanation.values:
         typer.echo(f"\n{for_values}")
-        _print_aligned([(value.name, _shown(value.value), value.source) for value in explanation.values])
-
-
-def _print_aligned(rows: list[tuple[str, ...]]) -> None:
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    widths[1] = min(widths[1], 40)
-    for row in rows:
-        typer.echo("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        for line in aligned([(value.name, _shown(value.value), value.source) for value in explanation.values], indent="  ", most={1: 40}):
+            typer.echo(line)

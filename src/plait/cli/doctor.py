@@ -17,9 +17,13 @@ from typing import Annotated, Any
 
 import typer
 
+from plait.cli import launch
+from plait.cli.launching.settings import Settings
 from plait.cli.options import Json, Nproc
 from plait.cluster.launchers import claim
+from plait.cluster.topology import default_processes, place
 from plait.errors import InputError
+from plait.observe.files import require_writable
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -54,10 +58,6 @@ def _refuse_without_links(given: dict[str, Any]) -> None:
 
 
 def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:
-    from plait.cli import launch
-    from plait.cluster.topology import default_processes
-    from plait.observe.files import require_writable
-
     require_writable("--out", out)
     if claim(os.environ) is not None:
         _work(out or Path("links.json"), seconds, said=not as_json)
@@ -65,9 +65,8 @@ def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json
     with tempfile.TemporaryDirectory(prefix="plait-doctor-") as folder:
         file = out or (Path(folder) / "links.json" if as_json else Path("links.json"))
         count = processes or max(2, default_processes())
-        words = ["-m", "plait.cli.doctor", str(file), str(seconds), *(["--quiet"] if as_json else [])]
-        code = launch.run(words, processes=count)
-        if code:
+        words = ["plait.cli.doctor", str(file), str(seconds), *(["--quiet"] if as_json else [])]
+        if code := launch.run(words, Settings(count)):
             raise typer.Exit(code)
         if as_json:
             typer.echo(json.dumps(json.loads(file.read_text(encoding="utf-8"))))
@@ -106,7 +105,6 @@ def _work(out: Path, seconds: float, *, said: bool) -> None:
     """What each process runs; the first one writes and, if it is to be said, prints."""
     from plait.cluster.layout import Layout
     from plait.cluster.mesh import build_mesh
-    from plait.cluster.topology import place
     from plait.comm.choose import choose_all_reduce, choose_buckets
     from plait.comm.links import save
     from plait.comm.measure import measure_group

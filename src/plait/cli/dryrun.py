@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from plait.cli.options import Json
-from plait.cli.planning.asked import Batch, Fix, Gpu, Model, Nnodes, NprocPerNode, PrecisionName, Seq, WorldSize, devices
-from plait.cli.planning.dry_run import dry_run, own_layout, print_dry_run
-from plait.cli.planning.request import read_request
-from plait.cli.planning.show import print_nothing_fits
+from plait.cli.planning.asked import Batch, Fix, Gpu, Model, Nnodes, NprocPerNode, PrecisionName, Seq, WorldSize
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -50,23 +47,25 @@ def dryrun(
     as_json: Json = False,
 ) -> None:
     """Build and step one rank of a layout without peers and GPUs: memory, traffic and operators. Exit code 1 if none fits."""
+    from plait.cli.planning.dry_run import dry_run, own_layout, print_dry_run
+    from plait.cli.planning.request import read_request
+    from plait.cli.planning.show import print_nothing_fits
     from plait.planner import output
     from plait.planner import search as searching
     from plait.planner.explain import describe
-    from plait.planner.space import parse_fixed
 
     asked = read_request(
         file=file,
         model=model,
-        gpus=devices(world_size, nnodes, nproc_per_node, gpu),
+        world_size=world_size,
+        nnodes=nnodes,
+        nproc_per_node=nproc_per_node,
         gpu=gpu,
-        per_node=nproc_per_node,
         batch=batch,
         seq=seq,
         precision=precision,
-        fixed=parse_fixed(fix or []),
+        fix=fix,
     )
-    how: dict[str, Any] = {"rank": rank, "full_step": full_step, "on_device": on_device}
     if own_layout(file, asked.tree):
         said, tree = f"{file} fixes its layout, which is run as it is; nothing was searched", asked.base
     else:
@@ -78,7 +77,7 @@ def dryrun(
             f"the best of {found.candidates:,} layouts: {describe(found.best[0].layout)}",
             output.config_of(asked.request, found.best[0], asked.base),
         )
-    done = dry_run(asked.request, tree, **how)
+    done = dry_run(asked.request, tree, rank=rank, full_step=full_step, on_device=on_device)
     if as_json:
         print(json.dumps({**done.as_json(), "layout": said, "notes": [*asked.notes, *done.notes]}, indent=1, default=float))
         return

@@ -24,7 +24,7 @@ from plait.cli.launching.settings import (
     parse_nodes,
     parse_processes,
 )
-from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId
+from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId, refuse_given
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem, refuse
@@ -110,7 +110,9 @@ def launch(
         several=maximum > 1,
     )
     if hostfile is None:
-        _refuse_without_hostfile({"--include": include, "--exclude": exclude, "--export": export, "--no-ssh": not ssh})
+        rule = "chooses among the machines of a hostfile, and there is none"
+        choosing = {"--include": include, "--exclude": exclude, "--export": export, "--no-ssh": not ssh}
+        refuse(Problem(name, None, rule, "add --hostfile") for name, value in choosing.items() if value)
         settings = Settings(
             processes=default_processes() if nproc is None else nproc,
             log_folder=log_dir,
@@ -127,9 +129,9 @@ def launch(
         )
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
     given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id, "--log-dir": log_dir}
-    _refuse_with_hostfile({**given, "--max-restarts": max_restarts or None})
-    if problems := checked_alike(grace=grace, timeout=timeout, port=master_port):
-        raise ConfigError(*problems)
+    rule = "given together with --hostfile, which defines the machines and their ranks"
+    refuse_given({**given, "--max-restarts": max_restarts or None}, rule, "leave one of them out")
+    refuse(checked_alike(grace=grace, timeout=timeout, port=master_port))
     hosts = hostfiles.select(hostfiles.read(hostfile), include=include, exclude=exclude)
     there = remote.Remote(
         hosts=hosts,
@@ -144,38 +146,14 @@ def launch(
     raise typer.Exit(_start_hosts(there, ssh=ssh))
 
 
-def run(
-    command: Sequence[str],
-    *,
-    processes: int | None = None,
-    nodes: int = 1,
-    node_rank: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    rdzv_endpoint: str | None = None,
-    rdzv_id: str | None = None,
-    max_restarts: int = 0,
-    grace_seconds: float = DEFAULT_GRACE_SECONDS,
-) -> int:
-    """Run `command` (`["script.py", ...]` or `["-m", "module", ...]`) on `processes` ranks of this machine; None means one a device.
+def run(module: Sequence[str], settings: Settings) -> int:
+    """Run a module with its arguments on the ranks of this machine, as `python -m` does.
 
     Returns 0; the exit code of the rank that failed first (a PlaitError's own); 128 + N when signal N ended the launch and every rank ended
     well in its grace; 137 when ranks outlived it and were killed. Failures have been told on standard error. Raises ConfigError for
-    settings that cannot work, and InputError for a missing script.
+    settings that cannot work.
     """
-    settings = Settings(
-        processes=default_processes() if processes is None else processes,
-        min_nodes=nodes,
-        max_nodes=nodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-        max_restarts=max_restarts,
-        grace_seconds=grace_seconds,
-    )
-    return _start(_command(command[1:], True) if command and command[0] == "-m" else _command(command, False), settings)
+    return _start(["-m", *module], settings)
 
 
 def _start(command: Sequence[str], settings: Settings, *, environment: Mapping[str, str] | None = None, follow_stdin: bool = False) -> int:
@@ -239,19 +217,4 @@ def _refuse_contradictions(beside_standalone: Mapping[str, object], backend: str
     elif backend is not None and several and elastic != (backend == "c10d"):
         wanted = "--rdzv-endpoint" if backend == "c10d" else "--master-addr and --node-rank"
         problems.append(Problem("--rdzv-backend", backend, f"machines meet so by {wanted}", f"give {wanted}, or leave --rdzv-backend out"))
-    refuse(problems)
-
-
-def _refuse_without_hostfile(given: dict[str, object]) -> None:
-    problems = [
-        Problem(name, None, "chooses among the machines of a hostfile, and there is none", "add --hostfile")
-        for name, value in given.items()
-        if value
-    ]
-    refuse(problems)
-
-
-def _refuse_with_hostfile(given: dict[str, object]) -> None:
-    rule = "given together with --hostfile, which defines the machines and their ranks"
-    problems = [Problem(name, value, rule, "leave one of them out") for name, value in given.items() if value is not None]
     refuse(problems)

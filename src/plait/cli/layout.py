@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from plait.cli.options import MOST, PROCESSES, Json, Nnodes, Set
+from plait.cli.planning.tables import print_table
+from plait.cluster.topology import Node, Topology, load
 from plait.errors import InputError
 
 if TYPE_CHECKING:
-    from plait.cluster.topology import Topology
     from plait.config.resolving.resolve import Resolved
     from plait.parallel.accounting.peak import Peak
 
@@ -45,9 +47,10 @@ def layout(
 ) -> None:
     """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the peak memory of
     a rank in a training step, by kind of tensor and with the point of the step at which it occurs."""
-    from plait.cluster.placement import warning
-    from plait.config.resolving.resolve import load, resolve, smallest_world
-    from plait.model.plans import make_plan
+    from plait.cluster.placement import grid, warning
+    from plait.config.resolving.resolve import load as load_config
+    from plait.config.resolving.resolve import resolve, smallest_world
+    from plait.units import dtype_of
     from plait.verify.choose import fields_of
     from plait.verify.model_under_test import transformers_model
 
@@ -55,39 +58,36 @@ def layout(
         raise InputError(f"--cluster {cluster}: defines the machines; leave --nnodes and --nproc-per-node out")
     if sequence_length is not None and not peak:
         raise InputError(f"--sequence-length {sequence_length}: is for --peak only; add --peak, or leave it out")
-    config = load(file, override or ())
+    config = load_config(file, override or ())
     if config.model is None and model is None:
         raise InputError(f"{file} has no `model` section; add one, or give --model")
     topology = _topology(cluster, nnodes, nproc_per_node, least=smallest_world(config.parallel))
     resolved = resolve(config, world_size=topology.world_size, micro_batch_size=1)
     fields, title = fields_of(config, model)
-    module = transformers_model(fields, dtype=_dtype(config))
-    built = _parts(module, resolved, make_plan)
+    module = transformers_model(fields, dtype=dtype_of(config.model.dtype if config.model is not None else "float32"))
+    built = _parts(module, resolved)
     memory = _memory(resolved, built)
     length = sequence_length or (config.data.sequence_length if config.data is not None else None)
     peaks, why_not = _peaks(module, resolved, length) if peak else ({}, "predicted with --peak")
-    said = warning(resolved.layout, topology)
+    said, machines = warning(resolved.layout, topology), grid(resolved.layout, topology)
     if as_json:
-        rows = [row.__dict__ for row in built["rows"]]
         report = {
             "layout": resolved.layout.degrees,
-            "grid": _grid(resolved, topology),
+            "grid": machines,
             "memory": memory,
             "peak": [{"rank": rank, **peak.__dict__} for rank, peak in peaks.items()],
             "peak_not_foretold": why_not,
             "stages": [row.__dict__ for row in built["stages"]],
-            "parameters": rows,
+            "parameters": [row.__dict__ for row in built["rows"]],
             "warning": said,
         }
         print(json.dumps({"model": title, **report}))
         return
-    _print(title, resolved, topology, built, memory, said)
+    _print(title, resolved, machines, built, memory, said)
     _print_peaks(resolved, peaks, why_not, length)
 
 
 def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: int) -> Topology:
-    from plait.cluster.topology import Node, Topology, load
-
     if cluster is not None:
         return load(cluster)
     each = devices or max(1, -(-least // nodes))
@@ -98,16 +98,10 @@ def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: i
     return Topology(tuple(Node(f"node{index}", each) for index in range(nodes)), "cuda")
 
 
-def _dtype(config: Any) -> Any:
-    from plait.units import dtype_of
-
-    return dtype_of(config.model.dtype if config.model is not None else "float32")
-
-
-def _parts(module: Any, resolved: Resolved, make_plan: Any) -> dict[str, Any]:
+def _parts(module: Any, resolved: Resolved) -> dict[str, Any]:
     from plait.model.blocks import find_blocks
     from plait.model.facts import model_facts
-    from plait.model.plans import describe
+    from plait.model.plans import describe, make_plan
     from plait.parallel.pipeline.account import stage_rows
 
     blocks = find_blocks(module, resolved.blocks or None)
@@ -149,8 +143,6 @@ def _peaks(module: Any, resolved: Resolved, length: int | None) -> tuple[dict[in
 
 
 def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None, length: int | None) -> None:
-    from rich.console import Console
-
     from plait.parallel.accounting.timeline_points import PEAK_KINDS
     from plait.units import format_bytes
 
@@ -174,13 +166,7 @@ def _print_peaks(resolved: Resolved, peaks: dict[int, Peak], why_not: str | None
     rows += [
         [f"peak of {phase}", *(format_bytes(peak.phases[phase]) for peak in found)] for phase in ("forward", "backward", "optimizer step")
     ]
-    _table(console, columns, rows)
-
-
-def _grid(resolved: Resolved, topology: Topology) -> list[list[str]]:
-    from plait.cluster.placement import grid
-
-    return grid(resolved.layout, topology)
+    print_table(console, columns, rows, indent="")
 
 
 _MEANINGS = {
@@ -195,9 +181,7 @@ _MEANINGS = {
 }
 
 
-def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, Any], memory: dict[str, int], said: str | None) -> None:
-    from rich.console import Console
-
+def _print(title: str, resolved: Resolved, nodes: list[list[str]], built: dict[str, Any], memory: dict[str, int], said: str | None) -> None:
     from plait.units import format_bytes, format_count
 
     console = Console(soft_wrap=True, highlight=False)
@@ -206,7 +190,7 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
     console.print(f"{title}: {format_count(facts.numel)} parameters, {len(facts.blocks)} blocks; {resolved.layout}, {stage}")
     if said:
         console.print(f"warning: {said}", style="yellow")
-    rows = _shortened([[name, _in_short(cells)] for name, *cells in _grid(resolved, topology)])
+    rows = _shortened([[name, _in_short(cells)] for name, *cells in nodes])
     tables: list[tuple[tuple[str, ...], list[list[str]]]] = [(("node", "ranks"), rows)]
     if built["rows"]:
         console.print(f"split over tp by {built['plan'].source}; the first block stands for all")
@@ -226,7 +210,7 @@ def _print(title: str, resolved: Resolved, topology: Topology, built: dict[str, 
     states = [[_MEANINGS[kind], str(memory[kind]), format_bytes(memory[kind])] for kind in _MEANINGS if memory.get(kind)]
     tables.append((("model states on rank 0", "bytes", ""), states))
     for columns, rows in tables:
-        _table(console, columns, rows)
+        print_table(console, columns, rows, indent="")
 
 
 MOST_SHOWN = 2**17
@@ -246,24 +230,6 @@ def _in_short(cells: list[str]) -> str:
     if len(cells) <= _CELLS:
         return " | ".join(cells)
     return " | ".join([*cells[: _CELLS - 1], f"... {len(cells) - _CELLS} more ...", cells[-1]])
-
-
-def _table(console: Any, columns: tuple[str, ...], rows: list[list[str]]) -> None:
-    """A table on a terminal, aligned lines in a pipe."""
-    if not console.is_terminal:
-        widths = [max(len(row[index]) for row in [list(columns), *rows]) for index in range(len(columns))]
-        for row in [list(columns), *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        print()
-        return
-    from rich.table import Table
-
-    table = Table(*columns)
-    for column in table.columns:
-        column.overflow = "fold"  # names are never cut
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def _collapsed(rows: list[Any], blocks: tuple[str, ...]) -> list[Any]:

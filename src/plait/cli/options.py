@@ -6,9 +6,12 @@ taken with underscores, as torchrun and DeepSpeed write them (see `cli.main`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
+
+from plait.errors import Problem, refuse
 
 MOST = 2**20
 """Processes or machines: more than anybody has."""
@@ -34,3 +37,8 @@ RdzvEndpoint = Annotated[
 ]
 RdzvId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, where several meet.", rich_help_panel=MEETING)]
 WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, max=MOST, metavar="N", help="Processes of all machines.")]
+
+
+def refuse_given(options: Mapping[str, object], rule: str, remedy: str) -> None:
+    """Raise ConfigError for every option that has a value."""
+    refuse(Problem(name, value, rule, remedy) for name, value in options.items() if value is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,17 +25,9 @@ from plait.cli.planning.asked import (
     PrecisionName,
     Seq,
     WorldSize,
-    devices,
 )
-from plait.cli.planning.report import write_report, write_trace
-from plait.cli.planning.request import read_calibration, read_request
-from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan
 from plait.errors import InputError
 from plait.observe.files import require_writable
-
-if TYPE_CHECKING:
-    from plait.planner.calibrate import Calibration
-    from plait.planner.search import Request
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -90,20 +82,26 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search every layout of a model on a cluster: what fits, how fast, and why, without a GPU. Exit code 1 if nothing fits."""
+    from plait.cli.planning.report import write_report, write_trace
+    from plait.cli.planning.request import read_calibration, read_request
+    from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan
+    from plait.planner import explain, output
+    from plait.planner import search as searching
+    from plait.planner.space import parse_fixed
+
     if file == Path(_NAMES) and not file.exists():
         print(json.dumps(names_as_json())) if as_json else print_names()
         return
-    from plait.planner.space import parse_fixed
-
     _check_files(file, out, report, trace, everything=everything, force=force)
-    asked_why = [text for text in why or () if text not in ("neighbours", "sensitivity")]
-    queries = [(text, parse_fixed([text])) for text in asked_why]
+    why = why or []
+    queries = [(text, parse_fixed([text])) for text in why if text not in ("neighbours", "sensitivity")]
     asked = read_request(
         file=file,
         model=model,
-        gpus=devices(world_size, nnodes, nproc_per_node, gpu),
+        world_size=world_size,
+        nnodes=nnodes,
+        nproc_per_node=nproc_per_node,
         gpu=gpu,
-        per_node=nproc_per_node,
         cluster=cluster,
         batch=batch,
         seq=seq,
@@ -112,24 +110,43 @@ def plan(
         memory_gib=memory_gib,
         network=network,
         everything=everything,
-        fixed=parse_fixed(fix or []),
+        fix=fix,
     )
-    calibration, of_runs = read_calibration(calibrate, asked.request)
-    _plan(
-        asked.request,
-        asked.base,
-        [*asked.notes, *of_runs],
-        fixed=asked.fixed,
-        queries=queries,
-        neighbours="neighbours" in (why or ()),
-        calibration=calibration,
-        sensitive="sensitivity" in (why or ()),
-        top=top,
-        out=out,
-        report=report,
-        trace=trace,
-        as_json=as_json,
-    )
+    request, fixed = asked.request, asked.fixed
+    calibration, of_runs = read_calibration(calibrate, request)
+    notes = [*asked.notes, *of_runs]
+    found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
+    if not found.best:
+        print_nothing_fits(found)
+        if report is not None:
+            write_report(report, found, notes=notes, fixed=fixed, calibration=calibration)
+        raise typer.Exit(1)
+    around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if "neighbours" in why else []
+    told = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in queries]
+    beside = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in around]
+    reasons = [*told, *beside]
+    changes = explain.sensitivity(found, calibration=calibration) if "sensitivity" in why else []
+    written = output.write(found, out, asked.base) if out is not None else None
+    if report is not None:
+        write_report(report, found, notes=notes, reasons=reasons, changes=changes, fixed=fixed, calibration=calibration)
+    if trace is not None:
+        write_trace(trace, found, calibration=calibration)
+    if as_json:
+        whole = output.plan_as_json(found) | {
+            "config": None if everything else output.config_of(request, found.best[0], asked.base),
+            "sidecar": output.sidecar_of(found, found.best[0]),
+            "why": [{"query": r.query, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
+            "sensitivity": [change.__dict__ for change in changes],
+            "notes": notes,
+        }
+        print(json.dumps(whole, indent=1, default=float))
+        return
+    print_plan(found, notes, told, beside, changes)
+    if written is not None:
+        print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
+    for path in (report, trace):
+        if path is not None:
+            print(f"wrote {path}")
 
 
 def _check_files(file: Path | None, out: Path | None, report: Path | None, trace: Path | None, *, everything: bool, force: bool) -> None:
@@ -155,57 +172,3 @@ def _check_files(file: Path | None, out: Path | None, report: Path | None, trace
         raise InputError(
             f"--out {out}: exists{again}, and is not as `plait plan` wrote it; give another name, or add --force to replace it"
         )
-
-
-def _plan(
-    request: Request,
-    base: dict[str, Any],
-    notes: list[str],
-    *,
-    fixed: dict[str, int],
-    queries: list[tuple[str, dict[str, int]]],
-    neighbours: bool,
-    calibration: Calibration | None,
-    sensitive: bool,
-    top: int,
-    out: Path | None,
-    report: Path | None,
-    trace: Path | None,
-    as_json: bool,
-) -> None:
-    from plait.planner import explain, output
-    from plait.planner import search as searching
-    from plait.planner.space import parse_fixed
-
-    found = searching.plan(request, fixed=fixed, calibration=calibration, best=top)
-    if not found.best:
-        print_nothing_fits(found)
-        if report is not None:
-            write_report(report, found, notes=notes, fixed=fixed, calibration=calibration)
-        raise typer.Exit(1)
-    around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if neighbours else []
-    asked = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in queries]
-    beside = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in around]
-    reasons = [*asked, *beside]
-    changes = explain.sensitivity(found, calibration=calibration) if sensitive else []
-    written = output.write(found, out, base) if out is not None else None
-    if report is not None:
-        write_report(report, found, notes=notes, reasons=reasons, changes=changes, fixed=fixed, calibration=calibration)
-    if trace is not None:
-        write_trace(trace, found, calibration=calibration)
-    if as_json:
-        whole = output.plan_as_json(found) | {
-            "config": None if request.everything else output.config_of(request, found.best[0], base),
-            "sidecar": output.sidecar_of(found, found.best[0]),
-            "why": [{"query": r.query, "reason": r.reason, "other": output.choice_as_json(r.other) if r.other else None} for r in reasons],
-            "sensitivity": [change.__dict__ for change in changes],
-            "notes": notes,
-        }
-        print(json.dumps(whole, indent=1, default=float))
-        return
-    print_plan(found, notes, asked, beside, changes)
-    if written is not None:
-        print(f"wrote {written[0]} (run it with `plait train {written[0]}`) and {written[1]}")
-    for path in (report, trace):
-        if path is not None:
-            print(f"wrote {path}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.options import Json
+from plait.cli.planning.tables import aligned
 from plait.errors import InputError
 from plait.observe.files import require_writable, write_text
 
@@ -81,6 +82,4 @@ def _print_names(as_json: bool) -> None:
     if as_json:
         print(json.dumps([{"name": name, "stages": stages, "summary": summary} for name, stages, summary in names()]))
         return
-    widths = [max(len(row[column]) for row in names()) for column in range(2)]
-    for name, stages, summary in names():
-        print(f"{name.ljust(widths[0])}  {stages.ljust(widths[1])}  {summary}")
+    print("\n".join(aligned(names())))

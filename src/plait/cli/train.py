@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from plait.cli.options import MasterAddr, MasterPort, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set
+from plait.cli import launch
+from plait.cli.launching.settings import Settings
+from plait.cli.options import MasterAddr, MasterPort, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set, refuse_given
 from plait.cluster.launchers import claim
-from plait.errors import ConfigError, InputError, PlaitError, Problem, refuse
+from plait.cluster.topology import cpu_count, default_processes, device_count, machine_name, place
+from plait.errors import ConfigError, InputError, PlaitError, Problem
 from plait.files import user_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from plait.config.schema.config import Config
     from plait.events import Listener
     from plait.train.session import ValidatedRun
@@ -59,37 +61,23 @@ def train(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
     }
+    options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
     if claim(os.environ) is not None:
         if fresh:
             raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
-        _refuse_beside_launcher({"nproc_per_node": nproc_per_node, "nnodes": None if nnodes == 1 else nnodes, **meeting})
+        rule = "this process was started by a launcher (torchrun, plait launch, srun), which sets the processes and machines"
+        refuse_given({"--nproc-per-node": nproc_per_node, "--nnodes": None if nnodes == 1 else nnodes, **options}, rule, "leave it out")
         raise typer.Exit(_work(file, overrides, announced=False))
     if nnodes > 1:
         if fresh:
             raise InputError("--fresh: several machines cannot rename one folder; rename it yourself, or set another run.folder")
         raise typer.Exit(_start_one_of(file, overrides, processes=nproc_per_node, nodes=nnodes, meeting=meeting))
-    _refuse_alone(meeting)
+    refuse_given(options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out")
     raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node))
-
-
-def _refuse_beside_launcher(given: dict[str, Any]) -> None:
-    rule = "this process was started by a launcher (torchrun, plait launch, srun), which sets the processes and machines"
-    _refuse(given, rule, "leave it out")
-
-
-def _refuse_alone(given: dict[str, Any]) -> None:
-    rule = "sets where machines meet, and --nnodes is 1"
-    _refuse(given, rule, "add --nnodes, or leave it out")
-
-
-def _refuse(given: dict[str, Any], rule: str, remedy: str) -> None:
-    problems = [Problem(f"--{name.replace('_', '-')}", value, rule, remedy) for name, value in given.items() if value is not None]
-    refuse(problems)
 
 
 def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: int, meeting: dict[str, Any]) -> int:
     """On each of several machines: the launcher here, whose processes check the file themselves when they have met."""
-    from plait.cli import launch
     from plait.cli.planning.automatic import refuse_auto
     from plait.config.resolving.resolve import load
 
@@ -101,12 +89,12 @@ def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, no
             rule = f"they do not divide over {nodes} machines ({wanted} % {nodes} = {wanted % nodes})"
             raise ConfigError(Problem("run.processes", wanted, rule, "set a multiple of the machines, or give --nproc-per-node"))
         processes = wanted // nodes
-    return launch.run(["-m", "plait.cli.train", "--one-of-several", str(file), *overrides], processes=processes, nodes=nodes, **meeting)
+    settings = Settings(processes or default_processes(), min_nodes=nodes, max_nodes=nodes, **meeting)
+    return launch.run(["plait.cli.train", "--one-of-several", str(file), *overrides], settings)
 
 
 def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None) -> int:
     """What a person runs: nothing is started before everything was checked."""
-    from plait.cli import launch
     from plait.cli.planning.automatic import planned_file
     from plait.config.resolving.resolve import load
 
@@ -126,13 +114,12 @@ def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | No
     _announce(checked, console, config, processes=processes)
     if processes == 1:
         return _train(checked, console, config, file=file, again=_command(file, overrides), patient=True)
-    return launch.run(["-m", "plait.cli.train", str(file), *overrides], processes=processes)
+    return launch.run(["plait.cli.train", str(file), *overrides], Settings(processes))
 
 
 def _work(file: Path, overrides: list[str], *, announced: bool) -> int:
     """What each process of a launcher runs. announced: the user has been told about the run before it was started."""
     from plait.cli.planning.automatic import refuse_auto
-    from plait.cluster.topology import place
     from plait.config.resolving.resolve import load
 
     here = place()
@@ -193,7 +180,6 @@ def _train(checked: ValidatedRun, console: Console, config: Config, *, file: Pat
 def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Console) -> tuple[Listener, ...]:
     """Compares the run with its plan, where `plait plan --out` wrote the file."""
     from plait.cli.planning.calibrations import live_cluster
-    from plait.cluster.topology import machine_name, place
     from plait.observe.residual import residual_of
 
     if not file.with_suffix(".plan.json").is_file():
@@ -211,7 +197,6 @@ def _residuals(file: Path, checked: ValidatedRun, config: Config, console: Conso
 
 def _processes(config: Config) -> int:
     """How many to start: as the file says, else one a GPU; on a CPU as many as the layout names, or two."""
-    from plait.cluster.topology import default_processes, device_count
     from plait.config.resolving.degrees import smallest_world
 
     wanted = config.run.processes if config.run is not None else "auto"
@@ -222,7 +207,6 @@ def _processes(config: Config) -> int:
 
 
 def _announce(checked: ValidatedRun, console: Console, config: Config, *, processes: int) -> None:
-    from plait.cluster.topology import cpu_count, device_count, place
     from plait.observe.progress import describe
     from plait.train.cautions import cautions
 
@@ -252,8 +236,6 @@ def _command(file: Path, overrides: list[str]) -> str:
 
 
 def _console(*, quiet: bool = False) -> Console:
-    from rich.console import Console
-
     return Console(quiet=quiet, highlight=False, markup=False)
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.cli import launch
+from plait.cli.launching.settings import Settings
 from plait.cli.options import MOST, PROCESSES, Json, Set
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, place
@@ -172,13 +174,12 @@ def _set_environment(plan: Plan) -> None:
 
 def _start(plan: Plan, *, seconds: float) -> Traces:
     """Start the processes, and read what rank 0 wrote."""
-    from plait.cli import launch
     from plait.verify.run import PLAN, TRACES
 
     with tempfile.TemporaryDirectory(prefix="plait-verify-") as name:
         folder = Path(name)
         (folder / PLAN).write_bytes(pickle.dumps(plan))
-        code = launch.run(["-m", "plait.verify.run", name, str(seconds)], processes=plan.world_size, grace_seconds=10)
+        code = launch.run(["plait.verify.run", name, str(seconds)], Settings(plan.world_size, grace_seconds=10))
         if code:  # the launcher has told why
             raise typer.Exit(code)
         traces: Traces = pickle.loads((folder / TRACES).read_bytes())

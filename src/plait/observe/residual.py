@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from plait.errors import InputError
 from plait.events import Event, RunEnded, StepDone
 from plait.files import user_path
+from plait.planner.auto import layout_of
 from plait.planner.history import Measured, append
-from plait.planner.job import SCHEDULES
-from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
 from plait.planner.unpriced import unpriced
 from plait.units import format_bytes
 
 if TYPE_CHECKING:
-    from plait.config.resolving.resolve import Config, Resolved
+    from plait.config.resolving.resolve import Config
     from plait.train.session import ValidatedRun
 
 WARM, STEPS, FEWEST = 2, 8, 3
@@ -128,7 +127,7 @@ _HALF = {"bfloat16": "bf16", "float16": "fp16"}
 
 def _differences(plan: Mapping[str, Any], checked: ValidatedRun, config: Config, *, gpu: str, per_node: int) -> list[str]:
     planned = dict(plan["priced"]["layout"])
-    mine = _layout(checked.resolved)
+    mine = layout_of(checked.resolved)
     cluster, precision = plan["cluster"], checked.resolved.precision
     section = config.model.model_dump(mode="json", exclude_unset=True) if config.model is not None else None
     pairs: list[tuple[str, Any, Any]] = [
@@ -147,24 +146,3 @@ def _differences(plan: Mapping[str, Any], checked: ValidatedRun, config: Config,
     # What no plan prices would be taken for an error of the plan.
     left_out = [f"no plan prices {setting}" for setting in unpriced(config)]
     return [f"{name} was planned as {was} and is {now}" for name, was, now in pairs if was != now] + left_out
-
-
-def _layout(resolved: Resolved) -> dict[str, Any]:
-    at, pipeline = resolved.layout, resolved.pipeline
-    schedules = {named: priced for priced, named in SCHEDULE_NAMES.items()}
-    modes = {named: priced for priced, named in RECOMPUTE_NAMES.items()}
-    several = at.pp > 1
-    found = {
-        "pp": at.pp,
-        "schedule": schedules.get(pipeline.schedule, pipeline.schedule) if several else SCHEDULES[0],
-        "tp": at.tp,
-        "sp": int(resolved.tensor_parallel.sequence_parallel),
-        "dp_replicate": at.dp_replicate,
-        "dp_shard": at.dp_shard,
-        "stage": resolved.data_parallel.stage,
-        "recompute": modes.get(resolved.recompute.mode, resolved.recompute.mode),
-        "micro_batch": resolved.batch.micro_batch_size,
-        "accumulation": resolved.batch.accumulation,
-        "offload": int(resolved.optimizer_offload.device != "none"),
-    }
-    return found | ({"vpp": pipeline.stages_per_rank} if several and pipeline.stages_per_rank is not None else {})

@@ -13,14 +13,14 @@ from typing import Any
 
 from plait.config.dialects.examine import Examined, at_path
 from plait.config.resolving.degrees import PLANNED
-from plait.config.resolving.resolve import checked
+from plait.config.resolving.resolve import Resolved, checked
 from plait.config.schema.config import Config
 from plait.errors import InputError, Problem, refuse
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, find_model, from_config
-from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
+from plait.planner.offers import RECOMPUTE_INDEX, RECOMPUTE_NAMES, SCHEDULE_INDEX, SCHEDULE_NAMES
 from plait.planner.output import config_of
 from plait.planner.search import Plan, Request, plan
 
@@ -43,6 +43,9 @@ DETAILS: dict[str, tuple[str, str]] = {
     "zero_optimization.offload_optimizer.device": ("offload", "zero_optimization.stage"),
 }
 """Path in a file to the field of a layout, and the path of which it is a detail: left out, it is chosen where that one is."""
+
+PATHS = {name: path for path, (name, _) in (FIELDS | DETAILS).items()}
+"""The other way round: the field of a layout to its path in a file."""
 
 _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -151,11 +154,11 @@ def fixed_by(file: File) -> dict[str, int]:
         if at_path(file.tree, path) in (None, "auto") or value in (None, "auto"):
             continue
         if name == "recompute":
-            named = {RECOMPUTE_NAMES[kind]: index for index, kind in enumerate(RECOMPUTE) if RECOMPUTE_NAMES[kind] != "attention"}
+            named = [name for name in RECOMPUTE_INDEX if name != "attention"]
             if value not in named:
                 problems.append(Problem(path, value, "not a mode that a plan can keep", f'use "auto" or {", ".join(named)}'))
                 continue
-            value = named[value]
+            value = RECOMPUTE_INDEX[value]
         fixed[name] = int(value)
     if config.parallel.recompute.budget_gib is not None and config.parallel.recompute.mode is None:
         remedy = f'leave it out, or set parallel.recompute.mode to "auto" or {RECOMPUTE_NAMES["full"]}'
@@ -169,12 +172,11 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
     pipeline, offload, problems = config.parallel.pipeline, config.zero_optimization.offload_optimizer, []
     several = fixed.get("pp") != 1
     if pipeline.schedule is not None and several:
-        priced = {name: SCHEDULES.index(key) for key, name in SCHEDULE_NAMES.items()}
-        if pipeline.schedule in priced:
-            fixed["schedule"] = priced[pipeline.schedule]
+        if pipeline.schedule in SCHEDULE_INDEX:
+            fixed["schedule"] = SCHEDULE_INDEX[pipeline.schedule]
         else:
             rule = "not a schedule that a plan prices"
-            problems.append(Problem("parallel.pipeline.schedule", pipeline.schedule, rule, f"use {', '.join(priced)}"))
+            problems.append(Problem("parallel.pipeline.schedule", pipeline.schedule, rule, f"use {', '.join(SCHEDULE_INDEX)}"))
     if pipeline.stages_per_rank is not None and several:
         fixed["vpp"] = pipeline.stages_per_rank
     if pipeline.blocks_per_stage is not None and "pp" not in fixed:
@@ -220,3 +222,25 @@ def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
             here = here[section]
         del here[name]
     return whole
+
+
+def layout_of(resolved: Resolved) -> dict[str, Any]:
+    """The fields of a layout that a resolved configuration has. A schedule and a recomputation that are priced have the planner's names for
+    them; `vpp` is left out where the file does not say it."""
+    at, pipeline = resolved.layout, resolved.pipeline
+    schedules, modes = ({name: priced for priced, name in names.items()} for names in (SCHEDULE_NAMES, RECOMPUTE_NAMES))
+    several = at.pp > 1
+    found = {
+        "pp": at.pp,
+        "schedule": schedules.get(pipeline.schedule, pipeline.schedule) if several else SCHEDULES[0],
+        "tp": at.tp,
+        "sp": int(resolved.tensor_parallel.sequence_parallel),
+        "dp_replicate": at.dp_replicate,
+        "dp_shard": at.dp_shard,
+        "stage": resolved.data_parallel.stage,
+        "recompute": modes.get(resolved.recompute.mode, resolved.recompute.mode),
+        "micro_batch": resolved.batch.micro_batch_size,
+        "accumulation": resolved.batch.accumulation,
+        "offload": int(resolved.optimizer_offload.device != "none"),
+    }
+    return found | ({"vpp": pipeline.stages_per_rank} if several and pipeline.stages_per_rank is not None else {})

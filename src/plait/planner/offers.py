@@ -27,6 +27,9 @@ SCHEDULE_NAMES = {
 """Schedules that are priced, by the names of `parallel.schedules.schedule`. Others are priced for published runs alone."""
 RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention"}
 """What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core alone."""
+SCHEDULE_INDEX = {name: SCHEDULES.index(priced) for priced, name in SCHEDULE_NAMES.items()}
+RECOMPUTE_INDEX = {RECOMPUTE_NAMES[priced]: index for index, priced in enumerate(RECOMPUTE)}
+"""Their numbers in a layout, by those names."""
 SPLIT_BACKWARD = ("interleaved-zb", "zbv", "dualpipev")
 """Schedules that defer the gradients of weights, which ZeRO stage 3 refuses."""
 

@@ -16,7 +16,7 @@ from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import FAMILIES, Cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
-from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES, Offers
+from plait.planner.offers import RECOMPUTE_INDEX, SCHEDULE_INDEX, Offers
 from plait.planner.splits import Split
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -28,8 +28,8 @@ _OTHER_NAMES = {"zero": "stage", "mbs": "micro_batch", "micro-batch": "micro_bat
 
 
 _WORDS = {
-    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | {SCHEDULE_NAMES[n]: SCHEDULES.index(n) for n in SCHEDULE_NAMES},
-    "recompute": {RECOMPUTE_NAMES[name]: index for index, name in enumerate(RECOMPUTE)},
+    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
+    "recompute": RECOMPUTE_INDEX,
 }
 """Values with names, as a configuration writes them."""
 _BOUNDS = {"sp": (0, 1), "stage": (0, 3), "offload": (0, 1)}

@@ -10,7 +10,7 @@ from plait.cli import launch as verb
 from plait.cli import main as command
 from plait.cli.launching import remote
 from plait.cli.launching.settings import Settings, check
-from plait.errors import ConfigError, InputError
+from plait.errors import ConfigError
 
 
 @pytest.fixture
@@ -159,11 +159,11 @@ class TestHostfile:
 
 class TestRun:
     def test_for_other_verbs(self, started: list[Any]) -> None:
-        assert verb.run(["-m", "plait.x", "a.json"], processes=2, grace_seconds=5) == 0
+        assert verb.run(["plait.x", "a.json"], Settings(2, grace_seconds=5)) == 0
         assert started == [(["-m", "plait.x", "a.json"], Settings(2, grace_seconds=5))]
 
-    def test_mistakes(self) -> None:
-        with pytest.raises(InputError, match="no script"):
-            verb.run([], processes=1)
+    def test_mistakes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _plait() == 2
+        assert "no script" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="--nproc-per-node = 0"):
-            verb.run(["-m", "x"], processes=0)
+            verb.run(["x"], Settings(0))

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from plait.cli.options import MOST, NODES
-from plait.errors import InputError
 
 DEVICES = "The devices"
 
@@ -49,19 +48,3 @@ Batch = Annotated[int | None, typer.Option(metavar="N", help="Samples of an opti
 Seq = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a sample. (default: the file's, or 4096)")]
 PrecisionName = Annotated[str | None, typer.Option(metavar="NAME", help="bf16, fp16 or fp32. (default: bf16 where the GPU has it)")]
 Fix = Annotated[list[str] | None, typer.Option(metavar="A=B", help="A value that the layout must have: tp=4, stage=3, pp=8.")]
-
-
-def devices(world_size: int | None, nnodes: int | None, nproc_per_node: int | None, gpu: str | None) -> int | None:
-    """The number of all devices, from the counts that are given. Raises InputError for counts that contradict each other."""
-    if nnodes is None:
-        return world_size
-    each = nproc_per_node
-    if each is None and gpu is not None:
-        from plait.planner.hardware import device
-
-        each = int(device(gpu).devices_per_node)
-    if each is None:
-        raise InputError(f"--nnodes {nnodes}: of how many GPUs each? add --nproc-per-node, or --gpu for what is usual")
-    if world_size is not None and world_size != nnodes * each:
-        raise InputError(f"--world-size {world_size}: {nnodes} machines of {each} GPUs are {nnodes * each}; leave one of the options out")
-    return nnodes * each

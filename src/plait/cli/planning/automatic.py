@@ -11,26 +11,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.cli.planning.request import cluster_for
+from plait.config.resolving.resolve import look
 from plait.errors import InputError
 from plait.files import user_path
+from plait.planner.auto import complete, read_file, searched
+from plait.planner.explain import describe
+from plait.planner.output import write
+from plait.planner.unpriced import unpriced
 
 
 def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable[[str], None]) -> Path | None:
     """The file with nothing of the layout left open; None where `file` leaves nothing open that takes a search. Raises ConfigError or
     InputError for what cannot be planned."""
-    from plait.config.resolving.resolve import look
-    from plait.planner.auto import complete, read_file, searched
-    from plait.planner.unpriced import unpriced
-
     _, found = look(file, overrides)
     asked = searched(found.tree)
     if not asked:
         return None
     told = read_file(found)
-    from plait.cli.planning.request import cluster_for
-    from plait.planner.explain import describe
-    from plait.planner.output import write
-
     run = told.config.run
     beside = run.folder if run is not None and "folder" in run.model_fields_set else f"runs/{file.stem}"
     path = user_path(f"{beside}.planned.json", "run.folder")
@@ -52,9 +50,6 @@ def planned_file(file: Path, overrides: list[str], *, fresh: bool, say: Callable
 
 def refuse_auto(file: Path, overrides: list[str]) -> None:
     """Raise InputError for a file that takes a search, in one of several processes that are there already."""
-    from plait.config.resolving.resolve import look
-    from plait.planner.auto import searched
-
     _, found = look(file, overrides)
     asked = searched(found.tree)
     if asked and not found.problems:

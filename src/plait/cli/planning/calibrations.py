@@ -8,18 +8,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from plait.cli.planning.tables import print_table
+from plait.cluster.machines import Topology
+from plait.cluster.topology import discover
 from plait.errors import InputError
-
-if TYPE_CHECKING:
-    from plait.cluster.machines import Topology
-    from plait.planner.calibrate import Calibration
-    from plait.planner.calibration_file import Origin
-    from plait.planner.calibration_runs import DeviceRates
-    from plait.planner.constants import Knowledge
-    from plait.planner.hardware import Cluster
-    from plait.planner.runs import Runs
+from plait.planner.calibrate import Calibration, calibrate, errors_left_out, errors_with, uncalibrated
+from plait.planner.calibration_file import Origin
+from plait.planner.calibration_runs import DeviceRates
+from plait.planner.constants import Knowledge, knowledge
+from plait.planner.hardware import Cluster, cluster_of, device
+from plait.planner.history import read, runs_of, same_machine
+from plait.planner.runs import Runs, measured_seconds, read_rows, read_runs
 
 FEWEST_ROWS = 3
 """Fewer tell constants from chance too badly to write a file of them."""
@@ -34,31 +40,20 @@ def default_cache() -> Path:
 
 def live_devices() -> tuple[Topology, str]:
     """The machines of the processes that run now, and what their devices call themselves."""
-    from plait.cluster.topology import discover
-
     topology = discover()
     name = "cpu"
     if topology.device_type == "cuda":
-        import torch
-
         name = torch.cuda.get_device_name()
     return topology, name
 
 
 def live_cluster() -> Cluster:
     """The devices of the processes that run now. Raises InputError for GPUs that are not in the catalogue."""
-    from plait.planner.hardware import cluster_of
-
     return cluster_of(*live_devices())
 
 
 def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
     """The rows of one device. Raises InputError for a file without enough of them, or with rows of several devices."""
-    from plait.planner.calibration_file import Origin
-    from plait.planner.hardware import device
-    from plait.planner.history import read, runs_of
-    from plait.planner.runs import measured_seconds, read_rows, read_runs
-
     machine = ""
     if table.suffix == ".jsonl":
         history, warnings = read(table)
@@ -90,8 +85,6 @@ def runs_of_table(table: Path, gpu: str | None) -> tuple[Runs, Origin]:
 
 
 def _wanted(table: Path, names: list[str], gpu: str | None) -> str:
-    from plait.planner.hardware import device
-
     if not names:
         raise InputError(f"{table}: no row names a device of the catalogue; `plait plan models` prints their names")
     if gpu is not None:
@@ -106,9 +99,6 @@ def _wanted(table: Path, names: list[str], gpu: str | None) -> str:
 
 def from_history(path: Path, *, gpu: str, machine: str) -> tuple[Calibration | None, list[str]]:
     """(constants from the runs of this device in a history, notes); None where it has none."""
-    from plait.planner.calibrate import calibrate
-    from plait.planner.history import read, runs_of, same_machine
-
     history, notes = read(path)
     rows = [row for row in history if same_machine(row, gpu=gpu, machine=machine)][-_NEWEST:]
     if not rows:
@@ -126,9 +116,6 @@ def progress(total: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
     if not shown:
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(total)
@@ -170,13 +157,6 @@ def print_rates(rates: DeviceRates) -> None:
 
 def print_calibration(found: Calibration, runs: Runs, *, known: Knowledge | None = None) -> None:
     """The constants that moved with their priors and uncertainties, and errors before, after, and with each row left out."""
-    import numpy as np
-    from rich.console import Console
-
-    from plait.cli.planning.tables import print_table
-    from plait.planner.calibrate import errors_left_out, errors_with, uncalibrated
-    from plait.planner.constants import knowledge
-
     shipped, prior = knowledge().constants, (known or knowledge()).constants
     rows, kept = [], 0
     for fit in (found.time, found.memory):

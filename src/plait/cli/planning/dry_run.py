@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from rich.console import Console
+
+from plait.cli.planning.tables import print_table
+from plait.cluster.mesh import default_device_type
+from plait.config.resolving.resolve import Resolved, load, resolve
+from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ConfigError, InputError, Problem
-
-if TYPE_CHECKING:
-    from plait.config.resolving.resolve import Resolved
-    from plait.engine.single_rank import SingleRankRun
-    from plait.planner.search import Request
+from plait.parallel.schedules.schedule import SCHEDULES as TABLES
+from plait.planner.auto import asks
+from plait.planner.auto import layout_of as planned_layout
+from plait.planner.constants import knowledge
+from plait.planner.hardware import device
+from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
+from plait.planner.memory import MOMENTS, memory_bytes
+from plait.planner.offers import RECOMPUTE_INDEX, SCHEDULE_INDEX
+from plait.planner.search import Request, job_of, states_of
+from plait.units import GIB, dtype_of, format_bytes, format_count
+from plait.verify.model_under_test import transformers_model
 
 
 @dataclass(frozen=True)
@@ -74,8 +88,6 @@ class DryRun:
 
 def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
     """Whether a file says all of a layout, so that its own is run and not the search's."""
-    from plait.planner.auto import asks
-
     return file is not None and "parallel" in base and "train_micro_batch_size_per_gpu" in base and not asks(base)
 
 
@@ -90,9 +102,6 @@ def dry_run(
 ) -> DryRun:
     """Run a rank of the configuration `tree` on as many devices as `request` has. Raises ConfigError, InputError or ModelError for what
     does not run."""
-    from plait.config.resolving.resolve import load, resolve
-    from plait.engine.single_rank import run_single_rank
-
     world = request.cluster.devices
     full = resolve(load(dict(tree)), world_size=world)
     pp = full.layout.pp
@@ -144,15 +153,9 @@ def dry_run(
 
 def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     """The planner's fields of a resolved configuration; None with the reason where it has none for something of it."""
-    from plait.parallel.schedules.schedule import SCHEDULES as TABLES
-    from plait.planner.job import RECOMPUTE, SCHEDULES
-    from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
-
     at, recompute = resolved.layout, resolved.recompute
-    modes = {RECOMPUTE_NAMES[name]: index for index, name in enumerate(RECOMPUTE)}
-    names = {name: SCHEDULES.index(key) for key, name in SCHEDULE_NAMES.items()}
     pipeline = resolved.pipeline
-    if recompute.mode not in modes or recompute.every != 1:
+    if recompute.mode not in RECOMPUTE_INDEX or recompute.every != 1:
         return None, "the planner models the same recomputation for every block"
     if resolved.activation_offload.fraction > 0:
         return None, "the planner prices no activations on the host"
@@ -160,25 +163,14 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
         return None, "the planner prices no parameters in files"
     if resolved.optimizer_offload.device != "none" and resolved.optimizer_offload.ratio < 1:
         return None, "the planner offloads all states or none"
-    if at.pp > 1 and pipeline.schedule not in names:
+    if at.pp > 1 and pipeline.schedule not in SCHEDULE_INDEX:
         return None, f"the planner does not price the schedule {pipeline.schedule}"
     if resolved.loss_chunk_tokens or resolved.optimizer.type not in ("Adam", "AdamW"):
         return None, "the planner models AdamW and a loss that is not computed in chunks"
     chunks = 1 if at.pp == 1 else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
-    return {
-        "pp": at.pp,
-        "schedule": 0 if at.pp == 1 else names[pipeline.schedule],
-        "vpp": chunks,
-        "tp": at.tp,
-        "sp": int(resolved.tensor_parallel.sequence_parallel and at.tp > 1),
-        "dp_replicate": at.dp_replicate,
-        "dp_shard": at.dp_shard,
-        "stage": resolved.data_parallel.stage,
-        "recompute": modes[recompute.mode],
-        "offload": int(resolved.optimizer_offload.device != "none"),
-        "micro_batch": resolved.batch.micro_batch_size,
-        "accumulation": resolved.batch.accumulation,
-    }, ""
+    found = planned_layout(resolved)
+    schedule, kind = SCHEDULES.index(found["schedule"]), RECOMPUTE.index(found["recompute"])
+    return found | {"schedule": schedule, "recompute": kind, "vpp": chunks, "sp": int(found["sp"] and at.tp > 1)}, ""
 
 
 def _enough(resolved: Resolved) -> int:
@@ -191,15 +183,6 @@ def _enough(resolved: Resolved) -> int:
 
 def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> tuple[Any, Any]:
     """(job, states) for the operators of the device type that the dry run runs on."""
-    from dataclasses import fields
-
-    import numpy as np
-
-    from plait.cluster.mesh import default_device_type
-    from plait.planner.hardware import device
-    from plait.planner.job import Layouts
-    from plait.planner.search import job_of, states_of
-
     if default_device_type() == "cpu" and not on_device:
         family = device("cpu").family
         cluster = replace(request.cluster, device=replace(request.cluster.device, family=family))
@@ -210,11 +193,6 @@ def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> 
 
 
 def _memory(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
-    import numpy as np
-
-    from plait.planner.constants import knowledge
-    from plait.planner.memory import MOMENTS, memory_bytes
-
     memory = memory_bytes(job, knowledge().rates, states, ranks=("last",) if last else ("first",))
     return float(np.ravel(memory.allocated)[0]), MOMENTS[int(np.ravel(memory.moment)[0])]
 
@@ -228,8 +206,6 @@ def _fullest(request: Request, layout: Mapping[str, Any], world: int, pp: int) -
 
 
 def _predicted(request: Request, layout: Mapping[str, Any], *, last: bool, on_device: bool) -> tuple[dict[str, float], str]:
-    import numpy as np
-
     job, states = _priced(request, layout, on_device=on_device)
     peak, moment = _memory(job, states, last=last)
     held = states.last if last else states.first
@@ -241,8 +217,6 @@ def _predicted(request: Request, layout: Mapping[str, Any], *, last: bool, on_de
 
 
 def _fields(tree: Mapping[str, Any]) -> dict[str, Any]:
-    import json
-
     section = tree.get("model") or {}
     if section.get("config"):
         return dict(section["config"])
@@ -271,9 +245,6 @@ def _model(tree: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise InputError("plait dryrun builds the model by Transformers, which is not installed; pip install transformers") from None
-    from plait.units import dtype_of
-    from plait.verify.model_under_test import transformers_model
-
     fields = _fields(tree)
     kind = fields.get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -289,11 +260,6 @@ def _model(tree: Mapping[str, Any]) -> Any:
 
 def print_dry_run(run: DryRun, *, operators: int) -> None:
     """Memory against the prediction, traffic by axis, the operators with the most FLOPs (on a device: the longest)."""
-    from rich.console import Console
-
-    from plait.cli.planning.tables import print_table
-    from plait.units import GIB, format_bytes, format_count
-
     console = Console(soft_wrap=True, highlight=False)
     found = run.found
     print(f"dry run of rank {run.rank:,} of {run.world_size:,}, {run.stage}, on {found.device}")

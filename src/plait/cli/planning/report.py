@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from plait.errors import InputError
 from plait.observe.files import write_text
-
-if TYPE_CHECKING:
-    from plait.planner.calibrate import Calibration
-    from plait.planner.explain import Change, Comparison
-    from plait.planner.search import Plan
+from plait.observe.report.plan import Story, plan_page
+from plait.observe.trace import chrome_trace
+from plait.planner.calibrate import Calibration
+from plait.planner.detail import beyond, timeline
+from plait.planner.explain import Change, Comparison, describe
+from plait.planner.search import Plan
 
 
 def write_report(
@@ -27,18 +27,12 @@ def write_report(
     calibration: Calibration | None = None,
 ) -> None:
     """The page of a plan. Raises InputError for a file that cannot be written."""
-    from plait.observe.report.plan import Story, plan_page
-
     write_text("--report", path, plan_page(Story(found, notes, reasons, changes, fixed, calibration)))
 
 
 def write_trace(path: Path, found: Plan, *, calibration: Calibration | None = None) -> None:
     """The pipeline of the best choice as a Chrome trace. Raises InputError where its schedule has no table, or the file cannot be
     written."""
-    from plait.observe.trace import chrome_trace
-    from plait.planner.detail import beyond, timeline
-    from plait.planner.explain import describe
-
     best = found.best[0]
     try:
         simulated = timeline(found.request, best, calibration=calibration)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from plait.cli.planning.calibrations import from_history, live_devices, runs_of_table
+from plait.cluster.machines import load
+from plait.cluster.topology import machine_name
+from plait.config.dialects.examine import at_path, examine
+from plait.config.reading.source import read
 from plait.errors import ConfigError, InputError, Problem
-
-if TYPE_CHECKING:
-    from plait.planner.auto import File
-    from plait.planner.calibrate import Calibration
-    from plait.planner.hardware import Cluster
-    from plait.planner.search import Request
+from plait.planner import calibration_file, hardware
+from plait.planner.auto import PATHS, File, fixed_by, model_of, precision_of, read_file, with_settings_of
+from plait.planner.calibrate import Calibration, calibrate
+from plait.planner.models import find_model
+from plait.planner.search import Request
+from plait.planner.space import parse_fixed, written
+from plait.planner.unpriced import unpriced
+from plait.units import GIB
 
 _TOKENS = 4 * 2**20
 """Tokens of a step where no batch is given: usual for models of more than a few billion parameters."""
@@ -33,34 +40,18 @@ class Asked:
     notes: list[str]
 
 
-_FIELDS = {
-    "tp": "parallel.tp",
-    "pp": "parallel.pp",
-    "sp": "parallel.sequence_parallel",
-    "dp_replicate": "parallel.dp_replicate",
-    "dp_shard": "parallel.dp_shard",
-    "stage": "zero_optimization.stage",
-    "recompute": "parallel.recompute.mode",
-    "offload": "zero_optimization.offload_optimizer.device",
-    "schedule": "parallel.pipeline.schedule",
-    "vpp": "parallel.pipeline.stages_per_rank",
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
-}
-"""Field of a layout, as `--fix` has it, to the key of a file."""
-
-
 def read_request(
     *,
     file: Path | None,
     model: str | None,
-    gpus: int | None,
+    world_size: int | None,
+    nnodes: int | None,
+    nproc_per_node: int | None,
     gpu: str | None,
-    per_node: int | None,
     batch: int | None,
     seq: int | None,
     precision: str | None,
-    fixed: Mapping[str, int] | None = None,
+    fix: list[str] | None,
     cluster: Path | None = None,
     compiled: bool = False,
     memory_gib: float | None = None,
@@ -70,11 +61,7 @@ def read_request(
     """What is planned: for the values that a file gives (an option wins over the file, and a note says so), the rest open.
 
     Raises ConfigError for a file that cannot be run, InputError for what is missing or cannot be."""
-    from plait.planner.auto import model_of, precision_of, with_settings_of
-    from plait.planner.models import find_model
-    from plait.planner.search import Request
-    from plait.planner.unpriced import unpriced
-
+    gpus, fixed = _devices(world_size, nnodes, nproc_per_node, gpu), parse_fixed(fix or ())
     options = {"batch": batch, "seq": seq}
     for name, value in options.items():
         if value is not None and not 1 <= value <= _MOST:
@@ -83,9 +70,7 @@ def read_request(
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise InputError(f"--precision {precision}: not one that Plait trains in; use bf16, fp16 or fp32")
     notes: list[str] = []
-    found = _read_file(
-        file, _overrides(batch=batch, seq=seq, precision=precision, compiled=compiled, model=model, fixed=fixed or {}), notes
-    )
+    found = _read_file(file, _overrides(batch=batch, seq=seq, precision=precision, compiled=compiled, model=model, fixed=fixed), notes)
     planned, per_device, sequence = None, None, seq
     if found is not None:
         config = found.config
@@ -104,7 +89,7 @@ def read_request(
         raise InputError(
             "--model: nothing to plan for; name a public model (`plait plan models`), a config.json, or a training configuration"
         )
-    machines = cluster_for(gpus=gpus, gpu=gpu, per_node=per_node, file=cluster, memory_gib=memory_gib, network=network)
+    machines = cluster_for(gpus=gpus, gpu=gpu, per_node=nproc_per_node, file=cluster, memory_gib=memory_gib, network=network)
     if precision is None and found is not None:
         precision = precision_of(found.config)
         if precision == "fp32":
@@ -122,19 +107,29 @@ def read_request(
         notes.append("no GPU here: planned for this machine's processes; name others with --gpu and --world-size")
     request = Request(planned, machines, batch, sequence, precision, compiled, everything)
     if found is None:
-        return Asked(request, {}, {}, dict(fixed or {}), notes)
-    from plait.planner.auto import fixed_by
-
+        return Asked(request, {}, {}, fixed, notes)
     request = with_settings_of(found.config, request)
     layout = fixed_by(found)
     if layout:
-        from plait.planner.space import written
-
         notes.append(f'{file} fixes {written(layout)}; leave a key out or write "auto" to have it chosen')
     left_out = unpriced(found.config)
     if left_out:
         notes.append(f"no plan prices {', '.join(left_out)}: what they change is not in the times and bytes")
-    return Asked(request, dict(found.raw), dict(found.tree), layout | dict(fixed or {}), notes)
+    return Asked(request, dict(found.raw), dict(found.tree), layout | fixed, notes)
+
+
+def _devices(world_size: int | None, nnodes: int | None, nproc_per_node: int | None, gpu: str | None) -> int | None:
+    """The number of all devices, from the counts that are given. Raises InputError for counts that contradict each other."""
+    if nnodes is None:
+        return world_size
+    each = nproc_per_node
+    if each is None and gpu is not None:
+        each = int(hardware.device(gpu).devices_per_node)
+    if each is None:
+        raise InputError(f"--nnodes {nnodes}: of how many GPUs each? add --nproc-per-node, or --gpu for what is usual")
+    if world_size is not None and world_size != nnodes * each:
+        raise InputError(f"--world-size {world_size}: {nnodes} machines of {each} GPUs are {nnodes * each}; leave one of the options out")
+    return nnodes * each
 
 
 _MOST = 10**9
@@ -155,17 +150,13 @@ def _overrides(
         found["compile.enabled"] = True
     if model is not None:
         found["model"] = None
-    return found | {_FIELDS[name]: None for name in fixed}
+    return found | {PATHS[name]: None for name in fixed}
 
 
 def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) -> File | None:
     """A training file with the options of the command line in it; a note for every value of the file that is overridden."""
     if file is None:
         return None
-    from plait.config.dialects.examine import at_path, examine
-    from plait.config.reading.source import read
-    from plait.planner.auto import read_file
-
     document = read(file)
     before = examine(document)
     after = examine(document, [(tuple(path.split(".")), value) for path, value in options.items() if _says(before.tree, path, value)])
@@ -179,8 +170,6 @@ def _read_file(file: Path | None, options: Mapping[str, Any], notes: list[str]) 
 
 def _says(tree: Mapping[str, Any], path: str, value: Any) -> bool:
     """Whether an option changes what a file says; a section that stays out is not made for it."""
-    from plait.config.dialects.examine import at_path
-
     return value is not None or at_path(tree, path) is not None
 
 
@@ -192,11 +181,8 @@ def cluster_for(
     file: Path | None = None,
     memory_gib: float | None = None,
     network: float | None = None,
-) -> Cluster:
+) -> hardware.Cluster:
     """The devices that are planned for: those that are named, else this machine's. Raises InputError for what is missing or unknown."""
-    from plait.planner.hardware import cluster, cluster_of
-    from plait.units import GIB
-
     for name, value in (("--memory-gib", memory_gib), ("--network", network)):
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"{name} {value:g}: a device has some; give a number greater than 0, or leave it out")
@@ -208,25 +194,21 @@ def cluster_for(
         for name, count in (("--world-size", gpus), ("--nproc-per-node", per_node)):
             if count is not None:
                 raise InputError(f"{name} {count}: --cluster {file} sets their number; leave one of the two out")
-        from plait.cluster.machines import load
-
         topology = load(file)
         if gpu is None and topology.device_type == "cuda":
             raise InputError(f"{file}: a cluster file does not name the GPU model; add --gpu, for example --gpu h100")
-        return cluster_of(topology, gpu or "cpu", **changes)
+        return hardware.cluster_of(topology, gpu or "cpu", **changes)
     if gpu is not None:
         if gpus is None:
             raise InputError(f"--gpu {gpu}: how many? add --world-size, for example --world-size 8")
-        return cluster(gpu, gpus, devices_per_node=per_node, **changes)
-    from plait.cli.planning.calibrations import live_devices
-
+        return hardware.cluster(gpu, gpus, devices_per_node=per_node, **changes)
     topology, name = live_devices()
     if gpus is not None:
         changes["memory_bytes"] = changes["memory_bytes"] or topology.memory_bytes
-        return cluster(
+        return hardware.cluster(
             name, gpus, devices_per_node=per_node or min(gpus, topology.nodes[0].devices) if name != "cpu" else per_node or gpus, **changes
         )
-    return cluster_of(topology, name, **changes)
+    return hardware.cluster_of(topology, name, **changes)
 
 
 def read_calibration(path: Path | None, request: Request) -> tuple[Calibration | None, list[str]]:
@@ -234,17 +216,12 @@ def read_calibration(path: Path | None, request: Request) -> tuple[Calibration |
     without a path. Raises InputError for a file that says nothing of this device."""
     if path is None:
         return None, []
-    from plait.cli.planning.calibrations import from_history, runs_of_table
-    from plait.cluster.topology import machine_name
-    from plait.planner.calibrate import calibrate
-    from plait.planner.calibration_file import load, refuse_other
-
     gpu = str(request.cluster.device.name)
     together = min(request.cluster.devices, int(request.cluster.device.devices_per_node))
     machine = machine_name(together) if gpu == "cpu" else ""
     if path.suffix == ".json":
-        calibration, origin = load(path)
-        refuse_other(path, origin, gpu=gpu, machine=machine)
+        calibration, origin = calibration_file.load(path)
+        calibration_file.refuse_other(path, origin, gpu=gpu, machine=machine)
         return calibration, []
     if path.suffix == ".jsonl":
         found, notes = from_history(path, gpu=gpu, machine=machine)

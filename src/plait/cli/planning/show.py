@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
-    from plait.planner.explain import Change, Comparison
-    from plait.planner.search import Plan
+from plait.cli.planning.tables import print_table
+from plait.planner import hardware
+from plait.planner import models as known
+from plait.planner.explain import Change, Comparison, describe
+from plait.planner.memory import TERMS as MEMORY_TERMS
+from plait.planner.search import Plan
+from plait.planner.step import TERMS
+from plait.units import GIB, format_count
 
 
 def _console() -> Console:
-    from rich.console import Console
-
     return Console(soft_wrap=True, highlight=False)
 
 
 def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside: list[Comparison], changes: list[Change]) -> None:
     """A plan: the best layouts, the winner's terms, the reasons asked for, the layouts one step away (`beside`), what was left out."""
-    from plait.cli.planning.tables import print_table
-    from plait.planner.explain import describe
-    from plait.units import GIB, format_count
-
     console, request, best = _console(), found.request, found.best[0]
     model = request.model.architecture
     print(f"{model.name}: {format_count(float(model.parameters))} parameters; {request.cluster}")
@@ -46,9 +44,6 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
         for index, choice in enumerate(found.best)
     ]
     print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
-    from plait.planner.memory import TERMS as MEMORY_TERMS
-    from plait.planner.step import TERMS
-
     times = [
         [TERMS[name], f"{value:.4g} s", f"{value / best.seconds:.1%}"]
         for name, value in best.terms.items()
@@ -92,8 +87,6 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
 
 def _neighbour_rows(beside: list[Comparison]) -> list[list[str]]:
     """A row for every neighbour; one that leads to the layout of an earlier row only says so."""
-    from plait.planner.explain import describe
-
     rows, shown = [], dict[str, str]()
     for comparison in beside:
         other = comparison.other
@@ -120,19 +113,11 @@ def print_nothing_fits(found: Plan) -> None:
 
 def names_as_json() -> dict[str, list[str]]:
     """Models and GPUs that have names."""
-    from plait.planner import hardware
-    from plait.planner import models as known
-
     return {"models": list(known.names()), "gpus": list(hardware.device_names())}
 
 
 def print_names() -> None:
     """The same, with their sizes."""
-    from plait.cli.planning.tables import print_table
-    from plait.planner import hardware
-    from plait.planner import models as known
-    from plait.units import GIB, format_count
-
     console = _console()
     models = []
     for name in known.names():
