@@ -156,7 +156,7 @@ def test_a_tag_is_the_name_of_a_folder(pool: Pool, tmp_path: Path, tag: str) -> 
 
 def refused_tag(rank: int, world: int, folder: str, tag: str) -> str:
     """Runs in a worker."""
-    return message(lambda: save_module.save(Path(folder), tag, mesh=engine_of(world).mesh, tensors={}, own={}, values={}, metadata={}))
+    return message(lambda: save_module.snapshot(Path(folder), tag, mesh=engine_of(world).mesh, tensors={}, own={}, values={}, metadata={}))
 
 
 def order(rank: int, world: int, folder: str) -> list[str]:

@@ -82,7 +82,7 @@ def trained(
     many bytes of memory are said to be left. Runs in a worker."""
     with ExitStack() as stack:
         if free is not None:
-            stack.enter_context(patch.object(host_module, "_free_bytes", lambda: free))
+            stack.enter_context(patch.object(host_module, "free_host_bytes", lambda: free))
         model = cases.build("llama", tied=True)
         engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
         if rank == late:

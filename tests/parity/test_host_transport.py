@@ -314,7 +314,7 @@ def test_the_same_path_on_another_machine_is_found_out(pool: Pool) -> None:
 
 def short_of_memory(rank: int, ranks: int) -> None:
     """Small collectives are shared, large ones go through torch; nothing changes for the caller. Runs in a worker."""
-    with patch.object(host_module, "_free_bytes", lambda: 2_000_000):
+    with patch.object(host_module, "free_host_bytes", lambda: 2_000_000):
         way = shared()
         with count_traffic() as traffic:
             for numel in (100, 1_000_000, 200, 1_000_000):

@@ -18,10 +18,15 @@ _BROUGHT, _MESSAGE = 32, 992
 
 
 def together(
-    work: Callable[[], T], brings: Callable[[T], bytes] = lambda _: b"", *, device: torch.device, doing: str
+    work: Callable[[], T],
+    brings: Callable[[T], bytes] = lambda _: b"",
+    *,
+    device: torch.device,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[T, list[bytes]]:
     """This rank's result of `work`, and what all ranks bring of theirs (at most 32 bytes each). Where a rank's work failed, all raise
-    CheckpointError with the message of the first of them. Collective over all ranks."""
+    CheckpointError with the message of the first of them. Collective over `group`, of all ranks."""
     result: T | None = None
     failed: BaseException | None = None
     try:
@@ -30,7 +35,7 @@ def together(
     except (PlaitError, OSError, ValueError) as error:
         failed, brought = error, b""
     message = ("" if failed is None else _words(failed)).encode()[:_MESSAGE]
-    rows = _gathered(len(message).to_bytes(2, "little") + brought.ljust(_BROUGHT, b"\0") + message.ljust(_MESSAGE, b"\0"), device)
+    rows = _gathered(len(message).to_bytes(2, "little") + brought.ljust(_BROUGHT, b"\0") + message.ljust(_MESSAGE, b"\0"), device, group)
     for rank, row in enumerate(rows):
         length = int.from_bytes(row[:2], "little")
         if length:
@@ -47,10 +52,10 @@ def _words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _gathered(row: bytes, device: torch.device) -> list[bytes]:
+def _gathered(row: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [row]
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(device)
     everyone = mine.new_empty(dist.get_world_size() * len(row))
-    dist.all_gather_single(everyone, mine)
+    dist.all_gather_single(everyone, mine, group=group)
     return [bytes(found) for found in everyone.cpu().view(-1, len(row)).numpy()]

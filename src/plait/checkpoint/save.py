@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.agreement import together
@@ -16,7 +18,7 @@ from plait.checkpoint.durable import publish, replace_text, write_file
 from plait.checkpoint.folder import complete
 from plait.checkpoint.manifest import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, RankManifest, digest, rank_file
 from plait.checkpoint.shard_file import write_shards
-from plait.checkpoint.windows import record_of
+from plait.checkpoint.windows import TensorRecord, record_of
 from plait.cluster.mesh import Mesh
 from plait.errors import CheckpointError
 
@@ -25,7 +27,26 @@ OWN = "rank."
 """Begins the names of tensors that only one rank has."""
 
 
-def save(
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes of a checkpoint. Nothing of it follows what the model becomes later, if its tensors were staged."""
+
+    folder: Path
+    tag: str
+    mesh: Mesh
+    tensors: Mapping[str, torch.Tensor]
+    """Plain: this rank's parts of what it writes, and its own."""
+    records: Mapping[str, TensorRecord]
+    values: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def snapshot(
     folder: Path,
     tag: str,
     *,
@@ -33,20 +54,33 @@ def save(
     tensors: Mapping[str, torch.Tensor],
     own: Mapping[str, torch.Tensor],
     values: Mapping[str, Any],
-    metadata: dict[str, Any],
-) -> Path:
-    """Write `folder/tag`. Collective; returns when it is on the disk and named in LATEST. Raises CheckpointError on every rank where one
-    could not write its part: what was there before stays.
+    metadata: Mapping[str, Any],
+) -> Snapshot:
+    """This rank's part of a checkpoint; no tensor is copied. Raises CheckpointError for a tag that names no folder.
 
     `tensors`: sharded or replicated, by names that every rank of a pipeline stage has. `own`: this rank's. `values` (of a pipeline stage)
     and `metadata` (rank 0's) must be JSON.
     """
     if not tag or tag.startswith(".") or "/" in tag or tag == LATEST:
         raise CheckpointError(f"tag = {tag!r}: it names a folder, without '/' and no '.' at its beginning")
-    rank, at, target, temporary = mesh.rank, mesh.coordinates, folder / tag, folder / f".{tag}.tmp"
+    at = mesh.coordinates
+    records = {name: record_of(tensor).model_copy(update={"stages": (at["pp"],)}) for name, tensor in tensors.items()}
+    mine = {name: local_tensor(tensor) for name, tensor in tensors.items() if records[name].is_written_by(at)}
+    mine |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
+    leads = all(at[axis] == 0 for axis in at if axis != "pp")
+    return Snapshot(folder, tag, mesh, mine, records if leads else {}, values if leads else {}, metadata)
+
+
+def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a checkpoint. Collective over `group`, the default one for None, whose backend takes tensors of the mesh's device, or of the
+    CPU where it is given; returns when it is on the disk and named in LATEST. Raises CheckpointError on every rank where one could not
+    write its part: what was there before stays."""
+    folder, tag, mesh = taken.folder, taken.tag, taken.mesh
+    rank, target, temporary = mesh.rank, folder / tag, folder / f".{tag}.tmp"
 
     def agreed(work: Any, brings: Any = lambda _: b"") -> tuple[Any, list[bytes]]:
-        return together(work, brings, device=mesh.device, doing=f"checkpoint {target}")
+        device = mesh.device if group is None else torch.device("cpu")
+        return together(work, brings, device=device, doing=f"checkpoint {target}", group=group)
 
     def begin() -> bytes:
         if rank:
@@ -58,18 +92,14 @@ def save(
         (temporary / _BEGUN).write_text(token)
         return token.encode()
 
-    def write() -> str:
+    def write_mine() -> str:
         seen = (temporary / _BEGUN).read_text() if (temporary / _BEGUN).exists() else ""
         if seen != token.decode():
             raise CheckpointError(
                 f"this machine does not see the folder that rank 0 has made, {temporary}; name one on a file system that all machines share"
             )
-        records = {name: record_of(tensor).model_copy(update={"stages": (at["pp"],)}) for name, tensor in tensors.items()}
-        mine = {name: local_tensor(tensor) for name, tensor in tensors.items() if records[name].is_written_by(at)}
-        mine |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
-        shards = write_shards(temporary / rank_file(rank, "safetensors"), mine)
-        leads = all(at[axis] == 0 for axis in at if axis != "pp")
-        text = RankManifest(shards=shards, tensors=records if leads else {}, values=dict(values) if leads else {}).model_dump_json()
+        shards = write_shards(temporary / rank_file(rank, "safetensors"), taken.tensors)
+        text = RankManifest(shards=shards, tensors=dict(taken.records), values=dict(taken.values)).model_dump_json()
         _write_text(temporary / rank_file(rank, "json"), text)
         return digest(text)
 
@@ -78,7 +108,7 @@ def save(
             return
         sequence = max((one.manifest.sequence for one in complete(folder)), default=0) + 1
         text = Manifest(
-            format=FORMAT, tag=tag, sequence=sequence, degrees=mesh.layout.degrees, ranks=tuple(hashes), metadata=metadata
+            format=FORMAT, tag=tag, sequence=sequence, degrees=mesh.layout.degrees, ranks=tuple(hashes), metadata=dict(taken.metadata)
         ).model_dump_json()
         _write_text(temporary / MANIFEST, text)
         _write_text(temporary / MANIFEST_HASH, digest(text))
@@ -99,7 +129,7 @@ def save(
     try:
         _, tokens = agreed(begin, lambda token: token)
         token = tokens[0]
-        _, found = agreed(write, bytes.fromhex)
+        _, found = agreed(write_mine, bytes.fromhex)
         hashes = [one.hex() for one in found]
         agreed(commit)
     except CheckpointError:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait._torch.groups import flattened, give_timeout
+from plait._torch.groups import flattened, give_timeout, timeout_of
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.layout import AXES, Layout
 from plait.cluster.nccl import Nccl
@@ -59,6 +59,12 @@ def _use_of_default_group(*, made: bool) -> GroupUse | None:
     if made:
         _MADE[group] = weakref.WeakSet()
     return GroupUse(_MADE[group]) if group in _MADE else None
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,19 @@ class Mesh:
         if group is not None:
             self._own(group)
         return group if self.coordinates["pp"] in stages else None
+
+    def host_group(self) -> dist.ProcessGroup | None:
+        """A new group of all ranks for tensors in host memory, of a thread of its own; None for one process. Collective."""
+        if self.layout.world_size == 1:
+            return None
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_of(_world())))
+        self._own(group)
+        return group
+
+    @property
+    def ranks_here(self) -> int:
+        """How many ranks of the run are on this machine, as the launcher says."""
+        return place().local_world_size
 
     def levels(self, *axes: str) -> Levels | None:
         """The intra-node and inter-node groups of the group over `axes`; None where there is no such split (see `split_by_node`).

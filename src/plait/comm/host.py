@@ -19,12 +19,12 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from plait._torch.groups import timeout_of
+from plait.cluster.host_memory import free_host_bytes
 from plait.comm.system_calls import memfd_create, pidfd_open
 from plait.errors import CommunicationError
 from plait.units import format_bytes
@@ -183,7 +183,7 @@ def _unsupported() -> str | None:
 
 def _offer(total: int) -> tuple[int | None, tuple[str, bytes] | str]:
     """(descriptor, (path, nonce)) of a new anonymous file, or (None, why not)."""
-    free = _free_bytes()
+    free = free_host_bytes()
     if free is not None and total > free * _SHARE_OF_FREE_MEMORY:
         return None, f"{format_bytes(total)} to share, and {format_bytes(free)} of memory are free"
     try:
@@ -218,20 +218,6 @@ def _open(offer: tuple[str, bytes] | str | None, total: int) -> tuple[mmap.mmap 
         return None, f"the first rank's memory cannot be mapped ({error.strerror})"
     finally:
         os.close(descriptor)
-
-
-def _free_bytes() -> int | None:
-    """Memory that can be had without swapping, by the kernel's estimate and the container's limit; None where neither is known."""
-    found: list[int] = []
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
-    with suppress(OSError, StopIteration, ValueError):  # no container limit: the file is missing or says `max`
-        folder = Path("/sys/fs/cgroup")
-        used = int((folder / "memory.current").read_text())
-        cache = next(line for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file "))
-        found.append(int((folder / "memory.max").read_text()) - used + int(cache.split()[1]))
-    return min(found) if found else None
 
 
 def _pages(count: int) -> int:

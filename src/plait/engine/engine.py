@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from plait.checkpoint.load import Verify
+from plait.checkpoint.writer import Writer
 from plait.comm.pending import Pending
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.engine.facts import EngineFacts
-from plait.engine.state import load_engine, save_engine
+from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
@@ -81,6 +82,7 @@ class Engine(EngineFacts):
         self.communication = self.hooks.said
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
+        self._writer = Writer(sharded.mesh)
 
     # ---- full steps -------------------------------------------------------------------------------------------------------------
 
@@ -175,6 +177,7 @@ class Engine(EngineFacts):
         """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
         if self._guard.recover():
             self._restart_step()
+        self._writer.raise_failed()
 
     def _restart_step(self) -> None:
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
@@ -279,11 +282,26 @@ class Engine(EngineFacts):
 
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
+    def save_checkpoint(
+        self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
+    ) -> Path:
         """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed. `client_state` is
-        plain data, equal on every rank, and is restored with its types (tuples, integer keys, small tensors)."""
+        plain data, equal on every rank, and is restored with its types (tuples, integer keys, small tensors).
+
+        `wait` False returns when the state was copied, and a thread writes the copy; `checkpoint_written` says when it is on the disk.
+        Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError, also at the next call of
+        the engine for a copy that could not be written; what was saved before stays."""
         self._recover()
-        return save_engine(self, Path(folder), tag=tag, client_state=client_state or {})
+        taken = snapshot_of(self, Path(folder), tag=tag, client_state=client_state or {})
+        self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
+        if wait:
+            self._writer.wait()
+        return taken.folder / taken.tag
+
+    def checkpoint_written(self, *, wait: bool = False) -> Path | None:
+        """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last call; None while it has not. Raises
+        CheckpointError where it could not be written."""
+        return self._writer.wait() if wait else self._writer.finished()
 
     def load_checkpoint(
         self, folder: str | Path, *, tag: str | None = None, verify: Verify = "full", on_note: Callable[[str], None] | None = None
@@ -293,8 +311,10 @@ class Engine(EngineFacts):
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         self._recover()
+        self._writer.wait()
         return load_engine(self, Path(folder), tag=tag, verify=verify, on_note=on_note)
 
     def close(self) -> None:
         """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again."""
+        self._writer.close()
         self.sharded.close()

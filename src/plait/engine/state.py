@@ -15,7 +15,7 @@ from plait.checkpoint import model_content, optimizer_content
 from plait.checkpoint.agreement import together
 from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
-from plait.checkpoint.save import save
+from plait.checkpoint.save import Snapshot, snapshot
 from plait.cluster.mesh import Mesh
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
@@ -26,8 +26,8 @@ T = TypeVar("T")
 _HOOKS = "hooks."
 
 
-def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Path:
-    """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing."""
+def snapshot_of(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Snapshot:
+    """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing, and copies no tensor. Collective."""
     stepper = engine.stepper
     client = exact.encode(client_state, "client_state")
     content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
@@ -42,7 +42,7 @@ def save_engine(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
     }
     free_gathered(engine.model)
     tensors, values = model_content.content(engine.model)
-    return save(
+    return snapshot(
         folder,
         tag or f"step-{engine.global_steps:08d}",
         mesh=engine.mesh,

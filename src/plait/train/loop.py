@@ -42,8 +42,13 @@ class Trainable(Protocol):
     def eval_batch(self, batch: Any) -> tuple[float, float]:
         """(sum of losses, weight) over all ranks."""
 
-    def save_checkpoint(self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None) -> Path:
-        """Collective; complete on disk when it returns."""
+    def save_checkpoint(
+        self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
+    ) -> Path:
+        """Collective; complete on disk when it returns, or with `wait` False when `checkpoint_written` returns it."""
+
+    def checkpoint_written(self, *, wait: bool = False) -> Path | None:
+        """A checkpoint that has reached the disk since the last call."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ def train(context: TrainingContext, start: Position) -> int:
     unread: deque[_Taken] = deque()
     steps_seconds, waited = 0.0, Counter[str]()
     context.emit(context.started)
+    saving = _Saving(context)
     while position.step < section.steps and not stopped_by:
         result = context.engine.train_batch(context.loader.at(position.samples))
         position = Position(position.step + 1, position.samples + context.loader.batch)
@@ -109,15 +115,17 @@ def train(context: TrainingContext, start: Position) -> int:
             _validate(context, position.step)
             validated = position.step
         if saves:
-            _save(context, position)
+            saving.begin(position)
             saved = position.step
+        saving.report(wait=False)
         if validates or saves:
             mark = time.perf_counter()
     finished = position.step == section.steps
     if finished and validated < position.step:
         _validate(context, position.step)
     if saved < position.step:
-        _save(context, position)
+        saving.begin(position)
+    saving.report(wait=True)
     if finished and context.sample is not None and section.sample is not None:
         context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
     reason, seconds = "finished" if finished else "interrupted", time.perf_counter() - began
@@ -172,10 +180,26 @@ def _validate(context: TrainingContext, step: int) -> None:
         context.emit(Validated(step, total / weight, weight, time.perf_counter() - began))
 
 
-def _save(context: TrainingContext, position: Position) -> None:
-    began = time.perf_counter()
-    state = {**context.client_state, "step": position.step, "samples": position.samples}
-    path = context.engine.save_checkpoint(context.checkpoints, tag=f"step-{position.step:08d}", client_state=state)
-    if context.engine.rank == 0:
-        remove_old(context.checkpoints, keep=context.section.keep)
-    context.emit(CheckpointSaved(position.step, str(path), time.perf_counter() - began))
+@dataclass
+class _Saving:
+    """Checkpoints are written beside the training, and reported when they are on the disk."""
+
+    context: TrainingContext
+    _position: Position | None = None
+    _began: float = 0.0
+
+    def begin(self, position: Position) -> None:
+        self.report(wait=True)
+        self._position, self._began = position, time.perf_counter()
+        state = {**self.context.client_state, "step": position.step, "samples": position.samples}
+        tag = f"step-{position.step:08d}"
+        self.context.engine.save_checkpoint(self.context.checkpoints, tag=tag, client_state=state, wait=False)
+
+    def report(self, *, wait: bool) -> None:
+        path = self.context.engine.checkpoint_written(wait=wait) if self._position is not None else None
+        if path is None or self._position is None:
+            return
+        if self.context.engine.rank == 0:
+            remove_old(self.context.checkpoints, keep=self.context.section.keep)
+        self.context.emit(CheckpointSaved(self._position.step, str(path), time.perf_counter() - self._began))
+        self._position = None

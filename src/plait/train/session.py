@@ -217,7 +217,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
             for listener in listeners:
                 listener(event)
 
-        return train(_job(checked, engine, stop, emit, notes), position)
+        return train(_job(checked, engine, stop, emit, notes, position), position)
     finally:
         engine.close()
 
@@ -238,7 +238,9 @@ def _same_everywhere(checked: ValidatedRun) -> None:
             )
 
 
-def _job(checked: ValidatedRun, engine: Engine, stop: StopRequest, emit: Listener, notes: Sequence[str]) -> TrainingContext:
+def _job(
+    checked: ValidatedRun, engine: Engine, stop: StopRequest, emit: Listener, notes: Sequence[str], start: Position
+) -> TrainingContext:
     resolved, section, data = checked.resolved, checked.section, checked.data
 
     def validation() -> Iterator[Mapping[str, torch.Tensor]]:
@@ -269,7 +271,7 @@ def _job(checked: ValidatedRun, engine: Engine, stop: StopRequest, emit: Listene
         checkpoints=checked.folder.checkpoints,
         client_state={"identity": checked.identity},
         started=RunStarted(
-            first_step=checked.position.step,
+            first_step=start.step,
             last_step=section.steps,
             world_size=engine.world_size,
             parameters=checked.parameters,

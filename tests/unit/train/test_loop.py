@@ -40,6 +40,7 @@ class FakeEngine:
     batches: list[list[int]] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     rank: int = 0
+    writing: Path | None = None
 
     def train_batch(self, batch: Any) -> Any:
         self.batches.append(batch["input_ids"][:, 0].tolist())
@@ -59,9 +60,14 @@ class FakeEngine:
     def eval_batch(self, batch: Any) -> tuple[float, float]:
         return 6.0, 3.0
 
-    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None) -> Path:
+    def checkpoint_written(self, *, wait: bool = False) -> Path | None:
+        path, self.writing = self.writing, None
+        return path
+
+    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True) -> Path:
         self.states.append(dict(client_state))
-        return put(Path(folder), str(tag), client_state, sequence=len(self.states))
+        self.writing = put(Path(folder), str(tag), client_state, sequence=len(self.states))
+        return self.writing
 
 
 def _run(

@@ -1,0 +1,85 @@
+"""Writing checkpoints beside the training: a copy is staged in host memory, and a thread with a process group of its own writes it.
+
+One checkpoint is written at a time, so that at most one copy is in memory; its buffers are used again. An error is raised when the writer
+is used next, on every rank. A rank without room for a copy writes in the training thread, and the others wait for it at the end of theirs.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from plait.checkpoint.save import Snapshot, write
+from plait.cluster.host_memory import free_host_bytes
+from plait.cluster.mesh import Mesh
+
+_SHARE = 0.5
+"""Of the available host memory, which all ranks of a machine together may stage."""
+
+
+class Writer:
+    """For one engine."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._group: dist.ProcessGroup | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[Path] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def begin(self, taken: Snapshot, *, stage: bool = True) -> None:
+        """Copy the tensors, and write them while training goes on. The checkpoint before is waited for. `stage` False: write now.
+        Collective. Raises CheckpointError for the one before."""
+        self.wait()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="plait-checkpoint")
+            self._group = self._mesh.host_group()
+        if not stage or not self._has_room(taken):
+            written = Future[Path]()
+            written.set_result(write(taken, self._group))
+            self._running = written
+            return
+        self._running = self._pool.submit(write, replace(taken, tensors=self._staged(taken)), self._group)
+
+    def finished(self) -> Path | None:
+        """The checkpoint that was written since the last call; None while it is being written, and where there was none. Raises
+        CheckpointError where it could not be written."""
+        return self.wait() if self._running is not None and self._running.done() else None
+
+    def raise_failed(self) -> None:
+        """Raise CheckpointError if the checkpoint that was being written has failed."""
+        if self._running is not None and self._running.done() and self._running.exception() is not None:
+            self.wait()
+
+    def wait(self) -> Path | None:
+        """`finished`, when it is."""
+        running, self._running = self._running, None
+        return running.result() if running is not None else None
+
+    def close(self) -> None:
+        """End the thread; what it writes is finished first. An error of it is lost: call `wait` before."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._buffers.clear()
+
+    def _has_room(self, taken: Snapshot) -> bool:
+        """Of new buffers; those that are there are used again."""
+        have = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        free = free_host_bytes()
+        return free is None or taken.size - have <= _SHARE * free / self._mesh.ranks_here
+
+    def _staged(self, taken: Snapshot) -> dict[str, torch.Tensor]:
+        pinned = self._mesh.device.type != "cpu"
+        for name, tensor in taken.tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                pin = pinned and tensor.device.type != "cpu"
+                buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+            buffer.copy_(tensor.detach(), non_blocking=True)
+        if pinned:
+            torch.accelerator.synchronize()
+        return {name: self._buffers[name] for name in taken.tensors}

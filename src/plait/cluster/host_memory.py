@@ -1,0 +1,20 @@
+"""How much memory this machine has left for this process."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+
+def free_host_bytes() -> int | None:
+    """Memory that can be had without swapping, by the kernel's estimate and the container's limit; None where neither is known."""
+    found: list[int] = []
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    with suppress(OSError, StopIteration, ValueError):  # no container limit: the file is missing or says `max`
+        folder = Path("/sys/fs/cgroup")
+        used = int((folder / "memory.current").read_text())
+        cache = next(line for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file "))
+        found.append(int((folder / "memory.max").read_text()) - used + int(cache.split()[1]))
+    return min(found) if found else None

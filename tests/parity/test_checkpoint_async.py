@@ -1,0 +1,148 @@
+"""Checkpoints that are written while training goes on: the state of the call, one at a time, and an error that every rank is told of."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import plait
+from plait.checkpoint import save as save_module
+from plait.checkpoint import writer as writer_module
+from plait.checkpoint.folder import complete
+from plait.checkpoint.inspect import differences, open_one
+from plait.errors import CheckpointError
+from tests.parity import cases
+from tests.parity.digests import build
+from tests.parity.tensor_parallel import settings
+from tests.pool import Pool
+
+CASES = [
+    (1, {}),
+    (2, {"stage": 0}),
+    (2, {"stage": 2, "fp16": {"enabled": True, "initial_scale_power": 8}}),
+    (2, {"stage": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "fused": True}}}),
+    (2, {"stage": 2, "parallel.optimizer_in_backward": True, "parallel.unused_parameters": False, "gradient_clipping": 0}),
+    (2, {"stage": 0, "parallel.compress_gradients": "int8", "parallel.error_feedback": True}),
+    (2, {"stage": 3, "parallel.transport": "shared-memory"}),
+    (2, {"tp": 2}),
+    (2, {"pp": 2}),
+]
+
+
+def config_of(world: int, more: dict[str, Any]) -> dict[str, Any]:
+    """A file for `world` processes."""
+    more = dict(more)
+    tp, stage, pp = more.pop("tp", 1), more.pop("stage", 0), more.pop("pp", 1)
+    config = settings(world // pp, tp, stage, 1, 2 if pp > 1 else 1)
+    config["parallel"]["pp"] = pp
+    for name, value in more.items():
+        inner = config["parallel"] if name.startswith("parallel.") else config
+        inner[name.removeprefix("parallel.")] = value
+    return config
+
+
+def saved(rank: int, world: int, folder: str, more: dict[str, Any]) -> int:
+    """How many checkpoints were still being written when the next step ran. Runs in a worker."""
+    at = Path(folder)
+    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, more), loss_fn=plait.causal_lm_loss)
+    count = engine.config.batch.accumulation
+    steps = cases.ragged_steps(engine.dp_size * count, steps=4)
+    honest, behind = save_module.write_shards, 0
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.15)
+        return honest(*args)
+
+    with patch.object(save_module, "write_shards", slow):
+        for number, step in enumerate(steps):
+            engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+            engine.save_checkpoint(at, tag=f"beside-{number}", wait=False)
+            engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+            behind += engine.checkpoint_written() is None
+            assert engine.checkpoint_written(wait=True) in (at / f"beside-{number}", None)
+    return behind
+
+
+def at_once(rank: int, world: int, folder: str, more: dict[str, Any]) -> None:
+    """The same run, whose checkpoints are written at once. Runs in a worker."""
+    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, more), loss_fn=plait.causal_lm_loss)
+    count = engine.config.batch.accumulation
+    for number, step in enumerate(cases.ragged_steps(engine.dp_size * count, steps=4)):
+        engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+        engine.save_checkpoint(folder, tag=f"at-once-{number}")
+        engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
+
+
+@pytest.mark.parametrize(("world", "more"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value))
+def test_what_is_saved_is_the_state_of_the_call(pool: Pool, tmp_path: Path, world: int, more: dict[str, Any]) -> None:
+    """Although the next step changed it while it was written; also what updates in place and in the backward."""
+    behind = pool.run(world, saved, str(tmp_path), more)
+    assert all(found >= 3 for found in behind), "they were written beside the steps"
+    pool.run(world, at_once, str(tmp_path), more)
+    for number in range(4):
+        beside, once = (open_one(tmp_path / f"{kind}-{number}") for kind in ("beside", "at-once"))
+        assert not list(differences(beside, once))
+        hashes = [[entry.sha256 for entry in manifest(found, rank).values()] for found in (beside, once) for rank in range(world)]
+        assert hashes[:world] == hashes[world:], "what belongs to one rank, too"
+
+
+def manifest(found: Any, rank: int) -> dict[str, Any]:
+    """The entries of a rank's file."""
+    from plait.checkpoint.manifest import RankManifest, parsed, rank_file
+
+    return parsed(RankManifest, found.path / rank_file(rank, "json")).shards.entries
+
+
+def failing(rank: int, world: int, folder: str) -> tuple[str, list[str]]:
+    """(what the step after a save that failed says, checkpoints then). Runs in a worker."""
+    at = Path(folder)
+    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    batch = cases.ragged_steps(world, steps=1)[0][rank]
+    engine.train_batch([batch])
+    engine.save_checkpoint(at, tag="one")
+    full = OSError(errno.ENOSPC, "No space left on device", "the disk")
+    with patch.object(save_module, "write_shards", side_effect=full if rank == 1 else None, wraps=save_module.write_shards):
+        engine.save_checkpoint(at, tag="two", wait=False)
+        while not engine._writer._running.done():
+            time.sleep(0.01)
+    with pytest.raises(CheckpointError) as caught:
+        engine.train_batch([batch])
+    engine.train_batch([batch])
+    engine.save_checkpoint(at, tag="three", wait=False)
+    engine.close()
+    return str(caught.value), [one.manifest.tag for one in complete(at)]
+
+
+def test_an_error_is_told_at_the_next_step(pool: Pool, tmp_path: Path) -> None:
+    """Of every rank; the run may go on, and what it closes on is on the disk."""
+    for said, tags in pool.run(2, failing, str(tmp_path)):
+        assert "rank 1" in said and "No space left on device" in said
+        assert tags == ["three", "one"]
+
+
+def without_room(rank: int, world: int, folder: str) -> set[str]:
+    """The threads that wrote, where rank 1 has no memory for a copy. Runs in a worker."""
+    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    honest, threads = save_module.write_shards, set()
+
+    def noting(*args: Any) -> Any:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return honest(*args)
+
+    room = patch.object(writer_module, "free_host_bytes", lambda: 1000 if rank else None)
+    with room, patch.object(save_module, "write_shards", noting):
+        engine.save_checkpoint(folder, tag="one", wait=False)
+        engine.checkpoint_written(wait=True)
+    return threads
+
+
+def test_a_rank_without_room_writes_at_once(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, without_room, str(tmp_path)) == [{"plait-checkpoint"}, {"MainThread"}]
+    assert [one.manifest.tag for one in complete(tmp_path)] == ["one"]
