@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import plait
+from plait.cluster.layout import SAMPLE_AXES
 from plait.parallel.buffers import ChangingBuffers
 from tests.measured.traffic import count_traffic
 from tests.parity.data_parallel import settings
@@ -111,7 +112,7 @@ def constants(rank: int, world: int) -> list[dict[str, int]]:
     model.register_buffer("frequencies", torch.full((5,), 1.0 + rank), persistent=False)
     mesh = plait.initialize(model, settings(world, 0, 1, 1, **SGD)).mesh
     assert torch.equal(model.frequencies, torch.ones(5)), "the first rank's, before any step"
-    watched = ChangingBuffers(model, (), mesh)
+    watched = ChangingBuffers(model, (), mesh, SAMPLE_AXES)
     sent = []
     for _ in range(3):
         with count_traffic() as traffic:

@@ -14,6 +14,12 @@ from plait.errors import Problem, refuse
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost (slowest links) first."""
+SAMPLE_AXES = ("dp_replicate", "dp_shard")
+"""Axes whose ranks read different samples."""
+TOKEN_AXES = (*SAMPLE_AXES, "cp")
+"""Axes whose ranks may compute with different tokens, from other samples or from another part of the sequence."""
+SPLIT_AXES = ("pp", "dp_shard", "cp", "tp")
+"""Axes over which parts of a model may be split; over `dp_replicate` everything is replicated."""
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait._torch.groups import flattened, give_timeout, timeout_of
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
-from plait.cluster.layout import AXES, Layout
+from plait.cluster.layout import AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.nccl import Nccl
 from plait.cluster.topology import RankInfo, init_method, place, tell_nccl
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-COMBINED = (("dp_replicate", "dp_shard"), ("pp", "dp_replicate", "dp_shard"), ("pp", "dp_shard", "tp"))
+COMBINED = (SAMPLE_AXES, TOKEN_AXES, ("pp", *TOKEN_AXES), SPLIT_AXES)
 """Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the global norm of
-gradients."""
+gradients. Axes of degree 1 count for nothing, so that without cp the first two are one group."""
 
 
 @dataclass(frozen=True)

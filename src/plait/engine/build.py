@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
+from plait.parallel.technique import Technique
 from plait.sharded.alike import refuse_different_optimizers
 from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, shard
 from plait.sharded.check import CheckedModel, checked_model
@@ -50,19 +51,22 @@ def initialize(
     lr_scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None = None,
     weights: str | Path | None = None,
     total_steps: int | None = None,
+    techniques: Sequence[Technique] = (),
 ) -> Engine:
     """Shard `model` in place as `config` says and return the engine that trains it.
 
     `config`: a path, a mapping or a loaded Config; a DeepSpeed file is valid as it is. `loss_fn(output, batch)` returns (sum, weight);
     with `weight_fn(batch)` it may be a plain function. A model on `meta` is initialised by its own classes, the same bits on every
     layout, or filled from `weights` (a folder of safetensors); a real model's weights are taken from rank 0. `optimizer` is an optimizer
-    over the model's parameters without state, or a function of a parameter list; by default the config's. An existing process group is
-    adopted. Raises ConfigError, ModelError or InputError before any harm.
+    over the model's parameters without state, or a function of a parameter list; by default the config's. `techniques` are of
+    your own classes, besides those of the config (docs/add-a-technique.md). An existing process group is adopted. Raises ConfigError,
+    ModelError or InputError before any harm.
     """
     refuse_taken(model)
     loss = _as_loss(loss_fn, weight_fn)
     refuse_trained_loss(loss, model)
     resolved = resolved_for(model, config, total_steps=total_steps)
+    resolved = resolved.model_copy(update={"added": (*resolved.added, *techniques)})
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
     take_over(model)
     given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)

@@ -24,8 +24,9 @@ from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
-from plait.parallel.micro_batches import micro_batches, to_device
+from plait.parallel.micro_batches import micro_batches
 from plait.sharded.guard import checked_loss
+from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
 from plait.sharded.step import Outcome, Stepper
 
@@ -70,8 +71,8 @@ class Engine(EngineFacts):
         # None where the file gives no batch size: a step then takes what it is given.
         self._micro_batch_size = self.config.batch.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
         self._guard = sharded.guard
-        self._dp_group = sharded.mesh.group("dp_replicate", "dp_shard")
-        self._loss_group = sharded.mesh.group("pp", "dp_replicate", "dp_shard")
+        self._dp_group = sharded.mesh.group(*sharded.parts.batch_axes)
+        self._loss_group = sharded.mesh.group("pp", *sharded.parts.batch_axes)
         self._micro_step = self._step_began = 0
         self._boundary: bool | None = None
         self._weights: list[Any] = []
@@ -100,7 +101,7 @@ class Engine(EngineFacts):
 
     def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
         count = self.config.batch.accumulation
-        pieces = [to_device(p, self.device) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
+        pieces = [self.sharded.prepared(p) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
         weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # overlaps with the first forward
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
@@ -130,10 +131,10 @@ class Engine(EngineFacts):
         """(loss sum, weight) of one micro-batch a rank, summed over all ranks; dropout off, nothing changed. Collective."""
         loss_fn = self._loss()
         self._recover()
-        piece = to_device(batch, self.device)
+        piece = self.sharded.prepared(batch)
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.evaluating(), self.sharded.logits_for(loss_fn):
-            output = self.sharded.predict(piece)
+            output = self.sharded.output(piece)
             if self.sharded.holds_output:
                 total, seen = checked_total(loss_fn(output, piece))
                 totals += torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
@@ -141,11 +142,11 @@ class Engine(EngineFacts):
             dist.all_reduce(totals, group=self._loss_group)
         return float(totals[0]), float(totals[1])
 
-    def predict(self, batch: Any) -> Any:
+    def predict(self, batch: Any, *, cache: Any = None) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
-        Collective. Several in a row are faster inside `evaluating`."""
+        Collective. Several in a row are faster inside `evaluating`. `cache`: see `ShardedModel.predict`."""
         self._recover()
-        return self.sharded.predict(batch)
+        return self.sharded.predict(batch, cache=cache)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -201,6 +202,7 @@ class Engine(EngineFacts):
                 "parallel.pp > 1: a pipeline runs full steps, because each process has a part of the model; call engine.train_batch, "
                 "engine.eval_batch or engine.predict"
             )
+        refuse_own_batches(self.sharded.parts, "engine(...)")
         self._recover()
         if torch.is_grad_enabled():
             self.sharded.before_microbatch(last=self.is_gradient_accumulation_boundary())

@@ -20,9 +20,9 @@ from plait._torch.modules import hooks_of
 from plait._torch.operators import tree_leaves
 from plait._torch.storage import is_view
 from plait.errors import ModelError
-from plait.losses.loss import IGNORED, CausalLMLoss, cross_entropy_sum
+from plait.losses.loss import CausalLMLoss, cross_entropy_sum
 from plait.model.boundary_layers import head_name
-from plait.parallel.micro_batches import Forward
+from plait.parallel.micro_batches import IGNORED, Forward, shifted
 from plait.parallel.tensor.hook_checks import is_foreign
 from plait.parallel.tensor.styles import Region
 
@@ -66,7 +66,7 @@ def chunked_causal_lm_loss(
     (position t predicts label t + 1), -100 ignored. The same as applying the head and `plait.causal_lm_loss`, in the memory of
     `chunk_tokens` tokens.
     """
-    targets = CausalLMLoss._targets({"labels": labels})
+    targets = shifted(labels)
     deferred = DeferredLogits(hidden, head, tuple(p for p in head.parameters() if p.requires_grad))
     return chunked_cross_entropy(deferred, targets, chunk_tokens=chunk_tokens), (targets != IGNORED).sum()
 

@@ -15,11 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from plait.errors import InputError
-from plait.parallel.micro_batches import samples
+from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, samples, shifted
 from plait.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-
-IGNORED = -100
-"""Label of a position that is not a target, as in Transformers and torch's cross entropy."""
 
 
 @runtime_checkable
@@ -38,8 +35,9 @@ class CausalLMLoss:
     """Next-token cross entropy from a Transformers output.
 
     `output.logits` [batch, seq, vocab]; `batch["labels"]` [batch, seq] int64, shifted here (position t predicts label t + 1), -100
-    ignored. Computed in float32 (float64 for float64 logits); the weight is the number of targets. Logits that tensor parallelism left
-    split along the vocabulary stay so; a subclass that computes the loss itself is given full ones, unless it says `split_logits = True`.
+    ignored; `batch["shift_labels"]`, where it is given, are the shifted ones, of all of the sequence or a part of it. Computed in float32
+    (float64 for float64 logits); the weight is the number of targets. Logits that tensor parallelism left split along the vocabulary stay
+    so; a subclass that computes the loss itself is given full ones, unless it says `split_logits = True`.
     """
 
     split_logits: ClassVar[bool] = True
@@ -56,12 +54,14 @@ class CausalLMLoss:
 
     def weight(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Number of targets, int64."""
+        if SHIFTED in batch:
+            return (batch[SHIFTED] != IGNORED).sum()
         return (batch["labels"][..., 1:] != IGNORED).sum()
 
     @staticmethod
     def _targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         # Shifting the labels, not the logits, leaves the large tensor uncopied.
-        return F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+        return batch[SHIFTED] if SHIFTED in batch else shifted(batch[LABELS])
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

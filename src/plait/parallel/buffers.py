@@ -24,10 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import is_persistent, own_buffers
 from plait._torch.storage import version_of
+from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.parallel.hooks import StepEnd, StepHook
-
-_DATA = ("dp_replicate", "dp_shard")
 
 
 @dataclass
@@ -52,7 +51,8 @@ class _Seen:
 class ChangingBuffers(StepHook):
     """`send` is called once a step, on all ranks."""
 
-    def __init__(self, model: nn.Module, blocks: Collection[str], mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, blocks: Collection[str], mesh: Mesh, batch_axes: Sequence[str]) -> None:
+        """`batch_axes`: those whose ranks see other data."""
         self.names: tuple[str, ...] = ()
         """Those that are sent after every step."""
         self.accumulating = False
@@ -60,8 +60,8 @@ class ChangingBuffers(StepHook):
         self._in_forward: RemovableHandle | None = None
         self._mesh, self._blocks = mesh, tuple(blocks)
         real = mesh.layout.world_size > 1 and dist.get_backend() != "fake"
-        self._data, self._stages = (mesh.group(*axes) if real else None for axes in (_DATA, ("pp",)))
-        self._all = mesh.group("pp", *_DATA) if real else None
+        self._data, self._stages = (mesh.group(*axes) if real else None for axes in (batch_axes, ("pp",)))
+        self._all = mesh.group("pp", *batch_axes) if real else None
         self._seen: dict[str, _Seen] = {}
         for owner_name, owner in model.named_modules() if self._all is not None else ():
             for leaf, tensor in own_buffers(owner).items():
@@ -190,7 +190,7 @@ def bind_sync_batch_norm(model: nn.Module, mesh: Mesh) -> None:
     """SyncBatchNorm without a group of its own takes all processes; its batch is that of the data-parallel ranks."""
     if mesh.layout.world_size == mesh.layout.dp:
         return
-    group = mesh.group(*_DATA) or mesh.sub("dp_shard").get_group()
+    group = mesh.group(*SAMPLE_AXES) or mesh.sub("dp_shard").get_group()
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
             module.process_group = group

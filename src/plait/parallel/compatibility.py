@@ -26,7 +26,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         field="parallel.cp",
         value=lambda choice: choice.layout.cp,
-        applies=lambda choice: choice.layout.cp > 1,
+        applies=lambda choice: choice.layout.cp > 1 and not any("cp" in technique.batch_axes for technique in choice.techniques),
         rule="this version runs data, tensor and pipeline parallelism",
         remedy="use 1; the processes become data parallel",
     ),

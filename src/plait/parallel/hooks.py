@@ -1,7 +1,8 @@
 """Hooks of a training step, besides forward, backward and the optimizer: a technique attaches them, the step calls them.
 
-A step is: for every micro-batch `before_microbatch`, its forward, its backward inside of `backward`; then `finish_reduction`, the norm and
-the decision to update or to skip, `before_update`, the optimizer, `after_step`. A hook overrides what it needs.
+A step is: `transform` of every micro-batch; for every micro-batch `before_microbatch`, its forward, its backward inside of `backward`; then
+`finish_reduction`, the norm and the decision to update or to skip, `before_update`, the optimizer, `after_step`. A hook overrides what it
+needs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
+
+from plait.parallel.micro_batches import explicit
 
 Lost = Literal["forward", "step"]
 """What a failure has lost: a forward, which has not changed gradients, or all gradients of the step."""
@@ -34,6 +37,11 @@ class StepHook:
 
     said: str = ""
     """A description of what it does on this machine, with the reason, where that was decided at the start."""
+
+    def transform(self, batch: Any) -> Any:
+        """The micro-batch that model and loss are given in place of `batch`, which is on the device: in `train_batch`, `eval_batch` and
+        `predict`. A mapping has `shift_labels` and `position_ids` (see `explicit`), so that its sequences can be cut."""
+        return batch
 
     def before_microbatch(self, last: bool) -> None:
         """Before the forward of a micro-batch. `last`: of its step."""
@@ -84,6 +92,7 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[StepHook] = ()) -> None:
         self.all: tuple[StepHook, ...] = tuple(hooks)
+        self.transform: list[Callable[[Any], Any]] = self._bound("transform")
         self.before_microbatch: list[Callable[[bool], None]] = self._bound("before_microbatch")
         self.around_backward: list[Callable[[], AbstractContextManager[Any]]] = self._bound("backward")
         self.after_backward: list[Callable[[], None]] = self._bound("after_backward")
@@ -107,6 +116,14 @@ class Hooks:
     def said(self) -> str:
         """A description of what all of them decided at the start."""
         return ". ".join(hook.said for hook in self.all if hook.said)
+
+    def prepared(self, batch: Any) -> Any:
+        """A micro-batch as all of them transform it; itself where none does."""
+        if self.transform:
+            batch = explicit(batch)
+        for transform in self.transform:
+            batch = transform(batch)
+        return batch
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from plait.errors import InputError
@@ -17,17 +18,48 @@ from plait.parallel.containers import rebuilt, tensors_in
 Forward = Callable[[nn.Module, Any], Any]
 """How a micro-batch goes through the model: (model, micro-batch) -> output."""
 
-TARGETS = "labels"
-"""The key of a mapping that is not passed to the model: the loss is computed from its logits, in one place for every layout."""
+LABELS, SHIFTED = "labels", "shift_labels"
+"""The keys of a mapping that are not passed to the model, because the loss is computed from its logits, in one place for every layout.
+`labels` [batch, seq] int64 are a sequence's own tokens; `shift_labels`, Transformers' name, are what each position predicts."""
+IGNORED = -100
+"""Label of a position that is not a target, as in Transformers and torch's cross entropy."""
 
 
 def default_forward(model: nn.Module, batch: Any) -> Any:
-    """Mapping: every entry but `labels` by name. Tuple or list: every entry but the last (the target) in order. Anything else: as it is."""
+    """Mapping: every entry but `labels` and `shift_labels` by name. Tuple or list: every entry but the last (the target) in order. Anything
+    else: as it is."""
     if isinstance(batch, Mapping):
-        return model(**{key: value for key, value in batch.items() if key != TARGETS})
+        return model(**{key: value for key, value in batch.items() if key not in (LABELS, SHIFTED)})
     if isinstance(batch, tuple | list):
         return model(*batch[:-1])
     return model(batch)
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """What every position [..., seq] predicts: the next one's label; the last position predicts nothing."""
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+
+
+def explicit(batch: Any) -> Any:
+    """A mapping with what otherwise follows from where a token stands in its sequence: the targets `shift_labels` of `labels`, and
+    `position_ids` [batch, seq] of `input_ids`; what is given stays. Anything else is returned as it is."""
+    if not isinstance(batch, Mapping):
+        return batch
+    ids, found = batch.get("input_ids"), dict(batch)
+    if LABELS in batch and SHIFTED not in batch:
+        found[SHIFTED] = shifted(batch[LABELS])
+    if isinstance(ids, torch.Tensor) and batch.get("position_ids") is None:
+        found["position_ids"] = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    return found
+
+
+def with_cache(batch: Any, cache: Any) -> Any:
+    """A mapping with `past_key_values`, Transformers' name for what a model keeps of earlier tokens. Raises InputError for others."""
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"predict(cache=...) gives the cache to the model by name, and needs a mapping as batch, not {type(batch).__name__}"
+        )
+    return {**batch, "past_key_values": cache, "use_cache": True}
 
 
 def micro_batches(batch: Any, *, count: int, size: int | None) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from plait.cluster.layout import AXES
 from plait.cluster.mesh import Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
@@ -46,9 +47,16 @@ after the split over tp, which is decided for the whole model, and before what i
 
 
 def in_order(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    """Sort by ORDER. Raises KeyError for a technique that is not in it."""
+    """Sort by ORDER. One that is not in it, which the caller brings, comes after the pipeline: before what is done to the forward of a
+    rank's own blocks, and before what shards them."""
     position = {kind: index for index, kind in enumerate(ORDER)}
-    return tuple(sorted(techniques, key=lambda technique: position[type(technique)]))
+    return tuple(sorted(techniques, key=lambda technique: position.get(type(technique), position[Pipeline] + 0.5)))
+
+
+def batch_axes(techniques: Iterable[Technique]) -> tuple[str, ...]:
+    """The axes over which the batch is split, by any of the techniques."""
+    used = {axis for technique in techniques for axis in technique.batch_axes}
+    return tuple(axis for axis in AXES if axis in used)
 
 
 HOOKS: tuple[type[StepHook], ...] = (
@@ -75,10 +83,12 @@ def check_all(context: Context) -> dict[type, object]:
 def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:
     """Apply every technique to the model, in order; parameter names are checked to be unchanged. Attributes that a user has set on a
     parameter (to tell an optimizer which ones not to decay, say) are on what takes its place."""
+    techniques = in_order(techniques)
+    parts = parts.with_(batch_axes=batch_axes(techniques))
     named = parts.model.named_parameters(remove_duplicate=False)
     attributes = {name: dict(vars(parameter)) for name, parameter in named if vars(parameter)}
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-    for technique in in_order(techniques):
+    for technique in techniques:
         parts = technique.apply(parts, mesh)
         now = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
         kept = [name for name in names if name in set(now)] if isinstance(technique, Pipeline) else names

@@ -1,6 +1,6 @@
 """Which ranks hold what of a parameter and its gradient: the axes over which it is split, and the rank that counts it where it is not.
 
-An axis of `NORM_AXES` either splits a tensor or replicates it, and replicas are equal to the bit once gradients are reduced.
+An axis of `SPLIT_AXES` either splits a tensor or replicates it, and replicas are equal to the bit once gradients are reduced.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from plait.cluster.layout import SPLIT_AXES
 from plait.cluster.mesh import Mesh
-
-NORM_AXES = ("pp", "dp_shard", "tp")
-"""Axes whose ranks may hold different parts of a model; over `dp_replicate` everything is replicated."""
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -23,6 +21,6 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def counts_here(sharded: tuple[str, ...], mesh: Mesh) -> bool:
-    """Whether this rank's part of a tensor that is split over the axes `sharded` belongs into a sum over `NORM_AXES`: of replicas the
+    """Whether this rank's part of a tensor that is split over the axes `sharded` belongs into a sum over `SPLIT_AXES`: of replicas the
     first one does. Every pipeline stage counts its own parameters."""
-    return all(mesh.coordinates[axis] == 0 for axis in NORM_AXES if axis != "pp" and axis not in sharded)
+    return all(mesh.coordinates[axis] == 0 for axis in SPLIT_AXES if axis != "pp" and axis not in sharded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -83,6 +83,8 @@ class Parts:
     """Names (FQNs) of the repeated blocks on this rank: the units of sharding, recompute and compilation."""
     shard: ShardSettings = ShardSettings()
     """Set by the techniques before the one that shards."""
+    batch_axes: tuple[str, ...] = ()
+    """Axes whose ranks are given different parts of the batch, by all techniques (`Technique.batch_axes`)."""
     hooks: Hooks = field(default_factory=Hooks)
     """The hooks of a step, once all are attached."""
     notes: Mapping[type, object] = field(default_factory=dict)
@@ -107,6 +109,9 @@ class Parts:
 
 class Technique(Policy):
     """A technique of distributed training. Subclasses add fields and override the methods below, which take all of its decisions."""
+
+    batch_axes: ClassVar[tuple[str, ...]] = ()
+    """Axes whose ranks it gives different parts of the batch: over these, gradients and the weight of a loss are sums."""
 
     def check(self, context: Context) -> object | None:
         """Raise ConfigError or ModelError, with the numbers and a remedy, for an impossible setting. Runs before any process group exists;

@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.mesh import Mesh
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError, ModelError, warn
 from plait.optim.optimizer import needs_closure, refuse_sharded
+from plait.parallel.hooks import StepHook
+from plait.parallel.technique import Parts
 
 _LARGEST_SEED = 1 << 32
 """An unseeded generator has 64 random bits; a seed that a user chose fits numpy's 32."""
@@ -21,7 +24,7 @@ _LARGEST_SEED = 1 << 32
 
 def refuse_unfit_layers(model: nn.Module, resolved: Resolved) -> None:
     """Layers whose forward or backward depends on the whole batch of one process. Needs no process group."""
-    ranks = resolved.layout.dp
+    ranks = resolved.layout.dp * resolved.layout.cp
     copied = resolved.precision.compute is not None or resolved.parameter_offload.device != "none"
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -49,6 +52,27 @@ def check_placement(resolved: Resolved) -> None:
     note = warning(resolved.layout, machines)
     if note and place().rank == 0:
         warn(note)
+
+
+def refuse_cache(parts: Parts, mesh: Mesh) -> None:
+    """A cache belongs to a model that has all of its blocks, and to full sequences."""
+    pp = mesh.layout.pp
+    if pp > 1:
+        raise InputError(
+            f"parallel.pp = {pp}: predict(cache=...) needs all blocks in one process, and each of {pp} stages computes keys and values of "
+            "its own blocks only; use parallel.pp = 1, or call predict with the full sequence"
+        )
+    refuse_own_batches(parts, "predict(cache=...)")
+
+
+def refuse_own_batches(parts: Parts, call: str) -> None:
+    """A call that gives the model its input unchanged, where a technique changes every micro-batch."""
+    if parts.hooks.transform:
+        who = ", ".join(type(hook).__name__ for hook in parts.hooks.all if type(hook).transform is not StepHook.transform)
+        raise InputError(
+            f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its part of the sequence); call "
+            "engine.train_batch, engine.eval_batch or engine.predict(batch)"
+        )
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:

@@ -24,13 +24,14 @@ from plait.optim.gradient_norm import global_norm
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.hooks import Hooks, StepEnd
-from plait.parallel.micro_batches import Forward, to_device
+from plait.parallel.micro_batches import Forward, to_device, with_cache
 from plait.parallel.pipeline.cut_check import LossFunction
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
 from plait.sharded.guard import Guard
+from plait.sharded.misuse import refuse_cache
 from plait.sharded.step import Outcome, Stepper
 
 _ATTRIBUTE = "_plait"
@@ -82,6 +83,10 @@ class ShardedModel:
     def holds_output(self) -> bool:
         """Whether this rank has the model's output: all have, but those of a pipeline that do not hold its last stage."""
         return self.pipeline is None or self.pipeline.holds_output
+
+    def prepared(self, batch: Any) -> Any:
+        """A micro-batch on the device, as the techniques want it."""
+        return self.hooks.prepared(to_device(batch, self.device))
 
     # ---- training -------------------------------------------------------------------------------------------------------------------
 
@@ -149,11 +154,21 @@ class ShardedModel:
 
     # ---- without gradients ----------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def predict(self, batch: Any) -> Any:
+    def predict(self, batch: Any, *, cache: Any = None) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
-        Collective. Several in a row are faster inside `evaluating`."""
-        piece = to_device(batch, self.device)
+        Where a technique cuts the batch, it is of this rank's part. Collective. Several in a row are faster inside `evaluating`.
+
+        `cache`, such as Transformers' `DynamicCache()`, is what the model keeps of the tokens before those of `batch`, a mapping; the model
+        adds to it. Raises InputError where the layout has no place for one.
+        """
+        if cache is not None:
+            refuse_cache(self.parts, self.mesh)
+            batch = with_cache(batch, cache)
+        return self.output(self.prepared(batch))
+
+    @torch.no_grad()
+    def output(self, piece: Any) -> Any:
+        """`predict`, of a micro-batch that is `prepared`."""
         with self.evaluating():
             if self.pipeline is not None:
                 return self.pipeline.runtime.evaluate(piece, forward=self.forward)

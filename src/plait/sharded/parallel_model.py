@@ -32,7 +32,7 @@ from plait.parallel.technique import Parts
 from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, shard
 from plait.sharded.check import checked_model
 from plait.sharded.guard import checked_loss
-from plait.sharded.misuse import checked_optimizer
+from plait.sharded.misuse import checked_optimizer, refuse_own_batches
 from plait.sharded.model import ShardedModel
 from plait.sharded.ownership import refuse_taken, take_over
 from plait.sharded.step import Outcome, Stepper
@@ -197,4 +197,5 @@ def parallelize(
     take_over(model)
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=weights, forward=forward, mean=why_called(resolved) is None)
+    refuse_own_batches(parts, "plait.parallelize")
     return ParallelModel(parts, mesh, resolved, forward=forward, before=before)

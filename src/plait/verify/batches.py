@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from plait.losses.loss import IGNORED
+from plait.parallel.micro_batches import IGNORED
 
 BatchFunction = Callable[[int, torch.Generator], Any]
 """(samples, generator) to one micro-batch: what a user gives for a model that is not a language model."""

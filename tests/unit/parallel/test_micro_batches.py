@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from plait.errors import InputError
 from plait.losses.loss import Loss, Weighted, causal_lm_loss, per_sample
 from plait.losses.weight_check import WeightCheck
-from plait.parallel.micro_batches import default_forward, micro_batches, to_device
+from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.micro_batches import IGNORED, default_forward, explicit, micro_batches, to_device, with_cache
 
 
 def test_mappings_tuples_and_tensors_are_cut_in_order() -> None:
@@ -191,3 +194,57 @@ def test_weights_that_differ_are_found() -> None:
     with pytest.raises(InputError, match="add up to nan"):
         check(loss, divided_by=one, returned=one * float("nan"), step=4)
     check(causal_lm_loss, divided_by=one, returned=one - 1, step=5)  # its two are one number; never read
+
+
+class Half(StepHook):
+    """The second half of every sequence."""
+
+    def transform(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: entry.chunk(2, dim=1)[1] for name, entry in batch.items()}
+
+
+BATCH = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 4, IGNORED, 6]])}
+
+
+class TestTransform:
+    """A micro-batch before its forward."""
+
+    def test_labels_are_shifted_and_positions_written_before_a_sequence_is_cut(self) -> None:
+        """Position 1 predicts the label at 2, and position 2 that at 3, whichever part they are in."""
+        part = Hooks([StepHook(), Half()]).prepared(BATCH)
+        assert {name: entry.tolist() for name, entry in part.items()} == {
+            "input_ids": [[5, 6]],
+            "labels": [[IGNORED, 6]],
+            "shift_labels": [[6, IGNORED]],
+            "position_ids": [[2, 3]],
+        }
+        assert Hooks([StepHook()]).prepared(BATCH) is BATCH
+
+    def test_the_parts_of_a_loss_add_up(self) -> None:
+        """Sums, weights, and the model is given positions and no labels."""
+        logits = torch.randn(1, 4, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        full = explicit(BATCH)
+        parts = [{name: entry[:, at] for name, entry in full.items()} for at in (slice(0, 1), slice(1, 4))]
+        found = [
+            causal_lm_loss(SimpleNamespace(logits=logits[:, at]), part) for at, part in zip((slice(0, 1), slice(1, 4)), parts, strict=True)
+        ]
+        total, weight = causal_lm_loss(SimpleNamespace(logits=logits), BATCH)
+        assert torch.allclose(sum(loss for loss, _ in found), total, rtol=1e-15)
+        assert [int(causal_lm_loss.weight(part)) for part in parts] == [int(count) for _, count in found] == [1, 1]
+        assert int(weight) == int(causal_lm_loss.weight(full)) == 2
+
+        class Names(nn.Module):
+            def forward(self, **entries: torch.Tensor) -> list[str]:
+                return sorted(entries)
+
+        assert default_forward(Names(), full) == ["input_ids", "position_ids"]
+
+    def test_what_is_given_stays(self) -> None:
+        given = {"input_ids": torch.zeros(1, 2), "position_ids": torch.tensor([[7, 8]]), "shift_labels": torch.tensor([[1, 2]])}
+        assert explicit(given) == given
+        assert explicit((1, 2)) == (1, 2)
+
+    def test_a_cache_goes_by_name(self) -> None:
+        assert with_cache({"input_ids": 1}, "kept") == {"input_ids": 1, "past_key_values": "kept", "use_cache": True}
+        with pytest.raises(InputError, match="the batch is a mapping|needs a mapping as batch, not Tensor"):
+            with_cache(torch.zeros(1), "kept")

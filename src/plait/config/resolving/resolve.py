@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import SerializeAsAny
 from torch import nn
 
 from plait.cluster.layout import Layout
@@ -74,6 +75,8 @@ class Resolved(Policy):
     """NCCL's settings."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
+    added: tuple[SerializeAsAny[Technique], ...] = ()
+    """Techniques that the caller brings, besides those of the file."""
     blocks: tuple[str, ...] = ()
     """Names or patterns of the repeated blocks; empty: found in the model."""
     gradient_clipping: float
@@ -108,7 +111,7 @@ class Resolved(Policy):
     def techniques(self) -> tuple[Technique, ...]:
         """The one list of them, in order, which the engine and the account iterate over."""
         values = (getattr(self, name) for name in type(self).model_fields)
-        return in_order(value for value in values if isinstance(value, Technique))
+        return in_order([*(value for value in values if isinstance(value, Technique)), *self.added])
 
     def context(self, *, device_type: str = "cpu", model: nn.Module | None = None, blocks: tuple[str, ...] = ()) -> Context:
         """What the techniques' checks ask; without a model, what they can know before it is built."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from plait._torch.dtensor import local_tensor, sum_before_reading
 from plait._torch.passes import reset_failed_step
 from plait._torch.units import reduce_unused_parameters, sharded_modules
 from plait._torch.watched_shards import watch_shards
+from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.waits import Waits
 from plait.errors import ModelError
@@ -60,6 +61,7 @@ Stage = Literal[0, 1, 2, 3]
 class DataParallel(CollectiveSettings):
     """ZeRO stage, and how gradients are reduced."""
 
+    batch_axes: ClassVar[tuple[str, ...]] = SAMPLE_AXES
     stage: Stage = 0
     """0 replicated; 1 optimizer states sharded; 2 gradients too; 3 parameters too."""
     unused_parameters: bool = True
@@ -75,7 +77,7 @@ class DataParallel(CollectiveSettings):
         # Be it on one rank only.
         sharded = layout.dp_shard > 1 or context.chosen(Precision).compute is not None or set(offloads) != {"none"}
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
-        refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp > 1)
+        refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or make the gradient reducer."""
@@ -121,13 +123,13 @@ class DataParallel(CollectiveSettings):
             hooks.append(steps)
             if not mean:
                 reduce_by_sum(model)
-            group = mesh.group("dp_replicate", "dp_shard")
+            group = mesh.group(*parts.batch_axes)
             if self.unused_parameters and group is not None:
                 if mean:
                     reduce_unused_parameters(model)
                 else:
                     hooks.append(UnusedTracker(model, group, device=mesh.device))
-        buffers = ChangingBuffers(model, parts.blocks, mesh)
+        buffers = ChangingBuffers(model, parts.blocks, mesh, parts.batch_axes)
         if mean:
             buffers.send_in_forward(model)
         return [*hooks, buffers]

@@ -1,0 +1,69 @@
+"""Predictions token by token, with what the model keeps of earlier ones, are those of the full sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import Mesh
+from plait.errors import InputError
+from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.technique import Parts
+from plait.sharded.misuse import refuse_cache, refuse_own_batches
+from plait.verify.keep_float64 import keeping_float64
+from tests.parity import cases
+from tests.pool import Pool
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 3": {"zero_optimization": {"stage": 3}, "parallel": {"dp_shard": 2}},
+    "tp": {"parallel": {"tp": 2, "sequence_parallel": False}},
+    "tp, sequence parallel": {"parallel": {"tp": 2, "sequence_parallel": True}},
+}
+
+
+def differences(rank: int, world: int) -> dict[str, float]:
+    """The largest one of a case. Runs in a worker."""
+    from transformers import DynamicCache
+
+    ids = torch.randint(0, cases.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(3))
+    found = {}
+    for name, settings in CASES.items():
+        model = cases.build("llama", tied=False)
+        with keeping_float64(model):
+            engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **settings}, loss_fn=plait.causal_lm_loss)
+            full = engine.predict({"input_ids": ids}).logits
+            cache = DynamicCache()
+            with engine.evaluating():
+                parts = [engine.predict({"input_ids": ids[:, at]}, cache=cache).logits for at in (slice(0, 4), slice(4, 5), slice(5, 7))]
+            found[name] = float((torch.cat(parts, dim=1) - full).abs().max())
+            assert cache.get_seq_length() == 7
+    return found
+
+
+def test_a_cache_gives_the_same_logits(pool: Pool) -> None:
+    for found in pool.run(2, differences):
+        assert max(found.values()) < 1e-12, found
+
+
+class Cuts(StepHook):
+    def transform(self, batch: Any) -> Any:
+        return batch
+
+
+def test_where_there_is_no_place_for_a_cache() -> None:
+    """Refused by the layout."""
+
+    def at(layout: Layout, *hooks: StepHook) -> tuple[Parts, Mesh]:
+        return Parts(torch.nn.Linear(1, 1), (), hooks=Hooks(hooks)), Mesh(layout, torch.device("cpu"), 0, None, None)  # type: ignore[arg-type]
+
+    refuse_cache(*at(Layout(tp=2)))
+    with pytest.raises(InputError, match="parallel.pp = 2: predict.* each of 2 stages computes keys and values of its own blocks only"):
+        refuse_cache(*at(Layout(pp=2)))
+    with pytest.raises(InputError, match="gives the model a batch as it is, and Cuts changes every micro-batch"):
+        refuse_cache(*at(Layout(), Cuts()))
+    with pytest.raises(InputError, match=r"engine\(...\) gives the model"):
+        refuse_own_batches(at(Layout(), Cuts())[0], "engine(...)")
