@@ -1,0 +1,1 @@
+"""How long a checkpoint keeps the training thread, beside torch's distributed checkpoint."""
