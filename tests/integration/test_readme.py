@@ -78,3 +78,21 @@ def test_your_own_loop() -> None:
     exec(block, names)
     assert sum(losses[-2:]) < sum(losses[:2])  # two micro-batches a step
     names["sharded"].close()
+
+
+def test_checkpoints_beside_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The code of docs/checkpoints.md."""
+    import torch
+
+    import plait
+
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    loss = plait.per_sample(lambda output, batch: torch.nn.functional.mse_loss(output, batch[1], reduction="sum"))
+    engine = plait.initialize(torch.nn.Linear(4, 1), {"train_micro_batch_size_per_gpu": 4}, loss_fn=loss)
+    x = torch.randn(4, 4)
+    exec(block, {"engine": engine, "batches": [(x, x.sum(1, keepdim=True))] * 25, "folder": tmp_path})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000010", "step-00000020"]
+    loaded = engine.load_checkpoint(tmp_path)
+    assert loaded is not None and loaded[1] == {"step": 20} and engine.global_steps == 20
+    engine.close()
