@@ -16,8 +16,9 @@ import torch
 
 import plait
 from plait.checkpoint import save as save_module
-from plait.checkpoint.folder import complete
+from plait.checkpoint.folder import candidates, complete
 from plait.checkpoint.inspect import differences, open_one
+from plait.checkpoint.load import Reader
 from plait.errors import CheckpointError
 from plait.verify.parity import whole
 from tests.parity import cases
@@ -193,3 +194,79 @@ def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Pat
         f"rename {pointer} LATEST",
         f"sync {name}",
     ]
+
+
+# ---- damage of every kind ---------------------------------------------------------------------------------------------------------------
+
+
+def two(rank: int, world: int, folder: str) -> None:
+    """Two checkpoints. Runs in a worker."""
+    engine = engine_of(world)
+    for number, tag in enumerate(("one", "two")):
+        step(engine, number)
+        engine.save_checkpoint(folder, tag=tag)
+
+
+def flip(chance: random.Random, path: Path, other: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+    path.write_bytes(raw)
+
+
+def cut(chance: random.Random, path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
+
+
+def blank(chance: random.Random, path: Path, other: Path) -> None:
+    """A page of zeros; of a file that is all zeros there, ones."""
+    raw = bytearray(path.read_bytes())
+    start = chance.randrange(len(raw))
+    page = bytes(len(raw[start : start + 4096]))
+    raw[start : start + 4096] = page if raw[start : start + 4096] != page else b"\1" * len(page)
+    path.write_bytes(raw)
+
+
+def longer(chance: random.Random, path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes() + bytes(chance.randrange(1, 100)))
+
+
+def gone(chance: random.Random, path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def swapped(chance: random.Random, path: Path, other: Path) -> None:
+    """With the same rank's file of the other checkpoint, or the other rank's."""
+    path.write_bytes(other.read_bytes())
+
+
+KINDS = (flip, cut, blank, longer, gone, swapped)
+
+
+def damages(folder: Path, trials: int) -> None:
+    """Each is found, by its file, when the checkpoint is opened and verified."""
+    chance, files = random.Random(7), sorted((folder / "two").iterdir())
+    for trial in range(trials):
+        kind, path = KINDS[trial % len(KINDS)], chance.choice(files)
+        names = {path.name.replace("00000", "00001"), path.name.replace("00001", "00000")}
+        peers = [folder / "one" / path.name, *(path.with_name(name) for name in sorted(names))]
+        other = chance.choice([peer for peer in peers if peer != path and peer.exists()])
+        before = path.read_bytes()
+        kind(chance, path, other)
+        if path.exists() and path.read_bytes() == before:
+            continue  # the two files were alike
+        with pytest.raises(CheckpointError) as caught:
+            Reader(candidates(folder, "two")[0]).verify("full")
+        assert path.stem in str(caught.value), (kind.__name__, path.name, str(caught.value))
+        path.write_bytes(before)
+    Reader(candidates(folder, "two")[0]).verify("full")
+
+
+def test_damage_of_every_kind_is_found(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, two, str(tmp_path))
+    damages(tmp_path, 120)
+
+
+@pytest.mark.proof
+def test_thousands_of_damages_are_found(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, two, str(tmp_path))
+    damages(tmp_path, 6000)

@@ -47,7 +47,7 @@ def candidates(folder: Path, tag: str | None = None) -> list[Found]:
     if tag is not None:
         named = [one for one in have if one.manifest.tag == tag]
         if not named:
-            if (folder / tag / MANIFEST).exists():
+            if (folder / tag).is_dir():
                 read_manifest(folder / tag)  # says what is wrong with it
             raise CheckpointError(f"{folder / tag}: no complete checkpoint there; {folder} holds {_list(have)}")
         return named[:1]
