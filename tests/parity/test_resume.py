@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -335,11 +337,13 @@ def drawn(rank: int, world: int, folder: str, first: dict[str, int], second: dic
     engine = build(first)
     torch.rand(5 + engine.dp_rank)
     engine.save_checkpoint(folder)
-    at_save = torch.get_rng_state()
-    torch.rand(3)
+    at_save, others = torch.get_rng_state(), (random.getstate(), np.random.random(2).tolist())
+    torch.rand(3), random.random(), random.gauss(0, 1)
     notes: list[str] = []
     build(second).load_checkpoint(folder, on_note=notes.append)
-    return torch.equal(at_save, torch.get_rng_state()), torch.rand(4).tolist(), [note for note in notes if "generators" in note]
+    same = torch.equal(at_save, torch.get_rng_state())
+    assert ((random.getstate(), np.random.random(2).tolist()) == others) == same
+    return same, [*torch.rand(4).tolist(), random.random()], [note for note in notes if "generators" in note]
 
 
 def test_generators_follow_the_layout(pool: Pool, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from plait.cluster.topology import keep_host_memory
 from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
+from plait.engine.generators import generator_seed
 from plait.engine.resume import check_scheduler, configured_groups
-from plait.engine.state import generator_seed
 from plait.errors import ConfigError, InputError, Problem
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import CausalLMLoss, Loss, Weighted

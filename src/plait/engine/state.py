@@ -16,7 +16,7 @@ from plait.checkpoint.agreement import together
 from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
 from plait.checkpoint.save import Snapshot, snapshot
-from plait.cluster.mesh import Mesh
+from plait.engine import generators
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
 from plait.errors import CheckpointError, warn
@@ -47,7 +47,7 @@ def snapshot_of(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
         tag or f"step-{engine.global_steps:08d}",
         mesh=engine.mesh,
         tensors=tensors | {f"optimizer.{name}": tensor for name, tensor in content.tensors.items()},
-        own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()} | _random_states(engine),
+        own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()} | generators.states(engine.device),
         values=values,
         metadata=metadata,
     )
@@ -100,10 +100,8 @@ def load_engine(
     resume.restore_schedule()
     same_layout = reader.manifest.degrees == mesh.layout.degrees
     own = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
-    if set(_random_states(engine)) <= own.keys():
-        _restore_random(engine, own)
-    else:
-        torch.manual_seed(generator_seed(engine.config.seed, mesh, step=facts["global_steps"]))
+    if not generators.restore(engine.device, own):
+        generators.seed(engine.config.seed, mesh, step=facts["global_steps"])
         resume.notes.append(
             "generators (dropout) are seeded anew from the seed and the step, because the checkpoint was written on another layout"
             if not same_layout
@@ -174,24 +172,3 @@ def _training_changes(
         (ended, "no longer trained: their states are dropped"),
     )
     return [f"{len(found)} parameters, first {found[0]}, are {verb}" for found, verb in verbs if found]
-
-
-def generator_seed(seed: int, mesh: Mesh, *, step: int = 0) -> int:
-    """The seed of this rank's generators at a step: another one wherever activations are others (data-parallel ranks, slices of sequences,
-    pipeline stages), the same over tp, where they are replicated. It follows from the layout alone."""
-    at = mesh.coordinates
-    words = f"{seed} {step} {mesh.dp_index} {at['cp']} {at['pp']}"
-    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()[:8], "little") >> 1
-
-
-def _random_states(engine: EngineFacts) -> dict[str, torch.Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(engine.device)
-    return states
-
-
-def _restore_random(engine: EngineFacts, states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["random.cpu"])
-    if engine.device.type == "cuda":
-        torch.cuda.set_rng_state(states["random.cuda"], engine.device)
