@@ -47,7 +47,8 @@ def explain_command(
         raise typer.BadParameter(f"one FILE is explained at a time and {len(source)} are given: {' '.join(source)}", param_hint="FILE")
     explanation = explain(source if source[0].startswith("--") else source[0], overrides or (), world_size=world_size)
     if as_json:
-        typer.echo(json.dumps(_as_json(explanation), indent=2, default=str))
+        problems = [{**asdict(problem), "message": str(problem)} for problem in explanation.problems]
+        typer.echo(json.dumps({**asdict(explanation), "problems": problems}, indent=2, default=str))
     elif (console := Console()).is_terminal:
         _print_tables(explanation, console)
     else:
@@ -82,10 +83,6 @@ def schema_command() -> None:
 
 def _titles(explanation: Explanation) -> tuple[str, str]:
     return f"keys of {explanation.name}", f"resolved for {processes(explanation.world_size or 1)} (--world-size sets how many)"
-
-
-def _as_json(explanation: Explanation) -> dict[str, Any]:
-    return {**asdict(explanation), "problems": [{**asdict(problem), "message": str(problem)} for problem in explanation.problems]}
 
 
 def _shown(value: Any) -> str:

@@ -247,7 +247,7 @@ def _first_stage_modules(model: nn.Module, blocks: Sequence[str], flow: Dataflow
     rest = [name for name, _ in model.named_parameters(remove_duplicate=False) if not any(name.startswith(f"{b}.") for b in blocks)]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     start = next((index for index, name in enumerate(names) if name.startswith(f"{blocks[0]}.")), len(names))
-    planned = _first_stage_by_plan(model, blocks, blocks[0].rpartition(".")[0])
+    planned = _first_stage_by_plan(model, blocks[0].rpartition(".")[0])
 
     def before(name: str) -> bool:
         first = first_names.get(name, name)
@@ -262,7 +262,7 @@ def _first_stage_modules(model: nn.Module, blocks: Sequence[str], flow: Dataflow
     return frozenset(name for name in rest if before(name))
 
 
-def _first_stage_by_plan(model: nn.Module, blocks: Sequence[str], parent: str) -> list[str] | None:
+def _first_stage_by_plan(model: nn.Module, parent: str) -> list[str] | None:
     """Modules that Transformers' pp_plan names before the list of blocks."""
     prefix, _, leaf = parent.rpartition(".")
     plan: dict[str, Any] | None = getattr(model.get_submodule(prefix), "_pp_plan", None) or getattr(

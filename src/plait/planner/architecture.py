@@ -6,7 +6,7 @@ model of that configuration has (tests compare them).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -117,8 +117,3 @@ class Architecture:
         """FLOPs of a token, forward and backward: 6 a matrix parameter, and causal attention counted by half (6 L s a d), as Megatron-LM
         counts since 2025."""
         return 6 * self.active_matrix_parameters + 6 * self.layers * sequence * self.heads * self.head_dim
-
-
-def stack(architectures: list[Architecture]) -> Architecture:
-    """One Architecture whose fields are arrays, an entry each."""
-    return Architecture(**{f.name: np.array([getattr(a, f.name) for a in architectures]) for f in fields(Architecture)})

@@ -103,7 +103,7 @@ def request_of(file: File, cluster: Cluster) -> Request:
     if section is None:
         problems.append(Problem("model", None, 'what "auto" is planned for', "give model.config or model.path"))
     for name in ("bf16", "fp16"):
-        if getattr(config, name).enabled == "auto" and not _one_half(config):
+        if getattr(config, name).enabled == "auto" and True not in (config.bf16.enabled, config.fp16.enabled):
             rule = "is a command line's choice (Transformers' --bf16 or --fp16), and none is here"
             problems.append(Problem(f"{name}.enabled", "auto", rule, "write true or false"))
     refuse(problems)
@@ -131,10 +131,6 @@ def precision_of(config: Config) -> str | None:
     """bf16, fp16 or fp32, as a file says; None where it leaves the choice to its caller ("auto")."""
     found = next((name for name in ("bf16", "fp16") if getattr(config, name).enabled is True), None)
     return found or (None if "auto" in (config.bf16.enabled, config.fp16.enabled) else "fp32")
-
-
-def _one_half(config: Config) -> bool:
-    return True in (config.bf16.enabled, config.fp16.enabled)
 
 
 def with_settings_of(config: Config, request: Request) -> Request:

@@ -118,23 +118,15 @@ def sensitivity(found: Plan, *, calibration: Calibration | None = None) -> list[
 
     cases: list[tuple[str, Request]] = []
     for label, factor in (("half", 0.5), ("twice", 2.0)):
+        nic, link, memory = (getattr(device, name) * factor for name in ("nic_bandwidth", "link_bandwidth", "memory_bytes"))
+        batch = int(request.global_batch * factor)
         if request.cluster.devices > device.domain:
-            cases.append(
-                (
-                    f"{label} the network ({device.nic_bandwidth * factor / 1e9:.3g} GB/s a device)",
-                    on(nic_bandwidth=device.nic_bandwidth * factor),
-                )
-            )
-        cases.append(
-            (f"{label} the links ({device.link_bandwidth * factor / 1e9:.3g} GB/s)", on(link_bandwidth=device.link_bandwidth * factor))
-        )
-        cases.append((f"{label} the memory ({device.memory_bytes * factor / GIB:.3g} GiB)", on(memory_bytes=device.memory_bytes * factor)))
-        cases.append(
-            (
-                f"{label} the batch ({int(request.global_batch * factor)})",
-                replace(request, global_batch=max(int(request.global_batch * factor), 1)),
-            )
-        )
+            cases.append((f"{label} the network ({nic / 1e9:.3g} GB/s a device)", on(nic_bandwidth=nic)))
+        cases += [
+            (f"{label} the links ({link / 1e9:.3g} GB/s)", on(link_bandwidth=link)),
+            (f"{label} the memory ({memory / GIB:.3g} GiB)", on(memory_bytes=memory)),
+            (f"{label} the batch ({batch})", replace(request, global_batch=max(batch, 1))),
+        ]
     changes = []
     for what, changed in cases:
         try:

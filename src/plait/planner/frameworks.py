@@ -6,11 +6,9 @@ a table of published ones). Rates are in `constants`, not here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
-
-import numpy as np
 
 from plait.planner.hardware import Numbers
 
@@ -91,8 +89,3 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
 def with_compiled_blocks(found: Framework) -> Framework:
     """Plait with compiled blocks: element-wise kernels fused and launches fewer, as torchtitan's are."""
     return replace(found, eager=1.1, host_seconds=150e-6, norms=8)
-
-
-def stack(frameworks: list[Framework]) -> Framework:
-    """One Framework whose fields are arrays, an entry each."""
-    return Framework(**{f.name: np.array([getattr(x, f.name) for x in frameworks]) for f in fields(Framework)})

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -20,6 +21,7 @@ from plait.cluster.machines import Topology
 from plait.errors import InputError
 from plait.units import GIB
 
+T = TypeVar("T")
 Numbers = Any
 """A number, or an array with one entry a candidate."""
 
@@ -116,11 +118,26 @@ def _place(patterns: list[str], name: str) -> int | None:
     return min((match.start() for pattern in patterns if (match := re.search(f"(?:{pattern})(?![0-9])", name))), default=None)
 
 
-def stack(devices: list[Device]) -> Device:
-    """One Device whose figures are arrays, an entry each."""
-    arrays: dict[str, Any] = {f.name: np.array([getattr(d, f.name) for d in devices]) for f in fields(Device) if f.name != "flops"}
-    flops = {p: np.array([d.flops.get(p, np.nan) for d in devices], dtype=float) for p in PRECISIONS}
-    return Device(**arrays, flops=flops)
+def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
+    """A copy of a dataclass of numbers with each of them changed, those in a mapping too."""
+
+    def changed(value: Any) -> Any:
+        return {name: change(inner) for name, inner in value.items()} if isinstance(value, dict) else change(value)
+
+    return replace(numbers, **{f.name: changed(getattr(numbers, f.name)) for f in fields(numbers)})  # type: ignore[type-var, arg-type]
+
+
+def stack(entries: Sequence[T]) -> T:
+    """One of several, whose numbers are arrays with an entry each; NaN where a mapping lacks a name."""
+
+    def together(values: list[Any]) -> Any:
+        if not isinstance(values[0], dict):
+            return np.array(values)
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: np.array([value.get(name, np.nan) for value in values], dtype=float) for name in names}
+
+    names = [f.name for f in fields(entries[0])]  # type: ignore[arg-type]
+    return replace(entries[0], **{name: together([getattr(entry, name) for entry in entries]) for name in names})  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
@@ -145,21 +162,17 @@ def cluster(
     devices: int,
     *,
     devices_per_node: int | None = None,
-    memory_bytes: float | None = None,
-    nic_bandwidth: float | None = None,
-    link_bandwidth: float | None = None,
+    **figures: float | None,
 ) -> Cluster:
-    """`devices` of the catalogue's `name`, with some figures of its surroundings replaced. Raises InputError for what cannot be."""
+    """`devices` of the catalogue's `name`, with those of its `figures` (`memory_bytes`, `nic_bandwidth`) replaced that are not None. Raises
+    InputError for what cannot be."""
     found = device(name)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {key: value for key, value in figures.items() if value is not None}
     if devices < 1:
         raise InputError(f"--world-size {devices}: a cluster has at least one device; give the number of all devices")
     if devices_per_node is not None:
         wide = found.domain if found.domain > found.devices_per_node else devices_per_node
         changes |= {"devices_per_node": devices_per_node, "domain": wide}
-    for key, value in (("memory_bytes", memory_bytes), ("nic_bandwidth", nic_bandwidth), ("link_bandwidth", link_bandwidth)):
-        if value is not None:
-            changes[key] = value
     found = replace(found, **changes)
     per_node = int(found.devices_per_node)
     if devices > per_node and devices % per_node:

@@ -6,6 +6,7 @@ evaluation).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from plait.planner.architecture import Architecture
 from plait.planner.frameworks import Framework
-from plait.planner.hardware import PRECISIONS, Device, Numbers
+from plait.planner.hardware import PRECISIONS, Device, Numbers, mapped
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 """`none` is a single stage."""
@@ -70,9 +71,10 @@ class Layouts:
         one = self.take(np.array([index]))
         return {f.name: getattr(one, f.name)[0].item() for f in fields(self)}
 
-    def with_(self, **changes: Any) -> Layouts:
-        """A copy with some fields replaced."""
-        return replace(self, **changes)
+    @classmethod
+    def of(cls, layouts: Sequence[Mapping[str, Any]]) -> Layouts:
+        """From candidates as plain numbers; what one leaves out has its default."""
+        return cls(**{f.name: np.array([layout.get(f.name, f.default) for layout in layouts]) for f in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -117,20 +119,19 @@ class Job:
 
     def take(self, index: Any) -> Job:
         """Some of the candidates, where everything has one entry a candidate."""
-        return Job(
-            model=_take(self.model, index),
-            device=replace(_take(self.device, index, skip="flops"), flops={k: np.asarray(v)[index] for k, v in self.device.flops.items()}),
-            framework=_take(self.framework, index),
-            layouts=self.layouts.take(index),
-            sequence=np.asarray(self.sequence)[index],
-            precision=np.asarray(self.precision)[index],
-            own=self.own,
-            whole_attention=self.whole_attention,
+        return self.mapped(lambda value: np.asarray(value)[index], self.layouts.take(index))
+
+    def mapped(self, change: Callable[[Numbers], Numbers], layouts: Layouts) -> Job:
+        """With every number changed, in other layouts."""
+        return replace(
+            self,
+            model=mapped(self.model, change),
+            device=mapped(self.device, change),
+            framework=mapped(self.framework, change),
+            layouts=layouts,
+            sequence=change(self.sequence),
+            precision=change(self.precision),
         )
-
-
-def _take(whole: Any, index: Any, *, skip: str = "") -> Any:
-    return replace(whole, **{f.name: np.asarray(getattr(whole, f.name))[index] for f in fields(whole) if f.name != skip})
 
 
 def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:

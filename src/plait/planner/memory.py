@@ -73,7 +73,8 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks:
     per_layer, per_checkpoint = _layer_activations(job)
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
-    working = np.where(_keeps_all(job), 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
+    keeps_all = np.asarray(at.recompute) == RECOMPUTE.index("none")
+    working = np.where(keeps_all, 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
     kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
     first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
@@ -169,10 +170,6 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
         "optimizer": optimizer,
         "gathered": np.where(stage >= 3, np.minimum(few, whole + 6 * unit), whole),
     }
-
-
-def _keeps_all(job: Job) -> Numbers:
-    return np.asarray(job.layouts.recompute) == RECOMPUTE.index("none")
 
 
 def _logits(job: Job, rates: Rates) -> Numbers:

@@ -68,29 +68,28 @@ def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     else:
         split = 4 * a.query + 2 * a.key + 2 * a.inner + 4 * a.heads
         operators = split + np.where(several, residual + np.where(sharded, 2 * h, 0), 4 * h)
-    last_norm = (2 if job.whole_attention else 6) * a.hidden + 2 * h
     # Whole: float32 log-probabilities and two gradients of them. Split: the logits, them in float32, less their largest, exponentials.
-    logits = np.where(several, 14 / tp, 12) * model.vocab + last_norm
+    logits = np.where(several, 14 / tp, 12) * model.vocab + _norm_kept(job)
     return none, operators, residual, logits
+
+
+def _norm_kept(job: Job) -> Numbers:
+    """By a norm and the product behind it: GPT-2's layer norms compute in 16 bits."""
+    return (2 if job.whole_attention else 6) * _widths(job).hidden + 2 * job.model.hidden
 
 
 def _attention_kept(job: Job) -> Numbers:
     """By the first norm and attention, the block's input included."""
     model, a = job.model, _widths(job)
     several = np.asarray(job.layouts.tp) > 1
-    if job.whole_attention:  # GPT-2: layer norms in 16 bits; queries, keys and values are gathered, and attention's output is split
-        norm = 2 * a.hidden + 2 * model.hidden
-        return norm + 8 * a.query + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
-    norm = 6 * a.hidden + 2 * model.hidden
-    return norm + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
+    if job.whole_attention:  # queries, keys and values are gathered, and attention's output is split
+        return _norm_kept(job) + 8 * a.query + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
+    return _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
 
 
 def _mlp_kept(job: Job) -> Numbers:
     """By the second norm and the MLP."""
-    model, a = job.model, _widths(job)
-    if job.whole_attention:  # a GELU written out in five steps
-        return 2 * a.hidden + 2 * model.hidden + 10 * a.inner
-    return 6 * a.hidden + 2 * model.hidden + 8 * a.inner
+    return _norm_kept(job) + (10 if job.whole_attention else 8) * _widths(job).inner  # GPT-2: a GELU written out in five steps
 
 
 def block_backward(job: Job) -> tuple[Working, ...]:
@@ -126,8 +125,7 @@ def deferred_bytes(job: Job) -> Numbers:
 
 def deferred_bytes_of_ends(job: Job) -> Numbers:
     """The same of head and last norm: the logits' gradient, what the norm kept, and as much of its gradients."""
-    norm = (2 if job.whole_attention else 6) * _widths(job).hidden + 2 * job.model.hidden
-    return 2 * job.model.vocab / job.layouts.tp + 2 * norm
+    return 2 * job.model.vocab / job.layouts.tp + 2 * _norm_kept(job)
 
 
 def kept_of_ends(job: Job) -> Numbers:

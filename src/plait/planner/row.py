@@ -69,7 +69,7 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
     sequence = count_of(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")
-    layout, assumed = _layout(row, device, model)
+    layout, assumed = _layout(row, model)
     batch = count_of(row, "global_batch")
     micro = count_of(row, "micro_batch")
     dp = layout["dp_replicate"] * layout["dp_shard"]
@@ -153,7 +153,7 @@ def _model(row: Row) -> Architecture:
     if "mamba" in text or "hybrid" in (row.get("moe") or ""):
         raise NotPriced("the model mixes attention with other layers (Mamba), which is not modelled")
     sizes = {key: count_of(row, column) for key, column in (("layers", "n_layers"), ("hidden", "hidden"), ("heads", "n_heads"))}
-    known = models.named(_short_name(row.get("model_name") or ""))
+    known = models.named(re.sub(r"\s*\(.*?\)|\s+truncated.*|\s+w/.*", "", row.get("model_name") or "").strip())
     if None in sizes.values():
         if known is None:
             missing = [name for name, value in sizes.items() if value is None]
@@ -188,10 +188,6 @@ def _model(row: Row) -> Architecture:
     if (row.get("moe") or "").strip() not in ("", "n", "0"):
         return _with_experts(row, found, known)
     return found
-
-
-def _short_name(name: str) -> str:
-    return re.sub(r"\s*\(.*?\)|\s+truncated.*|\s+w/.*", "", name).strip()
 
 
 def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> Architecture:
@@ -261,7 +257,7 @@ def _precision(row: Row) -> tuple[int, str | None]:
     return PRECISIONS.index("bf16"), states
 
 
-def _layout(row: Row, device: Device, model: Architecture) -> tuple[dict[str, float], list[str]]:
+def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]:
     assumed: list[str] = []
     gpus = count_of(row, "gpus_total")
     if gpus is None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError
-from plait.planner import architecture, frameworks, hardware
+from plait.planner.hardware import stack
 from plait.planner.job import Job, Layouts
 from plait.planner.row import FrameworkOf, NotPriced, Row, Variant, number_of, plait_only, variants_of
 
@@ -71,12 +71,11 @@ def read_runs(rows: Sequence[Row], framework_of: FrameworkOf = plait_only) -> Ru
 
 def job_of_variants(variants: Sequence[Variant]) -> Job:
     """One job with an entry a variant."""
-    names = variants[0].layout.keys()
     return Job(
-        model=architecture.stack([v.model for v in variants]),
-        device=hardware.stack([v.device for v in variants]),
-        framework=frameworks.stack([v.framework for v in variants]),
-        layouts=Layouts(**{name: np.array([v.layout[name] for v in variants]) for name in names}),
+        model=stack([v.model for v in variants]),
+        device=stack([v.device for v in variants]),
+        framework=stack([v.framework for v in variants]),
+        layouts=Layouts.of([v.layout for v in variants]),
         sequence=np.array([v.sequence for v in variants]),
         precision=np.array([v.precision for v in variants]),
         own=all(v.own for v in variants),

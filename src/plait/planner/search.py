@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import erf, sqrt
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import InputError, Problem, refuse
-from plait.planner.architecture import Architecture
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
 from plait.planner.constants import Rates
 from plait.planner.estimate import Estimate, estimate
@@ -156,9 +155,7 @@ def plan(
 def price(request: Request, layouts: Sequence[Mapping[str, Any]], *, calibration: Calibration | None = None) -> list[Choice]:
     """What given layouts cost, fitting or not."""
     _check(request)
-    names = [f.name for f in fields(Layouts)]
-    whole = Layouts(**{name: np.array([layout.get(name, getattr(Layouts(), name)) for layout in layouts]) for name in names})
-    return _choices(request, whole, calibration or uncalibrated())
+    return _choices(request, Layouts.of(layouts), calibration or uncalibrated())
 
 
 def job_of(request: Request, layouts: Layouts) -> Job:
@@ -208,10 +205,6 @@ def _check(request: Request) -> None:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def _compute_dtype(request: Request) -> str | None:
-    return _DTYPES[request.precision] if request.precision != "fp32" else None
-
-
 def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
     """What candidates of a request cost."""
     job = job_of(request, layouts)
@@ -221,13 +214,13 @@ def estimate_of(request: Request, layouts: Layouts, rates: Rates) -> Estimate:
 def states_of(request: Request, job: Job, *, inner: int | None = None) -> States:
     """Bytes of model states of its candidates, from the techniques' own accounts; `inner` is the rank to price between the ends of a
     pipeline, by default the one that keeps most."""
-    reduce = _DTYPES[request.reduce]
-    return account_states(job, compute=_compute_dtype(request), reduce=reduce, inner=inner, form=request.optimizer_states)
+    compute = _DTYPES[request.precision] if request.precision != "fp32" else None
+    return account_states(job, compute=compute, reduce=_DTYPES[request.reduce], inner=inner, form=request.optimizer_states)
 
 
 def layouts_of(choice: Choice) -> Layouts:
     """A choice as the one candidate of what is priced."""
-    return Layouts(**{f.name: np.array([choice.layout[f.name]]) for f in fields(Layouts)})
+    return Layouts.of([choice.layout])
 
 
 def price_space(request: Request, space: Space, rates: Rates) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -302,7 +295,7 @@ def _choices(request: Request, layouts: Layouts, calibration: Calibration) -> li
     states = states_of(request, job)
     found = estimate(job, rates, states)
     count = np.size(layouts.tp)
-    everywhere = _spread_out(job, count)
+    everywhere = job.mapped(lambda value: np.broadcast_to(np.asarray(value), (count,)), layouts)  # one entry a candidate
     time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
     memory_spread = deviation(memory_of(everywhere, ["total"] * count), calibration.memory, everywhere)
     model = request.model.architecture
@@ -310,11 +303,14 @@ def _choices(request: Request, layouts: Layouts, calibration: Calibration) -> li
     flops = float(model.model_flops(request.sequence)) * tokens
     peak = float(request.cluster.device.flops[request.precision]) * request.cluster.devices
     room = float(request.cluster.device.memory_bytes)
-    terms = {name: np.broadcast_to(np.asarray(value, float), (count,)) for name, value in found.step.terms.items()}
-    memory_terms = {name: np.broadcast_to(np.asarray(value, float), (count,)) for name, value in found.memory.terms.items()}
-    seconds, total = (np.broadcast_to(np.asarray(x, float), (count,)) for x in (found.seconds, found.memory.total))
-    allocated, reserved = (np.broadcast_to(np.asarray(x, float), (count,)) for x in (found.memory.allocated, found.memory.reserved))
-    moment = np.broadcast_to(found.memory.moment, (count,))
+
+    def each(value: Any) -> NDArray[np.float64]:
+        return np.broadcast_to(np.asarray(value, float), (count,))
+
+    memory, moment = found.memory, np.broadcast_to(found.memory.moment, (count,))
+    terms = {name: each(value) for name, value in found.step.terms.items()}
+    memory_terms = {name: each(value) for name, value in memory.terms.items()}
+    seconds, total, allocated, reserved = map(each, (found.seconds, memory.total, memory.allocated, memory.reserved))
     return [
         Choice(
             layout=layouts.at(i),
@@ -334,22 +330,6 @@ def _choices(request: Request, layouts: Layouts, calibration: Calibration) -> li
         )
         for i in range(count)
     ]
-
-
-def _spread_out(job: Job, count: int) -> Job:
-    """The same job with one entry a candidate everywhere."""
-
-    def full(value: Any) -> Any:
-        return np.broadcast_to(np.asarray(value), (count,))
-
-    device = replace(
-        job.device,
-        **{f.name: full(getattr(job.device, f.name)) for f in fields(job.device) if f.name != "flops"},
-        flops={p: full(job.device.flops.get(p, np.nan)) for p in PRECISIONS},
-    )
-    model = Architecture(**{f.name: full(getattr(job.model, f.name)) for f in fields(Architecture)})
-    one = type(job.framework)(**{f.name: full(getattr(job.framework, f.name)) for f in fields(job.framework)})
-    return replace(job, model=model, device=device, framework=one, sequence=full(job.sequence), precision=full(job.precision))
 
 
 def _shortages(request: Request, space: Space, needed: NDArray[np.float64], room: float, rates: Rates) -> tuple[Shortage, ...]:

@@ -89,7 +89,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     exposed, slowed = _data_traffic(
         job, rates, parameters, compute, layers * (layer.backward + wait * 0.5), layers * (layer.forward + wait * 0.5)
     )
-    terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, rates, compute)}
+    terms |= {"dp": exposed, "contention": slowed, "offload": _activation_offload(job, compute)}
     sharded = np.where(np.asarray(at.stage) >= 1, parameters / at.dp_shard, parameters)
     terms["accumulate"] = accumulation_seconds(job, rates, parameters)
     terms["optimizer"] = optimizer_seconds(job, rates, sharded)
@@ -193,7 +193,7 @@ def _data_traffic(
     return exposed * rates["dp"], np.where(third, hidden_sharded, hidden) * rates["contention"]
 
 
-def _activation_offload(job: Job, rates: Rates, compute: Numbers) -> Numbers:
+def _activation_offload(job: Job, compute: Numbers) -> Numbers:
     """The part of the activations' transfer to the host and back that computation does not hide."""
     at, model = job.layouts, job.model
     if not np.any(at.offload_activations):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -216,24 +217,20 @@ def small_degrees(config: Config, processes: int | None, *, most: int) -> tuple[
         return parallel, processes, []
     if isinstance(wanted, int) and wanted <= most:
         return parallel, wanted, []
-    fixed = parallel.pp * parallel.cp * parallel.tp
+    fixed = {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp}
     given = {name: value for name in ("dp_replicate", "dp_shard") if isinstance(value := getattr(parallel, name), int)}
     degrees = {"dp_replicate": given.get("dp_replicate", 1 if sharded else 2), "dp_shard": given.get("dp_shard", 2 if sharded else 1)}
     lines = []
-    if fixed * degrees["dp_replicate"] * degrees["dp_shard"] > most:
+    if prod((fixed | degrees).values()) > most:
         lowered = {name: min(degree, 2) for name, degree in degrees.items()}
         lines = [f"{name} {degree} -> {lowered[name]}" for name, degree in degrees.items() if degree > 2]
         degrees = lowered
-    world = fixed * degrees["dp_replicate"] * degrees["dp_shard"]
+    world = prod((fixed | degrees).values())
     if world > most:
-        named = " x ".join(f"{axis} {degree}" for axis, degree in {**_fixed(parallel), **degrees}.items() if degree > 1)
+        named = " x ".join(f"{axis} {degree}" for axis, degree in (fixed | degrees).items() if degree > 1)
         rule = f"{named} = {world} processes, and this machine starts {most} by itself"
         raise ConfigError(Problem("parallel", None, rule, f"lower a degree with --set, or start them with --nproc-per-node {world}"))
     return parallel.model_copy(update=degrees), world, lines
-
-
-def _fixed(parallel: ParallelSection) -> dict[str, int]:
-    return {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp}
 
 
 def small_batch(config: Config) -> tuple[Config, list[str]]:

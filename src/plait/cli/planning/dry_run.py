@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,7 @@ def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> 
         family = device("cpu").family
         cluster = replace(request.cluster, device=replace(request.cluster.device, family=family))
         request = replace(request, cluster=cluster)
-    names = {f.name for f in fields(Layouts)}
-    job = job_of(request, Layouts(**{name: np.array([value]) for name, value in layout.items() if name in names}))
+    job = job_of(request, Layouts.of([layout]))
     return job, states_of(request, job)
 
 
