@@ -89,6 +89,14 @@ class CommunicationError(PlaitError):
     exit_code = 5
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says in one line: the first, with the next where it ends in a colon; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__
+
+
 def warn(message: str) -> None:
     """A warning at the line of the user's own code that called Plait, however deep in Plait it is found."""
     here = os.path.dirname(__file__) + os.sep

@@ -23,6 +23,15 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def write_result(path: Path, text: str) -> None:
+    """The same, in a folder that is made where it is missing. Raises InputError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+
+
 def user_path(text: str | Path, field: str) -> Path:
     """A path with `~` and `~name` replaced by the home of that user. Raises InputError, naming `field`, where there is no such user."""
     try:

@@ -11,6 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, processor_name
 
@@ -73,8 +76,6 @@ def _machine(folder: Path) -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    import torch
-
     found: dict[str, Any] = {"count": device_count(), "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"}
     for index in range(device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -85,9 +86,6 @@ def _gpus() -> dict[str, Any]:
 
 
 def _communication() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
     if not dist.is_available():
         return {"torch.distributed": "not in this torch"}
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None

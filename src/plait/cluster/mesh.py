@@ -238,11 +238,8 @@ def build_mesh(
         world = dist.get_world_size()
         if owns:
             dist.destroy_process_group()
-        raise ConfigError(
-            Problem(
-                "parallel", str(layout), f"the layout needs {layout.world_size} processes and {world} exist", f"start {layout.world_size}"
-            )
-        )
+        rule = f"the layout needs {layout.world_size} processes and {world} exist"
+        raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)

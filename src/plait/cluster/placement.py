@@ -27,14 +27,8 @@ def crossings(layout: Layout, topology: Topology) -> tuple[Crossing, ...]:
     Raises ConfigError when the layout does not fill the machines.
     """
     if layout.world_size != topology.world_size:
-        raise ConfigError(
-            Problem(
-                "parallel",
-                str(layout),
-                f"the layout needs {layout.world_size} processes and the machines have {topology.world_size} devices",
-                f"use a product of degrees of {topology.world_size}",
-            )
-        )
+        rule = f"the layout needs {layout.world_size} processes and the machines have {topology.world_size} devices"
+        raise ConfigError(Problem("parallel", str(layout), rule, f"use a product of degrees of {topology.world_size}"))
     nodes = [index for index, node in enumerate(topology.nodes) for _ in range(node.devices)]
     found = []
     for axis in AXES:
@@ -52,14 +46,8 @@ def refuse_wider_than_a_node(layout: Layout, topology: Topology) -> None:
     largest = max(node.devices for node in topology.nodes)
     if layout.tp > largest:
         fitting = max(degree for degree in range(1, largest + 1) if all(node.devices % degree == 0 for node in topology.nodes))
-        raise ConfigError(
-            Problem(
-                "parallel.tp",
-                layout.tp,
-                f"the largest machine has {largest} devices, and tensor parallelism needs its links",
-                f"use {fitting}",
-            )
-        )
+        rule = f"the largest machine has {largest} devices, and tensor parallelism needs its links"
+        raise ConfigError(Problem("parallel.tp", layout.tp, rule, f"use {fitting}"))
 
 
 def warning(layout: Layout, topology: Topology) -> str | None:

@@ -79,14 +79,8 @@ def discover() -> Topology:
     gpus = device_count()
     per_node = here.local_world_size if here.world_size > 1 else max(gpus, 1)
     if here.world_size % here.local_world_size:
-        raise ConfigError(
-            Problem(
-                "WORLD_SIZE",
-                here.world_size,
-                f"not a multiple of the {here.local_world_size} processes on this machine, and the other machines cannot be seen from here",
-                "describe the machines in a cluster file",
-            )
-        )
+        rule = f"not a multiple of the {here.local_world_size} processes on this machine, and the other machines cannot be seen from here"
+        raise ConfigError(Problem("WORLD_SIZE", here.world_size, rule, "describe the machines in a cluster file"))
     count = here.world_size // here.local_world_size
     names = [socket.gethostname() if index == here.node_rank else f"node{index}" for index in range(count)]
     device_type: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
@@ -160,14 +154,8 @@ def init_method() -> str:
     found = claim(os.environ)
     if found is not None and found.meeting_point is not None and len(missing) == 2:
         return f"tcp://{found.meeting_point}"
-    raise ConfigError(
-        Problem(
-            missing[0],
-            None,
-            "not set, so the processes do not know where to meet",
-            "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there",
-        )
-    )
+    remedy = "start the script with `plait launch` or `torchrun`, or set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there"
+    raise ConfigError(Problem(missing[0], None, "not set, so the processes do not know where to meet", remedy))
 
 
 def _existing_group() -> tuple[int, int, str] | None:
@@ -198,14 +186,9 @@ def _complete(found: Claim, devices: int) -> RankInfo:
         elif devices == 1:
             local_rank, local_world_size = 0, local_world_size or 1
         else:
-            raise ConfigError(
-                Problem(
-                    "LOCAL_RANK",
-                    None,
-                    f"not set, and {found.world_size} processes cannot all be on this machine with its {devices} GPUs",
-                    "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `plait launch` or `torchrun`",
-                )
-            )
+            rule = f"not set, and {found.world_size} processes cannot all be on this machine with its {devices} GPUs"
+            remedy = "set LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `plait launch` or `torchrun`"
+            raise ConfigError(Problem("LOCAL_RANK", None, rule, remedy))
     if local_world_size is None:
         local_world_size = min(found.world_size, devices) if devices else found.world_size
     node_rank = found.node_rank if found.node_rank is not None else (found.rank - local_rank) // local_world_size

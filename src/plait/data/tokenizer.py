@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.text import Corpus
-from plait.errors import InputError
+from plait.errors import InputError, first_line
 from plait.files import user_path
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
         else:
             tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
     except Exception as error:  # the library raises OSError, ValueError, KeyError and errors of its own for broken or missing files
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        rule = f"data.tokenizer: no tokenizer can be read from {name!r} ({first})"
+        rule = f"data.tokenizer: no tokenizer can be read from {name!r} ({first_line(error)})"
         raise InputError(f"{rule}; name a folder with a tokenizer, a tokenizer.json, or a name on the hub") from error
     if tokenizer.eos_token_id is None:
         rule = f"data.tokenizer: {name!r} has no end-of-text token to part documents"

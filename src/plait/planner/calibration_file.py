@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plait.errors import InputError
-from plait.files import write_whole
+from plait.files import write_result
 from plait.planner.calibrate import Calibration, Fit
 from plait.planner.constants import Rates, knowledge
 
@@ -43,11 +43,7 @@ def save(path: Path, calibration: Calibration, origin: Origin) -> None:
         "time": _fit_facts(calibration.time),
         "memory": _fit_facts(calibration.memory),
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    write_result(path, json.dumps(content, indent=1) + "\n")
 
 
 def load(path: Path) -> tuple[Calibration, Origin]:

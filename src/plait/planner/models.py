@@ -46,7 +46,6 @@ def named(name: str) -> Architecture | None:
     family = _table()["families"][entry["family"]]
     layers, hidden, heads, kv_heads, ffn, vocab = entry["shape"]
     experts = entry.get("experts", {})
-    gpt = entry["family"] == "gpt"
     return Architecture(
         layers=layers,
         hidden=hidden,
@@ -58,9 +57,7 @@ def named(name: str) -> Architecture | None:
         gated=int(family["gated"]),
         tied=int(entry.get("tied", family["tied"])),
         positions=entry.get("positions", 0),
-        bias=int(gpt),
-        qkv_bias=int(entry["family"] == "qwen2"),
-        qk_norm=int(entry["family"] in ("qwen3", "qwen3_moe")),
+        **{name: int(family.get(name, False)) for name in ("bias", "qkv_bias", "qk_norm")},
         experts=experts.get("count", 0),
         active=experts.get("active", 0),
         expert_ffn=experts.get("ffn", 0),

@@ -17,7 +17,7 @@ from plait.config.dialects.examine import at_path, examine
 from plait.config.dialects.overrides import apply_override
 from plait.config.reading.source import Document
 from plait.errors import InputError
-from plait.files import write_whole
+from plait.files import write_result
 from plait.planner.estimate import lower_end
 from plait.planner.history import facts_of, layout_facts
 from plait.planner.job import RECOMPUTE, SCHEDULES
@@ -169,12 +169,8 @@ def write(plan: Plan, path: str | Path, base: Mapping[str, Any] | None = None) -
     best = plan.best[0]
     text = json.dumps(config_of(plan.request, best, base), indent=2) + "\n"
     sidecar = sidecar_of(plan, best) | {"asked": base, "sha256": _digest(text)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-        write_whole(beside, json.dumps(sidecar, indent=2) + "\n")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    write_result(path, text)
+    write_result(beside, json.dumps(sidecar, indent=2) + "\n")
     return path, beside
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from plait.config.schema.sections import ModelSection
 from plait.data.tokenizer import is_path, vocabulary_size
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.files import user_path
 from plait.model.described import check_fields, described_config, require_transformers
 from plait.units import dtype_of
@@ -59,8 +59,7 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
     except Exception as error:  # the hub and the network raise a dozen kinds
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        rule = f"model.path = {name!r}: there is no such folder, and it cannot be fetched from the hub ({first})"
+        rule = f"model.path = {name!r}: there is no such folder, and it cannot be fetched from the hub ({first_line(error)})"
         raise InputError(f"{rule}; name a folder with config.json and safetensors weights") from error
 
 
@@ -86,18 +85,15 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
     try:
         config = AutoConfig.from_pretrained(weights) if weights else _config(section.config or {}, tokenizer)
     except (ValueError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise InputError(f"model.path: {weights}/config.json is not a Transformers configuration ({first})") from error
+        raise InputError(f"model.path: {weights}/config.json is not a Transformers configuration ({first_line(error)})") from error
     _check_fit(config, tokenizer, positions)
     config.use_cache = False
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section.dtype))
     except ValueError as error:
-        first = str(error).strip().splitlines()[0]
-        raise InputError(f"model: {config.model_type!r} is not a causal language model of Transformers ({first})") from error
+        raise InputError(f"model: {config.model_type!r} is not a causal language model of Transformers ({first_line(error)})") from error
     except Exception as error:  # sizes and numbers that a module cannot have end in whatever it raises
-        first = next(iter(str(error).strip().splitlines()), "")[:200]
         if isinstance(error, KeyError):  # a word that none of its tables has
             written = {name: value for name, value in (section.config or {}).items() if value == error.args[0]}
             if written:
@@ -105,7 +101,7 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, *, po
                 raise ConfigError(
                     *(Problem(f"model.config.{name}", value, rule, "correct it") for name, value in written.items())
                 ) from error
-        rule = f"no {config.model_type} can be built of it ({type(error).__name__}: {first})"
+        rule = f"no {config.model_type} can be built of it ({type(error).__name__}: {first_line(error)[:200]})"
         raise ConfigError(Problem("model.config", None, rule, "correct its sizes")) from error
     identity = {f"model.{name}": value for name, value in config.to_dict().items() if name not in _NOT_SHAPE}
     return Built(model.train(), weights, config.model_type, getattr(config, "hidden_size", None), identity | {"model.dtype": section.dtype})

@@ -18,7 +18,8 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.config.schema.config import Config
-from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.data.tokenizer import is_path
+from plait.errors import ConfigError, InputError, ModelError, Problem, first_line
 from plait.files import user_path
 from plait.model.blocks import find_blocks
 from plait.model.described import check_sizes, described_config, require_transformers
@@ -94,22 +95,15 @@ def _fields_at(source: str, option: str) -> shrink.Fields:
         return fields
     if path.is_dir() and not (path / "config.json").is_file():
         raise InputError(f"{option} = {source!r}: the folder has no config.json; name one that save_pretrained wrote")
-    if not path.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix == ".json"):
+    if not path.exists() and (is_path(source) or path.suffix == ".json"):
         raise InputError(f"{option} = {source!r}: there is no such file or folder; name a folder or a file config.json, or {_FUNCTION}")
     try:
         config = AutoConfig.from_pretrained(str(path) if path.exists() else source)
     except Exception as error:  # the hub, the network and each configuration class raise their own
-        raise InputError(f"{option} = {source!r}: Transformers cannot read it ({_first_line(error)})") from error
+        raise InputError(f"{option} = {source!r}: Transformers cannot read it ({first_line(error)})") from error
     read: shrink.Fields = config.to_dict()
     check_sizes(read, f"{option} {source}: ")
     return read
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"
-    return lines[0] if lines else type(error).__name__
 
 
 def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], layout: Layout, *, dtype: str) -> Choice:
@@ -135,7 +129,7 @@ def _transformers(fields: shrink.Fields, title: str, blocks: tuple[str, ...], la
         assert failure is not None
         if isinstance(failure, _TooLarge):
             raise failure
-        raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({_first_line(failure)})") from failure
+        raise ModelError(f"{title}: no small version of it runs a forward and backward in float64 ({first_line(failure)})") from failure
     tested, model, missing = best
     listed = [str(change) for change in shrink.changes(fields, tested.fields or {})]
     lines = [f"{title}, shrunk: {'; '.join(listed)}" if listed else f"{title}, as it is"]
@@ -149,7 +143,7 @@ def _whole(fields: shrink.Fields, title: str) -> tuple[int, set[str]]:
     try:
         model = transformers_model(fields, dtype=torch.float32)
     except (ValueError, KeyError) as error:
-        raise InputError(f"{title}: not a causal language model of Transformers ({_first_line(error)})") from error
+        raise InputError(f"{title}: not a causal language model of Transformers ({first_line(error)})") from error
     return _size(model), {type(module).__name__ for module in model.modules()}
 
 
@@ -187,13 +181,13 @@ def _function(path: str, blocks: tuple[str, ...], layout: Layout) -> Choice:
             tested, small = _tried(TestedModel(**wanted, depth=depth))
             return _choice(tested, small, [f"{path}, shrunk: {shrunk} blocks -> {depth}"], whole=whole, dtype=dtype)
         except Exception as error:  # its forward may count the blocks
-            lines = [f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run ({_first_line(error)})"]
+            lines = [f"{path}, as it is: with {depth} of its {shrunk} blocks it does not run ({first_line(error)})"]
     try:
         return _choice(*_tried(TestedModel(**wanted)), lines, whole=whole, dtype=dtype)
     except (ModelError, InputError):
         raise
     except Exception as error:
-        raise ModelError(f"{path}: it does not run a forward and backward in float64 on the CPU ({_first_line(error)})") from error
+        raise ModelError(f"{path}: it does not run a forward and backward in float64 on the CPU ({first_line(error)})") from error
 
 
 def _language_model(model: nn.Module, path: str) -> dict[str, Any]:

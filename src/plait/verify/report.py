@@ -17,7 +17,7 @@ import torch
 
 from plait.errors import ParityError
 from plait.units import dtype_of
-from plait.verify.parity import Kind, Trace, compare
+from plait.verify.parity import Difference, Kind, Trace, compare
 from plait.verify.plan import Pass, Plan
 
 INDEPENDENT = "float64, against a reference without Plait's code: its own cross entropy, clipping and AdamW"
@@ -120,8 +120,7 @@ def _finite(value: Any) -> Any:
 def compare_float64(plan: Plan, exact: Trace, found: Trace, *, tolerance: float | None = None) -> Section:
     """Equal to rounding. `tolerance` replaces the bar, which is 1e-10, or 1e-7 where the model itself rounds to float32."""
     bar = tolerance if tolerance is not None else EXACT_BAR if plan.tested.exact else ROUNDED_BAR
-    rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(exact, found)]
-    rows += _wrong_skips(exact, found)
+    rows = [*_rows(compare(exact, found), bar), *_wrong_skips(exact, found)]
     title = f"float64 in place of every dtype of the configuration, within {bar:.0e} of one process"
     return Section("float64", title, tuple(rows), _skips(found))
 
@@ -142,16 +141,19 @@ def compare_independent(plan: Plan, second: Trace | None, found: Trace, *, unche
         parameters=found.parameters if second.parameters else {},
         spread=(),  # the other comparison reports copies
     )
-    rows = [Row(d.kind, d.step, d.tensor or "", d.error, bar, what=_what(d.kind, d.name, d.error)) for d in compare(second, same)]
-    return Section("independent", INDEPENDENT, tuple(rows), notes)
+    return Section("independent", INDEPENDENT, tuple(_rows(compare(second, same), bar)), notes)
 
 
-def _what(kind: Kind, name: str, error: float) -> str:
-    if kind == "other":
-        return name
-    if name.startswith("copies"):
-        return f"ranks hold different copies, {error:.1e} apart"
-    return "one of the two has none, or another shape" if error == math.inf else ""
+def _rows(differences: Iterable[Difference], allowed: float) -> list[Row]:
+    return [Row(d.kind, d.step, d.tensor or "", d.error, allowed, what=_what(d)) for d in differences]
+
+
+def _what(found: Difference) -> str:
+    if found.kind == "other":
+        return found.name
+    if found.name.startswith("copies"):
+        return f"ranks hold different copies, {found.error:.1e} apart"
+    return "one of the two has none, or another shape" if found.error == math.inf else ""
 
 
 def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) -> Section:
@@ -160,8 +162,7 @@ def compare_configured(plan: Plan, exact: Trace, single: Trace, found: Trace) ->
     ours, theirs = _errors(exact, found), _errors(exact, single)
     allowed = _allowances(theirs, *_units(plan))
     rows = [Row(*key, error, allowed.get(key, 0.0), theirs.get(key)) for key, error in ours.items()]
-    bits = [d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread]
-    rows += [Row(d.kind, None, d.tensor or "", d.error, 0.0, what=_what(d.kind, d.name, d.error)) for d in bits]
+    rows += _rows([d for d in compare(exact, found) if d.kind == "initial weight" or d in found.spread], 0.0)
     rows += _wrong_skips(single, found)
     title = f"{plan.computes_in}, error against float64 at most {FACTOR} x that of one process"
     return Section("configured", title, tuple(sorted(rows, key=_order)), _skips(found))
@@ -306,7 +307,8 @@ def lines(report: Report, *, everything: bool = False) -> list[str]:
         if not section.rows:
             continue
         table = [_cells(group) for group in sorted(_groups(section.rows, report.blocks, everything), key=lambda g: -_badness(g[1]))]
-        shown += _aligned([("", "worst", "error", "one process", "allowed", ""), *table], drop=None if section.name == "configured" else 3)
+        rows = [("", "worst", "error", "one process", "allowed", ""), *table]
+        shown += _aligned([row if section.name == "configured" else row[:3] + row[4:] for row in rows])
     return shown
 
 
@@ -336,7 +338,6 @@ def _cells(group: tuple[str, Row, int]) -> tuple[str, ...]:
     return (title, where if count > 1 or at else step, row.what or f"{row.error:.1e}", one, f"{row.allowed:.1e}", result)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], *, drop: int | None) -> list[str]:
-    kept = [tuple(cell for index, cell in enumerate(row) if index != drop) for row in rows]
-    widths = [max(len(row[column]) for row in kept) for column in range(len(kept[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in kept]
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -198,15 +198,12 @@ def with_width(fields: Mapping[str, Any], layout: Layout, *, head_size: int) -> 
         result[kv] = kv_heads
     before = _present(fields, _HEAD_SIZE)
     old_head_size = fields[before] if before == "head_dim" else fields[hidden] // fields[heads]
-    for name in _HEAD_SIZE:
-        if isinstance(fields.get(name), int):
-            result[name] = max(2, fields[name] * head_size // old_head_size // 2 * 2)
+    _change(fields, result, _HEAD_SIZE, lambda size: max(2, size * head_size // old_head_size // 2 * 2))
     square = fields[hidden] == fields[heads] * old_head_size
     result[hidden] = result[heads] * head_size if square else like(fields[hidden], result[heads] * head_size + 8, (*all_cuts, 8))
-    for names, target in ((_INNER, 2 * result[hidden]), (_EXPERT_INNER, result[hidden] // 2), (_RANKS, 16)):
-        for name in names:
-            if isinstance(fields.get(name), int):
-                result[name] = min(fields[name], like(fields[name], target, all_cuts))
+    _change(fields, result, _INNER, lambda size: min(size, like(size, 2 * result[hidden], all_cuts)))
+    _change(fields, result, _EXPERT_INNER, lambda size: min(size, like(size, result[hidden] // 2, all_cuts)))
+    _change(fields, result, _RANKS, lambda size: min(size, like(size, 16, all_cuts)))
     for name in _by_layer(fields):
         result[name] = {
             layer: {key: _as_before(value, fields.get(key), result.get(key)) for key, value in entry.items()}
@@ -222,9 +219,7 @@ def _without_heads(fields: Mapping[str, Any], result: Fields, hidden: str, layou
     """Of a model without attention, such as a state space model."""
     degrees = (*_degrees(layout.tp, layout.cp, layout.dp_shard, layout.dp), 8)
     result[hidden] = min(fields[hidden], like(fields[hidden], width, degrees))
-    for name in _INNER:
-        if isinstance(fields.get(name), int):
-            result[name] = min(fields[name], fields[name] * result[hidden] // fields[hidden])
+    _change(fields, result, _INNER, lambda size: min(size, size * result[hidden] // fields[hidden]))
     _follow_hidden(fields, result, hidden)
     return result
 
@@ -271,19 +266,15 @@ def with_small_rest(fields: Mapping[str, Any], layout: Layout) -> Fields:
         for name, value in fields.items():
             if name.endswith("_token_id"):
                 result[name] = _small_token(value, size)
-    for name in _WINDOWS:
-        if isinstance(fields.get(name), int):
-            result[name] = min(fields[name], 4)
-    for name in _CHUNKS:
-        if isinstance(fields.get(name), int):
-            result[name] = min(fields[name], 8)
-    for name in _SPREADS:
-        if isinstance(fields.get(name), float):
-            result[name] = max(fields[name], SPREAD)
-    for name in fields:
-        if is_dropout(name, fields[name]):
-            result[name] = 0.0
-    return result
+    _change(fields, result, _WINDOWS, lambda size: min(size, 4))
+    _change(fields, result, _CHUNKS, lambda size: min(size, 8))
+    result |= {name: max(fields[name], SPREAD) for name in _SPREADS if isinstance(fields.get(name), float)}
+    return result | {name: 0.0 for name, value in fields.items() if is_dropout(name, value)}
+
+
+def _change(fields: Mapping[str, Any], result: Fields, names: Iterable[str], change: Callable[[int], int]) -> None:
+    """Those of the whole numbers `names` that the configuration has."""
+    result.update({name: change(fields[name]) for name in names if isinstance(fields.get(name), int)})
 
 
 def _small_token(value: Any, size: int) -> Any:

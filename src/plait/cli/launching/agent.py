@@ -13,12 +13,10 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError
@@ -29,6 +27,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 
 from plait.cli.launching import lifeline, rendezvous
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
+from plait.cli.launching.lifeline import SIGNALS, on_signals
 from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
 from plait.cluster.topology import cpu_count
 from plait.errors import PlaitError
@@ -61,7 +60,7 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
         _environment({**_additions(settings), **(environment or {})}),
         # Until torch's agent has started ranks and handles signals, nothing needs an orderly end, and waiting for the other machines
         # happens in C++, where a handler in Python would not run.
-        _on_signals(signal.SIG_DFL),
+        on_signals(signal.SIG_DFL),
         Reporter(socket.gethostname()) as reporter,
     ):
         agent = None
@@ -121,7 +120,7 @@ class Agent(LocalElasticAgent):
 
     def _end(self, sent: signal.Signals, seconds: float) -> None:
         running = {worker.id: worker.global_rank for worker in self.get_worker_group().workers if _running(worker.id)}
-        with _on_signals(lambda *_: _kill(running, signal.SIGKILL)):
+        with on_signals(lambda *_: _kill(running, signal.SIGKILL)):
             if running and self._interrupted and seconds:
                 _say(f"{sent.name}: the ranks have up to {seconds:.0f} s to end; Ctrl-C or another signal stops them at once")
             _kill(running, sent)
@@ -195,7 +194,7 @@ def _not_met(settings: Settings, error: Exception) -> LaunchError:
 def _additions(settings: Settings) -> dict[str, str]:
     """What the ranks find in their environment besides torchrun's variables."""
     # torchrun overrides nohup's decision to ignore the hang-up of a closed terminal; here it stands.
-    handled = [number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
     if "OMP_NUM_THREADS" not in os.environ:
         additions["OMP_NUM_THREADS"] = str(max(1, cpu_count() // settings.processes))
@@ -217,26 +216,6 @@ def _environment(additions: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-@contextmanager
-def _on_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle the ending signals that are not ignored, and restore what was before. Only the main thread may."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, previous in before.items():
-        if previous is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
 
 
 @contextmanager

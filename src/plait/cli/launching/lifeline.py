@@ -10,7 +10,9 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol
 
 
@@ -39,3 +41,25 @@ def _follow(agent: Patient, stream: Iterable[bytes]) -> None:
             agent.grace_seconds = float(seconds)
             os.kill(os.getpid(), signal.Signals[name])
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def on_signals(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, numbers: Sequence[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    """Handle the ending signals that are not ignored, and restore what was before. Only the main thread may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, previous in before.items():
+        if previous is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -171,7 +171,6 @@ def run(remote: Remote) -> int:
     here = local_index(remote.hosts)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     machines: list[_Machine] = []
 
     def forward(number: int, _: object) -> None:
@@ -180,19 +179,15 @@ def run(remote: Remote) -> int:
         for machine in machines:
             machine.send(sent, remote.grace_seconds if len(received) == 1 else 0)
 
-    try:
-        for number, previous in before.items():
-            if previous is not signal.SIG_IGN:
-                signal.signal(number, forward)
-        while len(machines) < len(remote.hosts) and not received:
-            machines.append(_Machine(remote, len(machines), local=len(machines) == here, ended=ended))
-        first = _wait(machines, ended, received)
-    finally:
-        for machine in machines:
-            if machine.process.poll() is None:
-                machine.process.kill()
-        for number, previous in before.items():
-            signal.signal(number, previous)
+    with lifeline.on_signals(forward, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        try:
+            while len(machines) < len(remote.hosts) and not received:
+                machines.append(_Machine(remote, len(machines), local=len(machines) == here, ended=ended))
+            first = _wait(machines, ended, received)
+        finally:
+            for machine in machines:
+                if machine.process.poll() is None:
+                    machine.process.kill()
     return first or (128 + received[0] if received else 0)
 
 

@@ -23,7 +23,7 @@ from plait.cli.planning.tables import print_table
 from plait.cluster.mesh import default_device_type
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.planner.auto import asks
 from plait.planner.auto import layout_of as planned_layout
@@ -253,8 +253,9 @@ def _model(tree: Mapping[str, Any]) -> Any:
     try:
         return transformers_model(fields, dtype=dtype_of((tree.get("model") or {}).get("dtype", "float32")))
     except (ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"plait dryrun: Transformers builds no causal language model of model_type {kind!r} ({first})") from None
+        raise InputError(
+            f"plait dryrun: Transformers builds no causal language model of model_type {kind!r} ({first_line(error)})"
+        ) from None
 
 
 def print_dry_run(run: DryRun, *, operators: int) -> None:

@@ -33,14 +33,8 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
     """
     if train is None:
         if micro is None:
-            raise ConfigError(
-                Problem(
-                    MICRO,
-                    None,
-                    f"neither it nor {TRAIN} is given, and no batch size follows from the rest",
-                    f"give one of the two (dp is {dp})",
-                )
-            )
+            rule = f"neither it nor {TRAIN} is given, and no batch size follows from the rest"
+            raise ConfigError(Problem(MICRO, None, rule, f"give one of the two (dp is {dp})"))
         accumulation = accumulation or 1
         return Batch(train_batch_size=micro * accumulation * dp, micro_batch_size=micro, accumulation=accumulation)
     if micro is not None and accumulation is not None:
@@ -58,9 +52,8 @@ def _quotient(train: int, named: str, unit: int) -> int:
     if train % unit:
         below = train // unit * unit
         working = f"{below} or {below + unit}" if below else f"{unit}"
-        raise ConfigError(
-            Problem(TRAIN, train, f"{named} = {unit} and {train} % {unit} = {train % unit}", f"use {working}, or change a factor")
-        )
+        rule = f"{named} = {unit} and {train} % {unit} = {train % unit}"
+        raise ConfigError(Problem(TRAIN, train, rule, f"use {working}, or change a factor"))
     return train // unit
 
 

@@ -44,14 +44,8 @@ def _data_degrees(parallel: ParallelSection, *, stage: int, dp: int, world_size:
     replicate = parallel.dp_replicate if isinstance(parallel.dp_replicate, int) else None
     shard = parallel.dp_shard if isinstance(parallel.dp_shard, int) else None
     if stage == 0 and shard is not None and shard > 1:
-        raise ConfigError(
-            Problem(
-                "parallel.dp_shard",
-                shard,
-                "zero_optimization.stage is 0, which shards nothing",
-                f"set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to {shard} instead",
-            )
-        )
+        remedy = f"set zero_optimization.stage to 1, 2 or 3, or parallel.dp_replicate to {shard} instead"
+        raise ConfigError(Problem("parallel.dp_shard", shard, "zero_optimization.stage is 0, which shards nothing", remedy))
     if stage == 0:
         shard = 1
     if replicate is None and shard is None:
@@ -68,14 +62,9 @@ def _data_degrees(parallel: ParallelSection, *, stage: int, dp: int, world_size:
         remedy = f"start {processes(world_size // dp * replicate * shard)}, or leave {left_out} out"
         raise ConfigError(Problem("parallel", None, rule, remedy))
     if stage > 0 and shard == 1 and dp > 1:
-        raise ConfigError(
-            Problem(
-                "parallel.dp_shard",
-                1,
-                f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp} data-parallel processes are dp_replicate",
-                f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set zero_optimization.stage to 0",
-            )
-        )
+        rule = f"zero_optimization.stage is {stage}, which shards over dp_shard, and all {dp} data-parallel processes are dp_replicate"
+        remedy = f"leave dp_shard and dp_replicate out (dp_shard becomes {dp}), or set zero_optimization.stage to 0"
+        raise ConfigError(Problem("parallel.dp_shard", 1, rule, remedy))
     return replicate, shard
 
 
@@ -83,12 +72,7 @@ def _remaining(name: str, degree: int, dp: int, world_size: int) -> int:
     if dp % degree:
         works = [n for n in range(1, dp + 1) if dp % n == 0]
         shown = ", ".join(map(str, works if len(works) <= 12 else [*works[:6], "...", *works[-3:]]))
-        raise ConfigError(
-            Problem(
-                f"parallel.{name}",
-                degree,
-                f"{processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} = {dp % degree}",
-                f"use {shown}, or start {world_size // dp * degree * max(1, dp // degree)} processes",
-            )
-        )
+        rule = f"{processes(world_size)} leave {dp} for data parallelism and {dp} % {degree} = {dp % degree}"
+        remedy = f"use {shown}, or start {world_size // dp * degree * max(1, dp // degree)} processes"
+        raise ConfigError(Problem(f"parallel.{name}", degree, rule, remedy))
     return dp // degree
