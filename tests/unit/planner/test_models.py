@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from plait.errors import ConfigError, InputError
-from plait.planner import architecture, models
+from plait.planner import hardware, models
 from plait.planner.models import find_model, from_config, named, to_config
 
 
@@ -116,5 +116,5 @@ def test_wrong_configurations_say_what_is_wrong(tmp_path):
 
 
 def test_stacked_architectures_count_each_their_own():
-    both = architecture.stack([named("llama-3-8b"), named("mixtral-8x7b")])
+    both = hardware.stack([named("llama-3-8b"), named("mixtral-8x7b")])
     assert np.allclose(both.parameters, [float(named("llama-3-8b").parameters), float(named("mixtral-8x7b").parameters)])
