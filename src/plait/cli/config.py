@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.options import MOST, Json, Set
+from plait.cli.options import Json, Set, count
 from plait.cli.planning.tables import aligned
 from plait.config.dialects.megatron import read_flags
 from plait.config.resolving.degrees import processes
@@ -36,10 +36,7 @@ _COLOURS = {"supported": "green", "renamed": "green", "ignored": "yellow", "refu
 def explain_command(
     source: Annotated[list[str], typer.Argument(metavar="FILE", help="A JSON or YAML file; or, after `--`, Megatron's flags.")],
     overrides: Set = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST, metavar="N", help="Number of processes. Default: run.processes, or as few as the degrees allow."),
-    ] = None,
+    world_size: Annotated[int | None, count(help="Number of processes. Default: run.processes, or as few as the degrees allow.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print every key of FILE with its meaning, and every resolved value with its source. Exit code 2 if FILE cannot be run."""

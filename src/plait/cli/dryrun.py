@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.options import Json
+from plait.cli.options import Json, in_panel
 from plait.cli.planning.asked import Batch, Fix, Gpu, Model, Nnodes, NprocPerNode, PrecisionName, Seq, WorldSize
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HOW = "The dry run"
+_how = in_panel("The dry run")
 _EPILOG = "Example: plait dryrun --model llama-3-70b --world-size 1024 --gpu h100 --rank 1023"
 
 
@@ -33,17 +33,10 @@ def dryrun(
     world_size: WorldSize = None,
     nnodes: Nnodes = None,
     nproc_per_node: NprocPerNode = None,
-    rank: Annotated[
-        int | None, typer.Option(metavar="R", min=0, help="Which rank. (default: the one that needs most memory)", rich_help_panel=_HOW)
-    ] = None,
-    full_step: Annotated[
-        bool, typer.Option("--full-step", help="Run every micro-batch, not only up to the peak.", rich_help_panel=_HOW)
-    ] = False,
-    on_device: Annotated[
-        bool,
-        typer.Option("--on-device", help="Run the kernels on this machine's GPU.", rich_help_panel=_HOW),
-    ] = False,
-    operators: Annotated[int, typer.Option(min=1, metavar="N", help="How many operators to show.", rich_help_panel=_HOW)] = 10,
+    rank: Annotated[int | None, _how(metavar="R", min=0, help="Which rank. (default: the one that needs most memory)")] = None,
+    full_step: Annotated[bool, _how("--full-step", help="Run every micro-batch, not only up to the peak.")] = False,
+    on_device: Annotated[bool, _how("--on-device", help="Run the kernels on this machine's GPU.")] = False,
+    operators: Annotated[int, _how(min=1, metavar="N", help="How many operators to show.")] = 10,
     as_json: Json = False,
 ) -> None:
     """Build and step one rank of a layout without peers and GPUs: memory, traffic and operators. Exit code 1 if none fits."""

@@ -24,7 +24,7 @@ from plait.cli.launching.settings import (
     parse_nodes,
     parse_processes,
 )
-from plait.cli.options import MEETING, NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId, refuse_given
+from plait.cli.options import NODES, PROCESSES, MasterAddr, MasterPort, NodeRank, RdzvEndpoint, RdzvId, in_panel, meeting, refuse_given
 from plait.cluster import hostfile as hostfiles
 from plait.cluster.topology import cpu_count, default_processes
 from plait.errors import ConfigError, InputError, Problem, refuse
@@ -32,8 +32,7 @@ from plait.files import require_folder
 
 app = typer.Typer(add_completion=False)
 
-_ONE = "One machine"
-_MANY = MEETING
+_one = in_panel("One machine")
 
 
 # What stands after the script is the script's, whatever it looks like.
@@ -43,54 +42,24 @@ def launch(
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script (or module), then what it gets.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as `python -m` does.")] = False,
-    nproc_per_node: Annotated[
-        str | None,
-        typer.Option(
-            *PROCESSES,
-            metavar="N",
-            help="Processes here; or gpu, cpu, auto.",
-            rich_help_panel=_ONE,
-        ),
-    ] = None,
-    standalone: Annotated[
-        bool, typer.Option("--standalone", help="This machine alone, as without --nnodes.", rich_help_panel=_ONE)
-    ] = False,
-    log_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep what each rank prints in files there, too.", rich_help_panel=_ONE)
-    ] = None,
-    max_restarts: Annotated[int, typer.Option(metavar="N", help="Times that all ranks start again.", rich_help_panel=_ONE)] = 0,
-    grace: Annotated[
-        float,
-        typer.Option(metavar="S", help="Seconds to end in after Ctrl-C or SIGTERM.", rich_help_panel=_ONE),
-    ] = DEFAULT_GRACE_SECONDS,
-    nnodes: Annotated[str | None, typer.Option(*NODES, metavar="N", help="Machines: N, or MIN:MAX.", rich_help_panel=_MANY)] = None,
+    nproc_per_node: Annotated[str | None, _one(*PROCESSES, metavar="N", help="Processes here; or gpu, cpu, auto.")] = None,
+    standalone: Annotated[bool, _one("--standalone", help="This machine alone, as without --nnodes.")] = False,
+    log_dir: Annotated[Path | None, _one(metavar="FOLDER", help="Keep what each rank prints in files there, too.")] = None,
+    max_restarts: Annotated[int, _one(metavar="N", help="Times that all ranks start again.")] = 0,
+    grace: Annotated[float, _one(metavar="S", help="Seconds to end in after Ctrl-C or SIGTERM.")] = DEFAULT_GRACE_SECONDS,
+    nnodes: Annotated[str | None, meeting(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
-    rdzv_backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="torchrun's; follows from the others.", rich_help_panel=_MANY),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="S", help="Seconds to wait for the others.", rich_help_panel=_MANY)
-    ] = DEFAULT_TIMEOUT_SECONDS,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option("-H", "--hostfile", metavar="FILE", help="DeepSpeed's; machines are started by ssh.", rich_help_panel=_MANY),
-    ] = None,
-    include: Annotated[str, typer.Option("-i", "--include", metavar="A", help="Of it only these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
-    exclude: Annotated[str, typer.Option("-e", "--exclude", metavar="A", help="Of it not these: `a@b:0,2`.", rich_help_panel=_MANY)] = "",
-    ssh: Annotated[bool, typer.Option("--ssh/--no-ssh", help="--no-ssh: run this on every machine.", rich_help_panel=_MANY)] = True,
-    export: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="A variable for machines started by ssh.",
-            rich_help_panel=_MANY,
-        ),
-    ] = None,
+    rdzv_backend: Annotated[str | None, meeting(metavar="NAME", help="torchrun's; follows from the others.")] = None,
+    timeout: Annotated[float, meeting(metavar="S", help="Seconds to wait for the others.")] = DEFAULT_TIMEOUT_SECONDS,
+    hostfile: Annotated[Path | None, meeting("-H", "--hostfile", metavar="FILE", help="DeepSpeed's; machines are started by ssh.")] = None,
+    include: Annotated[str, meeting("-i", "--include", metavar="A", help="Of it only these: `a@b:0,2`.")] = "",
+    exclude: Annotated[str, meeting("-e", "--exclude", metavar="A", help="Of it not these: `a@b:0,2`.")] = "",
+    ssh: Annotated[bool, meeting("--ssh/--no-ssh", help="--no-ssh: run this on every machine.")] = True,
+    export: Annotated[list[str] | None, meeting(metavar="NAME", help="A variable for machines started by ssh.")] = None,
     lifeline: Annotated[bool, typer.Option("--lifeline", hidden=True)] = False,
 ) -> None:
     """Run a script on every device of one or several machines.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from plait.cli.options import MOST, PROCESSES, Json, Nnodes, Set
+from plait.cli.options import PROCESSES, Json, Nnodes, Set, count
 from plait.cli.planning.tables import print_table
 from plait.cluster.topology import Node, Topology, load
 from plait.errors import InputError
@@ -31,10 +31,7 @@ def layout(
         str | None, typer.Option(metavar="NAME", help="A folder, a config.json or a name on the hub, in place of the file's model.")
     ] = None,
     nnodes: Nnodes = 1,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Devices of a machine. (default: as many as the layout needs)"),
-    ] = None,
+    nproc_per_node: Annotated[int | None, count(*PROCESSES, help="Devices of a machine. (default: as many as the layout needs)")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file, in place of --nnodes and --nproc-per-node.")] = None,
     override: Set = None,
     peak: Annotated[

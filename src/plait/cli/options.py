@@ -6,8 +6,9 @@ taken with underscores, as torchrun and DeepSpeed write them (see `cli.main`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
@@ -22,21 +23,28 @@ NODES = ("--nnodes", "--num-nodes")
 MEETING = "Several machines"
 """The panel of a verb's help."""
 
+
+def count(*names: str, help: str, panel: str | None = None) -> Any:
+    """An option that is a number of processes, devices or machines."""
+    return typer.Option(*names, min=1, max=MOST, metavar="N", help=help, rich_help_panel=panel)
+
+
+def in_panel(panel: str) -> Callable[..., Any]:
+    """`typer.Option` for a panel of a verb's help."""
+    return partial(typer.Option, rich_help_panel=panel)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")]
-Nproc = Annotated[int | None, typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Processes here. (default: one a GPU, else two)")]
-Nnodes = Annotated[int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines with the same number of devices.")]
-NodesOfRun = Annotated[
-    int, typer.Option(*NODES, min=1, max=MOST, metavar="N", help="Machines; the same command runs on each.", rich_help_panel=MEETING)
-]
-NodeRank = Annotated[int | None, typer.Option(metavar="N", help="Which of them this is; with --master-addr.", rich_help_panel=MEETING)]
-MasterAddr = Annotated[str | None, typer.Option(metavar="HOST", help="The machine with rank 0.", rich_help_panel=MEETING)]
-MasterPort = Annotated[int | None, typer.Option(metavar="PORT", help="A free port there. (default: 29500)", rich_help_panel=MEETING)]
-RdzvEndpoint = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where machines meet; the same on all.", rich_help_panel=MEETING)
-]
-RdzvId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, where several meet.", rich_help_panel=MEETING)]
-WorldSize = Annotated[int | None, typer.Option("--world-size", min=1, max=MOST, metavar="N", help="Processes of all machines.")]
+Nproc = Annotated[int | None, count(*PROCESSES, help="Processes here. (default: one a GPU, else two)")]
+Nnodes = Annotated[int, count(*NODES, help="Machines with the same number of devices.")]
+NodesOfRun = Annotated[int, count(*NODES, help="Machines; the same command runs on each.", panel=MEETING)]
+meeting = in_panel(MEETING)
+NodeRank = Annotated[int | None, meeting(metavar="N", help="Which of them this is; with --master-addr.")]
+MasterAddr = Annotated[str | None, meeting(metavar="HOST", help="The machine with rank 0.")]
+MasterPort = Annotated[int | None, meeting(metavar="PORT", help="A free port there. (default: 29500)")]
+RdzvEndpoint = Annotated[str | None, meeting(metavar="HOST:PORT", help="Where machines meet; the same on all.")]
+RdzvId = Annotated[str | None, meeting(metavar="NAME", help="Name of the job, where several meet.")]
 
 
 def refuse_given(options: Mapping[str, object], rule: str, remedy: str) -> None:

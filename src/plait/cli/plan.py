@@ -72,10 +72,7 @@ def plan(
             help="Constants that `plait calibrate` wrote, or runs (.csv, .jsonl).",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best as the file that `plait train` runs.")] = None,
     force: Annotated[bool, typer.Option("--force", help="--out: replace a file that no plan wrote.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page of it all.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev.")] = None,

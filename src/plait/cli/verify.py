@@ -20,7 +20,7 @@ import typer
 
 from plait.cli import launch
 from plait.cli.launching.settings import Settings
-from plait.cli.options import MOST, PROCESSES, Json, Set
+from plait.cli.options import PROCESSES, Json, Set, count
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, place
 from plait.errors import InputError
@@ -70,19 +70,12 @@ _PASSES: dict[Dtype, tuple[Pass, ...]] = {
 @app.command()
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON or YAML file that describes the run; a DeepSpeed file too.")],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="A folder, config.json, hub name or package.module:function."),
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="A folder, config.json, hub name or package.module:function.")] = None,
     set_: Set = None,
-    nproc_per_node: Annotated[
-        int | None,
-        typer.Option(*PROCESSES, min=1, max=MOST, metavar="N", help="Processes. (default: what FILE's degrees need)"),
-    ] = None,
+    nproc_per_node: Annotated[int | None, count(*PROCESSES, help="Processes. (default: what FILE's degrees need)")] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
-        Dtype | None,
-        typer.Option(metavar="NAME", help="float64, configured or both. (default: both; deepspeed: configured)"),
+        Dtype | None, typer.Option(metavar="NAME", help="float64, configured or both. (default: both; deepspeed: configured)")
     ] = None,
     tolerance: Annotated[float | None, typer.Option(metavar="X", help="In float64. (default: 1e-10; 1e-7 where the model rounds)")] = None,
     engine: Annotated[Engine, typer.Option(metavar="NAME", help="plait; or deepspeed, accelerate, in float32.")] = Engine.plait,

@@ -87,8 +87,7 @@ _SHARES = ("dropout", "_pdrop", "dropout_prob", "layerdrop")
 def check_sizes(fields: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for every number that no model can have: a size below 1, a dropout of 7, 4 heads over 3 groups. Transformers builds
     such models, which fail later or train without their layers. `where` stands before the name of a field in the message."""
-    if problems := list(_wrong_sizes(fields, where)):
-        raise ConfigError(*problems)
+    refuse(_wrong_sizes(fields, where))
 
 
 def _wrong_sizes(fields: Mapping[str, Any], where: str) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -47,33 +48,38 @@ _BERT: dict[str, Style] = {
     "encoder.layer.*.output.dense": "rowwise",
 }
 
+
+def _by_head(attention: tuple[str, tuple[str, ...], str], mlp: Mapping[str, Style], *counts: str, **further: Any) -> Variant:
+    """Heads are divided over the ranks, with the attributes `counts` of the attention that count them."""
+    return Variant({**_split(*attention), **mlp}, counts={attention[0]: counts}, **further)
+
+
+def _all_heads(attention: tuple[str, tuple[str, ...], str], mlp: Mapping[str, Style], **further: Any) -> Variant:
+    """Every rank computes all heads."""
+    return Variant({**_gathered(*attention), **mlp}, **further)
+
+
+_GPT2 = ("h.*.attn", ("c_attn",), "c_proj")
+_BLOOM = ("h.*.self_attention", ("query_key_value",), "dense")
+_LLAMA = ("layers.*.self_attn", _QKV, "o_proj")
+_GPTJ_MLP = _split("h.*.mlp", ("fc_in",), "fc_out")
+
 FAMILIES: dict[str, tuple[Variant, ...]] = {
-    "GPT2Model": (Variant({**_gathered("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}),),
+    "GPT2Model": (_all_heads(_GPT2, _GPT2_MLP),),
     "GPTBigCodeModel": (
         # One key head: [queries | key | value]. Otherwise each head's query, key and value lie together.
-        Variant({**_gathered("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}, when={"multi_query": True}),
-        Variant({**_split("h.*.attn", ("c_attn",), "c_proj"), **_GPT2_MLP}, counts={"h.*.attn": ("num_heads", "kv_heads")}),
+        _all_heads(_GPT2, _GPT2_MLP, when={"multi_query": True}),
+        _by_head(_GPT2, _GPT2_MLP, "num_heads", "kv_heads"),
     ),
-    "GPTNeoModel": (
-        Variant(
-            {**_split("h.*.attn.attention", _QKV, "out_proj"), **_GPT2_MLP},
-            counts={"h.*.attn.attention": ("num_heads",)},
-        ),
-    ),
-    "GPTJModel": (
-        Variant(
-            {**_split("h.*.attn", _QKV, "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")},
-            counts={"h.*.attn": ("num_attention_heads",)},
-        ),
-    ),
-    "CodeGenModel": (
-        # Queries, values and keys are fused in 4 groups, made for the 4 cores it was trained on.
-        Variant({**_gathered("h.*.attn", ("qkv_proj",), "out_proj"), **_split("h.*.mlp", ("fc_in",), "fc_out")}),
-    ),
+    "GPTNeoModel": (_by_head(("h.*.attn.attention", _QKV, "out_proj"), _GPT2_MLP, "num_heads"),),
+    "GPTJModel": (_by_head(("h.*.attn", _QKV, "out_proj"), _GPTJ_MLP, "num_attention_heads"),),
+    # Queries, values and keys are fused in 4 groups, made for the 4 cores it was trained on.
+    "CodeGenModel": (_all_heads(("h.*.attn", ("qkv_proj",), "out_proj"), _GPTJ_MLP),),
     "OPTModel": (
-        Variant(
-            {**_split("decoder.layers.*.self_attn", _QKV, "out_proj"), **_split("decoder.layers.*", ("fc1",), "fc2")},
-            counts={"decoder.layers.*.self_attn": ("num_heads",)},
+        _by_head(
+            ("decoder.layers.*.self_attn", _QKV, "out_proj"),
+            _split("decoder.layers.*", ("fc1",), "fc2"),
+            "num_heads",
             whole_sequence="OPT's blocks flatten batch and sequence into one dimension before the MLP",
         ),
     ),
@@ -84,39 +90,28 @@ FAMILIES: dict[str, tuple[Variant, ...]] = {
             when={"slow_but_exact": True},
         ),
         # Its position biases (alibi) are made for all heads, outside the blocks.
-        Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}),
+        _all_heads(_BLOOM, _4H_MLP),
     ),
     "FalconModel": (
-        Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}, when={"alibi": True}),
-        Variant(
-            {**_split("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP},
-            counts={"h.*.self_attention": ("num_heads", "num_kv_heads")},
-            when={"new_decoder_architecture": True},
-        ),
-        Variant({**_gathered("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP}, when={"multi_query": True}),
-        Variant(
-            {**_split("h.*.self_attention", ("query_key_value",), "dense"), **_4H_MLP},
-            counts={"h.*.self_attention": ("num_heads", "num_kv_heads")},
-        ),
+        _all_heads(_BLOOM, _4H_MLP, when={"alibi": True}),
+        _by_head(_BLOOM, _4H_MLP, "num_heads", "num_kv_heads", when={"new_decoder_architecture": True}),
+        _all_heads(_BLOOM, _4H_MLP, when={"multi_query": True}),
+        _by_head(_BLOOM, _4H_MLP, "num_heads", "num_kv_heads"),
     ),
     "StableLmModel": (
         # One norm with weights of its own for every head.
-        Variant({**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}, when={"qk_layernorm": True}),
-        Variant(
-            {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP},
-            counts={"layers.*.self_attn": ("num_heads", "num_key_value_heads", "num_key_value_groups")},
-        ),
+        _all_heads(_LLAMA, _LLAMA_MLP, when={"qk_layernorm": True}),
+        _by_head(_LLAMA, _LLAMA_MLP, "num_heads", "num_key_value_heads", "num_key_value_groups"),
     ),
     "PersimmonModel": (
-        Variant(
-            {**_split("layers.*.self_attn", ("query_key_value",), "dense"), **_split("layers.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h")},
-            counts={"layers.*.self_attn": ("num_heads",)},
+        _by_head(
+            ("layers.*.self_attn", ("query_key_value",), "dense"),
+            _split("layers.*.mlp", ("dense_h_to_4h",), "dense_4h_to_h"),
+            "num_heads",
         ),
     ),
-    "MptModel": (
-        # [queries | keys | values], and position biases made for all heads.
-        Variant({**_gathered("blocks.*.attn", ("Wqkv",), "out_proj"), **_split("blocks.*.ffn", ("up_proj",), "down_proj")}),
-    ),
+    # [queries | keys | values], and position biases made for all heads.
+    "MptModel": (_all_heads(("blocks.*.attn", ("Wqkv",), "out_proj"), _split("blocks.*.ffn", ("up_proj",), "down_proj")),),
 }
 for _kind in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "Ernie", "Data2VecText", "XLMRobertaXL", "RobertaPreLayerNorm"):
     FAMILIES[f"{_kind}Model"] = (Variant(_BERT),)
