@@ -18,7 +18,7 @@ def page(title: str, subtitle: str, sections: Iterable[tuple[str, str, Markup]])
     return str(render("page.html", title=title, subtitle=subtitle, style=style, sections=shown, version=__version__))
 
 
-def join(parts: Iterable[Markup]) -> Markup:
+def join(*parts: Markup) -> Markup:
     """One after the other."""
     return Markup("").join(parts)
 

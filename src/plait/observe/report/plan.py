@@ -91,13 +91,16 @@ def plan_page(story: Story) -> str:
         f"tokens, {request.precision}{', compiled' if request.compile else ''}. "
         f"{story.plan.candidates:,} layouts priced, {story.plan.fitting:,} fit."
     )
-    chosen = bool(story.plan.best)
-    sections = [
-        ("chosen", "The plan" if chosen else "Nothing fits", chosen_section(story) if chosen else nothing_section(story)),
-        ("memory", "Memory of a rank", memory_section(story) if chosen else Markup("")),
-        ("step", "Time of a step", step_section(story) if chosen else Markup("")),
-        ("timeline", "Pipeline timeline", timeline_section(story) if chosen else Markup("")),
-        ("ranks", "Ranks on machines", ranks_section(story) if chosen else Markup("")),
+    sections = [("chosen", "Nothing fits", nothing_section(story))]
+    if story.plan.best:
+        sections = [
+            ("chosen", "The plan", chosen_section(story)),
+            ("memory", "Memory of a rank", memory_section(story)),
+            ("step", "Time of a step", step_section(story)),
+            ("timeline", "Pipeline timeline", timeline_section(story)),
+            ("ranks", "Ranks on machines", ranks_section(story)),
+        ]
+    sections += [
         ("candidates", "All candidates", candidates_section(story)),
         ("why", "Why not another", why_section(story)),
         ("sensitivity", "If the machines were others", sensitivity_section(story)),
@@ -141,13 +144,11 @@ def chosen_section(story: Story) -> Markup:
     ]
     columns = ("", "layout", "step", "90 % interval", "tokens/s", "MFU", "memory", "90 % interval")
     return page.join(
-        [
-            Markup('<p class="lead">{}</p>\n').format(describe(best.layout)),
-            page.tiles(figures),
-            page.note("Predicted, not measured. Intervals hold nine times in ten."),
-            *(page.note(text) for text in story.notes),
-            page.table(columns, rows, numbers=(2, 3, 4, 5, 6, 7), marked=0),
-        ]
+        Markup('<p class="lead">{}</p>\n').format(describe(best.layout)),
+        page.tiles(figures),
+        page.note("Predicted, not measured. Intervals hold nine times in ten."),
+        *(page.note(text) for text in story.notes),
+        page.table(columns, rows, numbers=(2, 3, 4, 5, 6, 7), marked=0),
     )
 
 
@@ -184,12 +185,10 @@ def memory_section(story: Story) -> Markup:
     numbers += [["90 % interval", *(f"{one.needed_low / GIB:.2f} to {one.needed_high / GIB:.2f}" for one in _ends(ranks))]]
     numbers += [["peak at the", *(one.moment for one in _ends(ranks))]]
     return page.join(
-        [
-            page.note(f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."),
-            charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
-            page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
-            page.table(("GiB", *(one.rank for one in _ends(ranks))), numbers, numbers=range(1, len(_ends(ranks)) + 1)),
-        ]
+        page.note(f"{most} The line is the device's {_gib(story.room)}; the whisker is the 90 % interval."),
+        charts.bars(rows, limit=(story.room, f"the device has {_gib(story.room)}")),
+        page.legend({f"m-{name}": _MEMORY_NAMES[name] for name in used}),
+        page.table(("GiB", *(one.rank for one in _ends(ranks))), numbers, numbers=range(1, len(_ends(ranks)) + 1)),
     )
 
 
@@ -226,14 +225,10 @@ def step_section(story: Story) -> Markup:
         numbers += [["all else", f"{rest:.4g} s", f"{rest / best.seconds:.1%}"]]
     numbers += [["step", f"{best.seconds:.4g} s", "100.0%"]]
     return page.join(
-        [
-            page.note(
-                "Seconds of an optimizer step by what they go to, for the best layouts; the whisker is the 90 % interval of the whole."
-            ),
-            charts.bars(rows),
-            page.legend({f"t-{name}": TERMS[name] for name in used}),
-            page.table(("1: the step", "seconds", "share"), numbers, numbers=(1, 2)),
-        ]
+        page.note("Seconds of an optimizer step by what they go to, for the best layouts; the whisker is the 90 % interval of the whole."),
+        charts.bars(rows),
+        page.legend({f"t-{name}": TERMS[name] for name in used}),
+        page.table(("1: the step", "seconds", "share"), numbers, numbers=(1, 2)),
     )
 
 
@@ -260,7 +255,7 @@ def timeline_section(story: Story) -> Markup:
             f"{actions:,} computations are too many to draw: the first and the last {part:.4g} s are drawn. --trace writes all of them."
         )
     drawing = Markup('<div class="wide schedule">{}</div>\n')
-    return page.join([*(page.note(line) for line in lines), *(drawing.format(Markup(svg(timeline, window=w, unit=" s"))) for w in windows)])
+    return page.join(*(page.note(line) for line in lines), *(drawing.format(Markup(svg(timeline, window=w, unit=" s"))) for w in windows))
 
 
 def ranks_section(story: Story) -> Markup:
@@ -305,21 +300,19 @@ def candidates_section(story: Story) -> Markup:
     others = [words for mark, words in (("2", "2, 3, ..: the next best"), ("a", "a, b, ..: asked with --why")) if mark in story.marks]
     keys |= {"c-chosen": "; ".join(others)} if others else {}
     return page.join(
-        [
-            page.note(
-                f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells of memory and time; "
-                f"{found.outside:,} need more memory or time than is drawn. The colour is what a step spends most on besides the "
-                "computation of the model itself. Discs have their idle time from the schedule's table; the other points are closed forms."
-            ),
-            charts.plane(
-                dots,
-                x_name="memory needed on the fullest rank, GiB",
-                y_name="seconds of a step (logarithmic)",
-                x_limit=(story.room / GIB, f"{_gib(story.room)} of the device"),
-                title="Step time against memory of all candidates",
-            ),
-            page.legend(keys),
-        ]
+        page.note(
+            f"The fastest of {found.candidates:,} candidates in each of {len(found.points):,} cells of memory and time; "
+            f"{found.outside:,} need more memory or time than is drawn. The colour is what a step spends most on besides the "
+            "computation of the model itself. Discs have their idle time from the schedule's table; the other points are closed forms."
+        ),
+        charts.plane(
+            dots,
+            x_name="memory needed on the fullest rank, GiB",
+            y_name="seconds of a step (logarithmic)",
+            x_limit=(story.room / GIB, f"{_gib(story.room)} of the device"),
+            title="Step time against memory of all candidates",
+        ),
+        page.legend(keys),
     )
 
 
@@ -340,7 +333,7 @@ def why_section(story: Story) -> Markup:
             compared = page.table(("term", "the plan", reason.query, "difference"), entries, numbers=(1, 2, 3))
             terms.append(page.folded(f"{reason.query}, term by term", compared))
     columns = ("", "asked", "best layout with it", "step", "against the plan", "memory", "because")
-    return page.join([page.table(columns, rows, numbers=(3, 4, 5)), *terms])
+    return page.join(page.table(columns, rows, numbers=(3, 4, 5)), *terms)
 
 
 def sensitivity_section(story: Story) -> Markup:
@@ -376,7 +369,7 @@ def left_out_section(story: Story) -> Markup:
         parts += [Markup("<h3>By a rule</h3>\n"), rules]
     if smallest:
         parts += [Markup("<h3>Does not fit into {}</h3>\n").format(_gib(story.room)), page.table(columns, smallest, numbers=(1, 2, 3))]
-    return page.join(parts)
+    return page.join(*parts)
 
 
 def _layout(choice: Choice) -> Markup:

@@ -41,7 +41,7 @@ def rank_grid(layout: Layout, topology: Topology) -> Markup:
     grid = part("ranks", [_machine(run, layout) for run in shown])
     lines = [page.note(line) for line in _said(layout, topology, found, shown)]
     wide = warning(layout, topology)
-    return page.join([*lines, page.warning(wide) if wide else Markup(""), grid])
+    return page.join(*lines, page.warning(wide) if wide else Markup(""), grid)
 
 
 def runs(layout: Layout, topology: Topology) -> list[Run]:
