@@ -15,6 +15,7 @@ import numpy as np
 from plait.parallel.schedules.timeline import Timeline
 from plait.planner.calibrate import Calibration, merged, uncalibrated
 from plait.planner.estimate import lower_end
+from plait.planner.hardware import only
 from plait.planner.memory import MOMENTS, TERMS, memory_bytes
 from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
 from plait.planner.simulate import RANK_TERMS, timeline_of
@@ -57,10 +58,10 @@ def rank_memory(request: Request, choice: Choice, *, calibration: Calibration | 
     def priced(rank: int) -> RankMemory:
         which = "first" if rank == 0 else "last" if rank == pp - 1 else "inner"
         found = memory_bytes(job, rates, states_of(request, job, inner=rank), ranks=(which,))
-        terms = {name: _one(found.terms[name]) for name in TERMS} | {"slack": _one(found.slack), "context": _one(found.context)}
+        terms = {name: only(found.terms[name]) for name in TERMS} | {"slack": only(found.slack), "context": only(found.context)}
         needed = sum(terms.values())
         title = f"rank {rank}" if pp > 1 else "every rank"
-        return RankMemory(title, MOMENTS[int(_one(found.moment))], terms, needed, lower_end(needed, needed * spread), needed * spread)
+        return RankMemory(title, MOMENTS[int(only(found.moment))], terms, needed, lower_end(needed, needed * spread), needed * spread)
 
     return tuple(priced(rank) for rank in range(pp))
 
@@ -139,7 +140,3 @@ def sample(request: Request, *, fixed: Mapping[str, int] | None = None, calibrat
         for i, index in enumerate(chosen)
     )
     return Sample(points, space.size, space.size - len(inside))
-
-
-def _one(value: Any) -> float:
-    return float(np.ravel(value)[0])

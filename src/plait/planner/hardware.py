@@ -127,6 +127,11 @@ def mapped(numbers: T, change: Callable[[Any], Any]) -> T:
     return replace(numbers, **{f.name: changed(getattr(numbers, f.name)) for f in fields(numbers)})  # type: ignore[type-var, arg-type]
 
 
+def only(value: Numbers) -> float:
+    """The number of the first candidate, or of all."""
+    return float(np.ravel(value)[0])
+
+
 def stack(entries: Sequence[T]) -> T:
     """One of several, whose numbers are arrays with an entry each; NaN where a mapping lacks a name."""
 

@@ -8,9 +8,6 @@ without a pipeline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
 
 from plait.errors import ConfigError, InputError
 from plait.parallel.pipeline.balance import cut
@@ -18,6 +15,7 @@ from plait.parallel.schedules.schedule import make_schedule
 from plait.parallel.schedules.timeline import Durations, Timeline, simulate
 from plait.planner.compute import head_cost, layer_cost
 from plait.planner.constants import Rates
+from plait.planner.hardware import only
 from plait.planner.job import SCHEDULES, Job
 from plait.planner.offers import SCHEDULE_NAMES
 from plait.planner.step import host_wait, layer_traffic
@@ -31,7 +29,7 @@ RANK_TERMS = ("products", "attention", "elementwise", "recompute", "head", "host
 
 def simulated_terms(job: Job, rates: Rates, terms: Mapping[str, float]) -> dict[str, float] | None:
     """`terms` of one candidate with the idle time that its table leaves; None where there is no pipeline or no table to simulate."""
-    if int(np.ravel(job.layouts.pp)[0]) == 1:
+    if int(only(job.layouts.pp)) == 1:
         return None
     try:
         timeline = timeline_of(job, rates)
@@ -49,8 +47,8 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
     Raises InputError where there is no table, or one longer than MOST_ACTIONS.
     """
     at = job.layouts
-    pp, chunks, micro_batches = (int(np.ravel(value)[0]) for value in (at.pp, at.vpp, at.accumulation))
-    kind = SCHEDULES[int(np.ravel(at.schedule)[0])]
+    pp, chunks, micro_batches = (int(only(value)) for value in (at.pp, at.vpp, at.accumulation))
+    kind = SCHEDULES[int(only(at.schedule))]
     name = "1f1b" if pp == 1 else SCHEDULE_NAMES.get(kind)
     stages = pp * chunks
     if name is None:
@@ -68,23 +66,19 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
 
 def _durations(job: Job, rates: Rates, stages: int) -> Durations:
     layer, traffic = layer_cost(job, rates), layer_traffic(job, rates)
-    between = sum(_one(value) for value in traffic.values())
-    forward = _one(layer.forward) + between / 2
-    weight = _one(layer.products_backward) / 2
-    backward = _one(layer.backward) + between / 2
-    wait = _one(host_wait(job, layer, forward + backward)) / 2
-    head = _one(head_cost(job, rates))
+    between = sum(only(value) for value in traffic.values())
+    forward = only(layer.forward) + between / 2
+    weight = only(layer.products_backward) / 2
+    backward = only(layer.backward) + between / 2
+    wait = only(host_wait(job, layer, forward + backward)) / 2
+    head = only(head_cost(job, rates))
     per_layer = forward + backward + 2 * wait
     counts = cut([1.0] * int(job.model.layers), stages, first=0, last=head / per_layer)
     heads = [head if index == stages - 1 else 0.0 for index in range(stages)]
-    send = _one(send_seconds(job, rates)) * float(rates["p2p"])
+    send = only(send_seconds(job, rates)) * float(rates["p2p"])
     return Durations(
         forward=tuple(n * (forward + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
         input=tuple(n * (backward - weight + wait) + h / 3 for n, h in zip(counts, heads, strict=True)),
         weight=tuple(n * weight + h / 3 for n, h in zip(counts, heads, strict=True)),
         send=(send,) * (stages - 1),
     )
-
-
-def _one(value: Any) -> float:
-    return float(np.ravel(value)[0])

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from plait.cli.planning.tables import print_table
@@ -28,7 +27,7 @@ from plait.parallel.schedules.schedule import SCHEDULES as TABLES
 from plait.planner.auto import asks
 from plait.planner.auto import layout_of as planned_layout
 from plait.planner.constants import knowledge
-from plait.planner.hardware import device
+from plait.planner.hardware import device, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.memory import MOMENTS, memory_bytes
 from plait.planner.offers import RECOMPUTE_INDEX, SCHEDULE_INDEX
@@ -193,7 +192,7 @@ def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> 
 
 def _memory(job: Any, states: Any, *, last: bool) -> tuple[float, str]:
     memory = memory_bytes(job, knowledge().rates, states, ranks=("last",) if last else ("first",))
-    return float(np.ravel(memory.allocated)[0]), MOMENTS[int(np.ravel(memory.moment)[0])]
+    return only(memory.allocated), MOMENTS[int(only(memory.moment))]
 
 
 def _fullest(request: Request, layout: Mapping[str, Any], world: int, pp: int) -> int:
@@ -209,8 +208,8 @@ def _predicted(request: Request, layout: Mapping[str, Any], *, last: bool, on_de
     peak, moment = _memory(job, states, last=last)
     held = states.last if last else states.first
     return {
-        "parameters": float(np.ravel(held["weights"])[0]),
-        "optimizer": float(np.ravel(held["optimizer"])[0]),
+        "parameters": only(held["weights"]),
+        "optimizer": only(held["optimizer"]),
         "peak": peak,
     }, moment
 

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
 import torch.optim.lr_scheduler
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from plait.config.values.names import instead
 from plait.config.values.numbers import Count, Finite, Fraction, NotNegative, Steps, Whole
-from plait.config.values.signatures import Parameter, parameters, wrong_value
+from plait.config.values.signatures import Parameter, parameters, value_problems
 from plait.policy import Policy
 
 AUTO = "auto"
@@ -228,7 +228,7 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
             except KeyError:
                 found.append(f"`{name}` is `auto`, and nothing determines its value; write one")
         elif name in names:
-            found += _value_problems(kind, name, value)
+            found += value_problems(convert, kind, {name: value})
     return found
 
 
@@ -238,14 +238,6 @@ def _unknown(kind: str, name: str, names: Mapping[str, bool]) -> str:
     if kind == "WarmupCosineLR" and name in WarmupLR.model_fields:
         return f"`{name}` is not a parameter of {kind}, which scales the optimizer's own lr; set optimizer.params.lr and the ratios"
     return f"`{name}` is not a parameter of {kind}; {instead(name, names)}"
-
-
-def _value_problems(kind: str, name: str, value: object) -> list[str]:
-    try:
-        convert(kind, name, value)
-    except ValidationError as error:
-        return [f"{wrong_value(name, value, error)}; correct it"]
-    return []
 
 
 def convert(kind: str, name: str, value: object) -> object:

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch.optim
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from plait.config.values.names import instead
 from plait.config.values.numbers import Fraction, NotNegative
-from plait.config.values.signatures import parameters, wrong_value
+from plait.config.values.signatures import parameters, value_problems
 
 AUTO: Mapping[str, Any] = MappingProxyType({"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
 """What `"auto"` means: the defaults of Hugging Face's `TrainingArguments`, which its DeepSpeed integration fills in."""
@@ -133,7 +133,7 @@ def param_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
         elif name in ONLY and value != ONLY[name][0] and names is not None:
             only, why, remedy = ONLY[name]
             found.append(f"`{name}` can only be {only!r}, because {why}; {remedy}")
-    return found + _value_problems(kind, params)
+    return found + value_problems(convert, kind, params)
 
 
 def state_problems(kind: str, states: str, params: Mapping[str, Any]) -> list[str]:
@@ -154,16 +154,6 @@ def _unknown(kind: str, name: str, names: frozenset[str]) -> str:
     if name == "max_grad_norm":
         return "`max_grad_norm` is not a parameter of an optimizer; set gradient_clipping at the top of the file"
     return f"`{name}` is not a parameter of {kind}; {instead(name, names)}"
-
-
-def _value_problems(kind: str, params: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name, value in params.items():
-        try:
-            convert(kind, name, value)
-        except ValidationError as error:
-            found.append(f"{wrong_value(name, value, error)}; correct it")
-    return found
 
 
 def convert(kind: str, name: str, value: object) -> object:

@@ -54,3 +54,14 @@ def wrong_value(name: str, value: object, error: ValidationError) -> str:
     if first["type"] == "number":  # of `numbers`: a sentence already
         return f"`{name}` is {value!r}: {first['msg']}"
     return f"`{name}` is {value!r}: it must be {tell(first)[0]}"
+
+
+def value_problems(convert: Callable[[str, str, object], object], kind: str, params: Mapping[str, object]) -> list[str]:
+    """What is wrong with the values of the parameters of a `kind`, each `rule; remedy`, by what `convert` refuses."""
+    found = []
+    for name, value in params.items():
+        try:
+            convert(kind, name, value)
+        except ValidationError as error:
+            found.append(f"{wrong_value(name, value, error)}; correct it")
+    return found
