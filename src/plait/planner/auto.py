@@ -146,7 +146,7 @@ def fixed_by(file: File) -> dict[str, int]:
     fixed: dict[str, int] = {}
     config, problems = file.config, []
     for path, (name, _) in FIELDS.items():
-        value = _value(config, path)
+        value = config.value(path)
         if at_path(file.tree, path) in (None, "auto") or value in (None, "auto"):
             continue
         if name == "recompute":
@@ -199,13 +199,6 @@ def _defaults(file: File) -> dict[str, int]:
     elif "schedule" in fixed and "vpp" not in fixed:
         found.pop("vpp", None)  # the schedule's own number
     return {name: int(value) for name, value in found.items()}
-
-
-def _value(config: Config, path: str) -> Any:
-    here: Any = config
-    for name in path.split("."):
-        here = getattr(here, name)
-    return here
 
 
 def _without(tree: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from plait.planner.constants import Knowledge
 from plait.planner.hardware import FAMILIES, Device
 from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.traffic import BASE, INSIDE_STEP
 
 _RATE_WIDTH = 0.15
 """How far the rate of a product alone is from that of products in a step, as a logarithm."""
@@ -45,7 +46,7 @@ def believed(known: Knowledge, device: Device, rates: DeviceRates, *, processes:
         if per_byte > 0:
             found[f"link{suffix}"] = share / per_byte
         if fixed > 0:
-            found[f"latency{suffix}"] = fixed / (8.4e-6 + 2 * (processes - 1) * 3.4e-6)
+            found[f"latency{suffix}"] = fixed / (BASE + 2 * (processes - 1) * INSIDE_STEP)
     constants = dict(known.constants)
     for name, value in found.items():
         constants[name] = replace(constants[name], median=float(value), width=max(_RATE_WIDTH, 0.4 * constants[name].width))

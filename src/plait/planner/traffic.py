@@ -16,7 +16,7 @@ from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import Job
 
-_INSIDE_STEP, _BASE = 3.4e-6, 8.4e-6
+INSIDE_STEP, BASE = 3.4e-6, 8.4e-6
 """Seconds: NCCL's Simple protocol over NVLink, and its base. A step over a network is the device's `network_step`."""
 
 
@@ -57,13 +57,11 @@ def collective_seconds(
     if kind == "all_to_all":
         away = (domains - 1) / domains
         wire = size_bytes * np.where(domains > 1, np.maximum(away * inside / network, 1 / link), (n - 1) / n / link)
-        steps = _BASE + job.device.network_step * np.minimum(domains - 1, 16) + _INSIDE_STEP * (inside - 1)
+        steps = BASE + job.device.network_step * np.minimum(domains - 1, 16) + INSIDE_STEP * (inside - 1)
     else:
         # Beyond 16 domains trees and other algorithms keep the latency from growing with the ring.
         crossings = np.minimum(domains - 1, 16 + np.log2(np.maximum(domains, 1)))
-        steps = _BASE + rounds * (
-            crossings * job.device.network_step + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * _INSIDE_STEP
-        )
+        steps = BASE + rounds * (crossings * job.device.network_step + np.minimum((inside - 1) * np.maximum(domains, 1), 128) * INSIDE_STEP)
     return np.where(n > 1, wire + rates.on("latency", job.device) * steps, 0.0)
 
 

@@ -10,31 +10,26 @@ from typing import Any
 
 from plait.config.dialects.keys import fields
 from plait.config.schema.config import Config
+from plait.planner.auto import PATHS
 
-PRICED = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "communication_data_type",
-        "zero_optimization.stage",
-        "fp16.enabled",
-        "bf16.enabled",
-        "compile.enabled",
-        "optimizer.states",
-        "parallel.pp",
-        "parallel.dp_replicate",
-        "parallel.dp_shard",
-        "parallel.tp",
-        "parallel.sequence_parallel",
-        "parallel.pipeline.schedule",
-        "parallel.pipeline.stages_per_rank",
-        "data.sequence_length",
-        "data.vocab_size",
-        "model.config",
-        "model.path",
-    }
-)
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_optimization.offload_optimizer.device": ("cpu",),
+    "parallel.recompute.mode": ("full", "selective", "none"),
+    "optimizer.type": ("Adam", "AdamW"),
+}
+"""Modelled values, besides the default."""
+PRICED = frozenset(PATHS.values()) - _VALUES.keys() | {
+    "train_batch_size",
+    "communication_data_type",
+    "fp16.enabled",
+    "bf16.enabled",
+    "compile.enabled",
+    "optimizer.states",
+    "data.sequence_length",
+    "data.vocab_size",
+    "model.config",
+    "model.path",
+}
 """What a plan's times and bytes follow."""
 
 WITHOUT_EFFECT = (
@@ -52,12 +47,6 @@ WITHOUT_EFFECT = (
 )
 """Settings and sections that change neither time nor memory by more than a plan's own error."""
 
-_VALUES: dict[str, tuple[Any, ...]] = {
-    "zero_optimization.offload_optimizer.device": ("cpu",),
-    "parallel.recompute.mode": ("full", "selective", "none"),
-    "optimizer.type": ("Adam", "AdamW"),
-}
-"""Modelled values, besides the default."""
 _OWNERS = {
     "zero_optimization.offload_optimizer": "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param": "zero_optimization.offload_param.device",
@@ -75,18 +64,11 @@ def unpriced(config: Config) -> tuple[str, ...]:
     for path in fields():
         if path in PRICED or any(path == name or path.startswith(f"{name}.") for name in WITHOUT_EFFECT):
             continue
-        value, usual = _at(config, path), _at(default, path)
+        value, usual = config.value(path), default.value(path)
         if value in (None, usual, *_VALUES.get(path, ())):
             continue
         owner = next((o for section, o in _OWNERS.items() if path.startswith(f"{section}.") and path != o), None)
-        if owner is not None and _at(config, owner) == _at(default, owner):
+        if owner is not None and config.value(owner) == default.value(owner):
             continue
         found.append(f"{path} = {value}")
     return tuple(found)
-
-
-def _at(config: Config, path: str) -> Any:
-    here: Any = config
-    for name in path.split("."):
-        here = getattr(here, name, None)
-    return here

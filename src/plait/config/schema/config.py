@@ -356,6 +356,13 @@ class Config(Policy):
             return self._provenance.deepspeed
         return not self.model_fields_set & set(PLAIT_SECTIONS)
 
+    def value(self, path: str) -> Any:
+        """The value of a field, by its dotted path; None where its section is left out."""
+        here: Any = self
+        for name in path.split("."):
+            here = getattr(here, name, None)
+        return here
+
     def origin(self, path: str) -> str:
         """Where the value of a field came from, by its dotted path: "file", "override", "default", ..."""
         if self._provenance.deepspeed is not None:
