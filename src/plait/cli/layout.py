@@ -14,7 +14,7 @@ from rich.console import Console
 
 from plait.cli.options import PROCESSES, Json, Nnodes, Set, count
 from plait.cli.planning.tables import print_table
-from plait.cluster.topology import Node, Topology, load
+from plait.cluster.machines import Node, Topology, load
 from plait.errors import InputError
 
 if TYPE_CHECKING:

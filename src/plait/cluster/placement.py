@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.cluster.layout import AXES, Layout
-from plait.cluster.topology import Topology
+from plait.cluster.machines import Topology
 from plait.errors import ConfigError, Problem
 
 

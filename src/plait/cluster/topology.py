@@ -18,26 +18,9 @@ from typing import Literal
 
 from plait.cluster import allocator
 from plait.cluster.launchers import Claim, claim
-from plait.cluster.machines import Node, Topology, load
+from plait.cluster.machines import Node, Topology
 from plait.cluster.nccl import Nccl
 from plait.errors import ConfigError, Problem, refuse
-
-__all__ = [
-    "Node",
-    "RankInfo",
-    "Topology",
-    "cpu_count",
-    "default_processes",
-    "device_count",
-    "discover",
-    "init_method",
-    "load",
-    "machine_name",
-    "place",
-    "processor_name",
-    "tell_nccl",
-    "thread_count",
-]
 
 
 @dataclass(frozen=True)

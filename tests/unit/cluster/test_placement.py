@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.cluster.layout import Layout
+from plait.cluster.machines import Node, Topology
 from plait.cluster.placement import crossings, grid, refuse_wider_than_a_node, warning
-from plait.cluster.topology import Node, Topology
 from plait.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from plait.cluster import mesh, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
-from plait.cluster.topology import Node, RankInfo, Topology, default_processes, discover, init_method, load, place, thread_count
+from plait.cluster.machines import Node, Topology, load
+from plait.cluster.topology import RankInfo, default_processes, discover, init_method, place, thread_count
 from plait.errors import ConfigError, InputError
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}

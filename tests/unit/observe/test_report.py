@@ -11,7 +11,7 @@ import pytest
 from markupsafe import Markup
 
 from plait.cluster.layout import Layout
-from plait.cluster.topology import Node, Topology
+from plait.cluster.machines import Node, Topology
 from plait.observe.report import charts, page
 from plait.observe.report.plan import Story, plan_page
 from plait.observe.report.ranks import rank_grid, runs

@@ -14,7 +14,7 @@ from string import ascii_lowercase, ascii_uppercase
 from markupsafe import Markup
 
 from plait.cluster.layout import Layout
-from plait.cluster.topology import Node, Topology
+from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
 from plait.observe.report import charts, page
 from plait.observe.report.ranks import rank_grid

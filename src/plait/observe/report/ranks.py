@@ -12,8 +12,8 @@ from typing import Any
 from markupsafe import Markup
 
 from plait.cluster.layout import AXES, Layout
+from plait.cluster.machines import Topology
 from plait.cluster.placement import crossings, warning
-from plait.cluster.topology import Topology
 from plait.observe.report import page
 from plait.observe.templating import part
 
