@@ -45,8 +45,9 @@ def layout(
     """Show the ranks on the machines, how every parameter is split, the bytes of model states on a rank, and with --peak the peak memory of
     a rank in a training step, by kind of tensor and with the point of the step at which it occurs."""
     from plait.cluster.placement import grid, warning
+    from plait.config.resolving.degrees import smallest_world
     from plait.config.resolving.resolve import load as load_config
-    from plait.config.resolving.resolve import resolve, smallest_world
+    from plait.config.resolving.resolve import resolve
     from plait.units import dtype_of
     from plait.verify.choose import fields_of
     from plait.verify.model_under_test import transformers_model

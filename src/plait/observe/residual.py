@@ -24,7 +24,7 @@ from plait.planner.unpriced import unpriced
 from plait.units import format_bytes
 
 if TYPE_CHECKING:
-    from plait.config.resolving.resolve import Config
+    from plait.config.schema.config import Config
     from plait.train.session import ValidatedRun
 
 WARM, STEPS, FEWEST = 2, 8, 3

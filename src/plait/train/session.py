@@ -19,7 +19,8 @@ from torch import nn
 
 from plait.cluster.mesh import default_device_type
 from plait.comm import links
-from plait.config.resolving.resolve import Config, Resolved, resolve
+from plait.config.resolving.resolve import Resolved, resolve
+from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import Loader, validation_batches
 from plait.data.prepare import Prepared, prepare

@@ -20,8 +20,7 @@ from plait.config.dialects import megatron
 from plait.config.dialects.examine import Examined, examine
 from plait.config.reading.source import Document, Source, parse_override, read
 from plait.config.resolving import resolved_parts, techniques
-from plait.config.resolving.batch import Batch, solve_batch
-from plait.config.resolving.degrees import smallest_world, solve_layout
+from plait.config.resolving.batch import Batch
 from plait.config.resolving.validation import validate
 from plait.config.schema.config import Config
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
@@ -40,8 +39,6 @@ from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Context, Technique
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.policy import Policy
-
-__all__ = ["Batch", "Config", "Resolved", "Source", "load", "resolve", "smallest_world", "solve_batch", "solve_layout"]
 
 
 class Resolved(Policy):
