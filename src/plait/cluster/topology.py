@@ -104,13 +104,13 @@ def processor_name() -> str:
 def machine_name(processes: int) -> str:
     """The processor, and the threads that each of `processes` on it computes with: as OMP_NUM_THREADS says, else an equal share."""
     told = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(told) if told.isdigit() and int(told) else max(1, cpu_count() // processes)
+    threads = int(told) if told.isdigit() and int(told) else thread_count(processes)
     return f"{processor_name()}, {threads} {'thread' if threads == 1 else 'threads'} a process"
 
 
-def thread_count(here: RankInfo) -> int:
-    """Threads for each process of a machine that computes on its CPU: an equal share of the cores, at least 1."""
-    return max(1, cpu_count() // here.local_world_size)
+def thread_count(processes: int) -> int:
+    """Threads for each of the processes of a machine: an equal share of the cores, at least 1."""
+    return max(1, cpu_count() // processes)
 
 
 def device_count() -> int:

@@ -313,7 +313,7 @@ class TestThreads:
     def test_shares_never_exceed_the_cores_and_are_never_zero(self, cores: int, processes: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topology, "cpu_count", lambda: cores)
-            threads = thread_count(RankInfo(0, processes, 0, processes, 0))
+            threads = thread_count(processes)
         assert threads >= 1
         assert threads * processes <= max(cores, processes)
         assert (threads + 1) * processes > cores

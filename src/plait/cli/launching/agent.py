@@ -29,7 +29,7 @@ from plait.cli.launching import lifeline, rendezvous
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
 from plait.cli.launching.lifeline import SIGNALS, on_signals
 from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
-from plait.cluster.topology import cpu_count
+from plait.cluster.topology import thread_count
 from plait.errors import PlaitError
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -197,7 +197,7 @@ def _additions(settings: Settings) -> dict[str, str]:
     handled = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
     if "OMP_NUM_THREADS" not in os.environ:
-        additions["OMP_NUM_THREADS"] = str(max(1, cpu_count() // settings.processes))
+        additions["OMP_NUM_THREADS"] = str(thread_count(settings.processes))
     if not settings.single_node and (settings.max_restarts or settings.min_nodes != settings.max_nodes):
         # The agent's own store still holds the dead ranks' addresses after a restart, and new ranks connect to them (torch 2.13).
         additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
