@@ -33,20 +33,12 @@ def _auto_is_off(value: Any) -> Any:
     return ABSENT if value == "auto" else value
 
 
-def _to_cpu(value: Any) -> Any:
-    return {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
+def _flag(on: Any, off: Any = ABSENT) -> Callable[[Any], Any]:
+    """What true and false stand for; other values stay."""
+    return lambda value: (on if value else off) if isinstance(value, bool) else value
 
 
-def _to_fp32(value: Any) -> Any:
-    return {True: "fp32", False: ABSENT}.get(value, value) if isinstance(value, bool) else value
-
-
-def _to_bits(bits: str) -> Callable[[Any], Any]:
-    return lambda value: {True: bits, False: ABSENT}.get(value, value) if isinstance(value, bool) else value
-
-
-def _negated(value: Any) -> Any:
-    return not value if isinstance(value, bool) else value
+_TO_DEVICE = _flag("cpu", "none")
 
 
 @dataclass(frozen=True)
@@ -97,16 +89,16 @@ ALIASES: dict[str, Alias] = {
     "global_batch_size": Alias("train_batch_size", _MEGATRON),
     # DeepSpeed
     "bfloat16": Alias("bf16", _OLD),
-    "fp32_allreduce": Alias("communication_data_type", "an older name; false leaves it unset", _to_fp32),
+    "fp32_allreduce": Alias("communication_data_type", "an older name; false leaves it unset", _flag("fp32")),
     "bf16.check_overflow": Alias("bf16.check_grad_overflow", _OLD),
-    "compile.disable": Alias("compile.enabled", "an older name, negated", _negated),
+    "compile.disable": Alias("compile.enabled", "an older name, negated", _flag(False, True)),
     "zero_optimization.ignore_unused_parameters": Alias("parallel.unused_parameters", "DeepSpeed's name"),
-    "zero_optimization.zero_quantized_weights": Alias("parallel.compress_weights", "DeepSpeed's name; true is int8", _to_bits("int8")),
-    "zero_optimization.zero_quantized_gradients": Alias("parallel.compress_gradients", "DeepSpeed's name; true is int4", _to_bits("int4")),
+    "zero_optimization.zero_quantized_weights": Alias("parallel.compress_weights", "DeepSpeed's name; true is int8", _flag("int8")),
+    "zero_optimization.zero_quantized_gradients": Alias("parallel.compress_gradients", "DeepSpeed's name; true is int4", _flag("int4")),
     "zero_optimization.zero_hpz_partition_size": Alias("parallel.secondary_partition", "DeepSpeed's name; 1 is off"),
-    "zero_optimization.cpu_offload": Alias("zero_optimization.offload_optimizer.device", _OLD, _to_cpu),
-    "zero_optimization.cpu_offload_param": Alias("zero_optimization.offload_param.device", _OLD, _to_cpu),
-    "zero_optimization.cpu_offload_params": Alias("zero_optimization.offload_param.device", _OLD, _to_cpu),
+    "zero_optimization.cpu_offload": Alias("zero_optimization.offload_optimizer.device", _OLD, _TO_DEVICE),
+    "zero_optimization.cpu_offload_param": Alias("zero_optimization.offload_param.device", _OLD, _TO_DEVICE),
+    "zero_optimization.cpu_offload_params": Alias("zero_optimization.offload_param.device", _OLD, _TO_DEVICE),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": Alias(_GATHER, _OLD),
     "zero_optimization.gather_fp16_weights_on_model_save": Alias(_GATHER, _OLD),
     "zero_optimization.gather_16bit_weights_on_model_save": Alias(_GATHER, _FIELD),
