@@ -27,7 +27,7 @@ from plait.cli.planning.asked import (
     WorldSize,
 )
 from plait.errors import InputError
-from plait.observe.files import require_writable
+from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -79,9 +79,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search every layout of a model on a cluster: what fits, how fast, and why, without a GPU. Exit code 1 if nothing fits."""
-    from plait.cli.planning.report import write_report, write_trace
     from plait.cli.planning.request import read_calibration, read_request
-    from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan
+    from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan, write_trace
+    from plait.observe.report.plan import Story, plan_page
     from plait.planner import explain, output
     from plait.planner import search as searching
     from plait.planner.space import parse_fixed
@@ -116,7 +116,7 @@ def plan(
     if not found.best:
         print_nothing_fits(found)
         if report is not None:
-            write_report(report, found, notes=notes, fixed=fixed, calibration=calibration)
+            write_text("--report", report, plan_page(Story(found, notes, fixed=fixed, calibration=calibration)))
         raise typer.Exit(1)
     around = [(text, parse_fixed([text])) for text in explain.neighbours(found)] if "neighbours" in why else []
     told = [explain.why(found, query, text, fixed=fixed, calibration=calibration) for text, query in queries]
@@ -125,7 +125,7 @@ def plan(
     changes = explain.sensitivity(found, calibration=calibration) if "sensitivity" in why else []
     written = output.write(found, out, asked.base) if out is not None else None
     if report is not None:
-        write_report(report, found, notes=notes, reasons=reasons, changes=changes, fixed=fixed, calibration=calibration)
+        write_text("--report", report, plan_page(Story(found, notes, reasons, changes, fixed, calibration)))
     if trace is not None:
         write_trace(trace, found, calibration=calibration)
     if as_json:

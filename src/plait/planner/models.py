@@ -269,25 +269,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 def to_config(architecture: Architecture, *, positions: int) -> dict[str, Any]:
     """The Hugging Face configuration of a model in the table, for sequences of `positions` tokens."""
-    a = architecture
+    a, names = architecture, _NAMES | _OPTIONAL
     if a.model_type == "gpt2":
-        return {
-            "model_type": "gpt2",
-            "n_layer": a.layers,
-            "n_embd": a.hidden,
-            "n_head": a.heads,
-            "n_inner": a.ffn,
-            "vocab_size": a.vocab,
-            "n_positions": max(a.positions, positions),
-        }
+        shape = {names[field][1]: getattr(a, field) for field in ("layers", "hidden", "heads", "ffn")}
+        return {"model_type": "gpt2", **shape, "vocab_size": a.vocab, "n_positions": max(a.positions, positions)}
     config = {
         "model_type": a.model_type,
-        "num_hidden_layers": a.layers,
-        "hidden_size": a.hidden,
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.kv_heads,
-        "intermediate_size": a.ffn,
-        "vocab_size": a.vocab,
+        **{names[field][0]: getattr(a, field) for field in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")},
         "max_position_embeddings": positions,
         "tie_word_embeddings": bool(a.tied),
     }

@@ -1,14 +1,21 @@
-"""What `plait plan` prints: tables on a terminal, aligned lines in a pipe, JSON in a file."""
+"""What `plait plan` shows: tables on a terminal, aligned lines in a pipe, a trace in a file."""
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from plait.cli.planning.tables import print_table
+from plait.errors import InputError
+from plait.observe.files import write_text
+from plait.observe.trace import chrome_trace
 from plait.planner import hardware
 from plait.planner import models as known
+from plait.planner.calibrate import Calibration
+from plait.planner.detail import beyond, timeline
 from plait.planner.explain import Change, Comparison, describe
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.search import Plan
@@ -141,3 +148,15 @@ def print_names() -> None:
             ]
         )
     print_table(console, ("gpu", "", "memory", "16 bits", ""), devices)
+
+
+def write_trace(path: Path, found: Plan, *, calibration: Calibration | None = None) -> None:
+    """The pipeline of the best choice as a Chrome trace. Raises InputError where its schedule has no table, or the file cannot be
+    written."""
+    best = found.best[0]
+    try:
+        simulated = timeline(found.request, best, calibration=calibration)
+    except InputError as error:
+        raise InputError(f"--trace: the best layout has no timeline: {error}; leave the option out, or --fix another schedule") from None
+    trace = chrome_trace(simulated, title=describe(best.layout), after=beyond(best, simulated))
+    write_text("--trace", path, json.dumps(trace) + "\n")
