@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from unittest.mock import patch
+
 from plait._torch.groups import timeout_of
 from plait.cluster.layout import Layout
-from plait.cluster.mesh import build_mesh, split_by_node
+from plait.cluster.mesh import Groups, build_mesh
 from tests.pool import SECONDS, Pool
 
 
 def timeouts(rank: int, world: int) -> dict[str, float]:
     """Runs in a worker, whose default group was made with the pool's timeout."""
-    mesh = build_mesh(Layout(pp=2, dp_shard=2))
+    stages = frozenset({0, 1})
+    mesh = build_mesh(Layout(pp=2, dp_shard=2), groups=Groups(stages=(stages,)))
     groups = {axis: mesh.group(axis) for axis in ("pp", "dp_shard")} | {"both": mesh.group("pp", "dp_shard"), "down": mesh.reverse_pp}
-    both = groups["both"]
-    levels = split_by_node(both, [0, 0, 1, 1]) if both is not None else None
-    if levels is not None:
-        groups |= {"inside": levels.inside, "across": levels.across}
+    groups["tied"] = mesh.stages[stages]
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": rank // 2}
+    with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+        machines = build_mesh(Layout(dp_shard=4), groups=Groups(levels=("dp_shard",)))
+    levels = machines.levels("dp_shard")
+    assert levels is not None and machines.machines("dp_shard") == 2
+    groups |= {"inside": levels.inside, "across": levels.across}
     return {name: timeout_of(group) for name, group in groups.items() if group is not None}
 
 
 def test_a_user_s_timeout_reaches_every_group(pool: Pool) -> None:
     """B13."""
     for found in pool.run(4, timeouts):
-        assert found == dict.fromkeys(("pp", "dp_shard", "both", "down", "inside", "across"), float(SECONDS))
+        assert found == dict.fromkeys(("pp", "dp_shard", "both", "down", "tied", "inside", "across"), float(SECONDS))

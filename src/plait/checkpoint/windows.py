@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from plait._torch.dtensor import local_window, shard_order
 from plait.cluster.layout import AXES, Layout
 from plait.errors import CheckpointError
+from plait.parallel.reduction import Reduction
 from plait.policy import Policy
 from plait.shards import shard_length, shard_size
 
@@ -46,8 +47,7 @@ class TensorRecord(Policy):
 
     def is_written_by(self, at: Mapping[str, int]) -> bool:
         """Whether the rank at the coordinates writes its part."""
-        cut = {axis for axis, _ in self.cuts}
-        return at["pp"] == self.stages[0] and all(at[axis] == 0 for axis in AXES if axis != "pp" and axis not in cut)
+        return Reduction(tuple(axis for axis, _ in self.cuts), stages=self.stages[:1]).is_written_at(at)
 
     def parts(self, layout: Layout, wanted: Window) -> Iterator[tuple[int, Window]]:
         """(rank, what it holds) of every rank that wrote a part of `wanted`."""

@@ -104,15 +104,15 @@ def _show_nccl(*, as_json: bool) -> None:
 def _work(out: Path, seconds: float, *, said: bool) -> None:
     """What each process runs; the first one writes and, if it is to be said, prints."""
     from plait.cluster.layout import Layout
-    from plait.cluster.mesh import build_mesh
+    from plait.cluster.mesh import Groups, build_mesh
     from plait.comm.choose import choose_all_reduce, choose_buckets
     from plait.comm.links import save
     from plait.comm.measure import measure_group
     from plait.units import KIB, MIB, format_bytes
 
-    mesh = build_mesh(Layout(dp_replicate=place().world_size))
+    axis = "dp_replicate"
+    mesh = build_mesh(Layout(dp_replicate=place().world_size), groups=Groups(levels=(axis,)))
     try:
-        axis = "dp_replicate"
         group = mesh.group(axis)
         if group is None:
             raise InputError("one process has no links; start two or more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch
@@ -27,6 +27,22 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 COMBINED = (SAMPLE_AXES, TOKEN_AXES, ("pp", *TOKEN_AXES), SPLIT_AXES)
 """Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the global norm of
 gradients. Axes of degree 1 count for nothing, so that without cp the first two are one group."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that a run needs besides one for every axis and those of COMBINED. All are made with the mesh, in one order."""
+
+    axes: tuple[tuple[str, ...], ...] = ()
+    """Several axes, each taken together."""
+    stages: tuple[frozenset[int], ...] = ()
+    """Coordinates along pp: their ranks that share all other coordinates."""
+    levels: tuple[str, ...] = ()
+    """Axes that are split by machine too, where a group spans several."""
+
+    def __add__(self, other: Groups) -> Groups:
+        """Both, each once."""
+        return Groups(*(tuple(dict.fromkeys((*getattr(self, f.name), *getattr(other, f.name)))) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,10 @@ class Mesh:
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups over several axes. Made with the mesh, because that is collective over all ranks, and not all may want a group later."""
+    stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
+    """Groups of some stages by their coordinates along pp; None on the other ranks."""
+    node_levels: Mapping[str, tuple[Levels | None, int]] = field(default_factory=dict)
+    """Axis to its levels, and how many machines its group spans."""
     made: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
     """All groups that this mesh made, to be ended with it."""
 
@@ -104,7 +124,7 @@ class Mesh:
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group over `axes` taken together; None when their degrees are all 1 (nothing to communicate). Makes none: raises
-        KeyError for several axes that are not in COMBINED."""
+        KeyError for several axes that are neither in COMBINED nor in the mesh's `Groups`."""
         used = self._used(axes)
         if len(used) < 2:
             return self.sub(*used).get_group() if used else None
@@ -113,10 +133,15 @@ class Mesh:
     def _used(self, axes: Collection[str]) -> tuple[str, ...]:
         return tuple(axis for axis in AXES if axis in axes and getattr(self.layout, axis) > 1)
 
-    def with_combined(self) -> Mesh:
-        """With the groups over several axes. Collective over all ranks."""
-        wanted = dict.fromkeys(used for used in map(self._used, COMBINED) if len(used) > 1)
-        return replace(self, combined={used: self._own(flattened(self.sub(*used)).get_group()) for used in wanted})
+    def with_groups(self, wanted: Groups) -> Mesh:
+        """With the groups over several axes, of stages and of machines. Collective over all ranks."""
+        used = dict.fromkeys(used for used in map(self._used, (*COMBINED, *wanted.axes)) if len(used) > 1)
+        mesh = replace(self, combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used})
+        if self.layout.pp > 1:
+            mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
+        mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in wanted.stages})
+        nodes = _nodes() if wanted.levels else []
+        return replace(mesh, node_levels={axis: mesh._levels(axis, nodes) for axis in wanted.levels})
 
     def stages_group(self, stages: Collection[int]) -> dist.ProcessGroup | None:
         """A new group of the ranks at pp coordinates `stages` that share all other coordinates; None on the other ranks. Collective."""
@@ -139,30 +164,27 @@ class Mesh:
         """How many ranks of the run are on this machine, as the launcher says."""
         return place().local_world_size
 
-    def levels(self, *axes: str) -> Levels | None:
-        """The intra-node and inter-node groups of the group over `axes`; None where there is no such split (see `split_by_node`).
-        Collective over the group where the run spans machines."""
-        group, nodes = self.group(*axes), self._nodes(*axes)
-        found = split_by_node(group, nodes) if group is not None and len(set(nodes)) > 1 else None
+    def levels(self, axis: str) -> Levels | None:
+        """The intra-node and inter-node groups of the group over `axis`; None where there is no such split (see `split_by_node`). Raises
+        KeyError for an axis that is not in the mesh's `Groups`."""
+        return self.node_levels[axis][0]
+
+    def machines(self, axis: str) -> int:
+        """How many machines the group over `axis` spans, equally many ranks on each; 1 where these are not equal. Raises KeyError as
+        `levels` does."""
+        return self.node_levels[axis][1]
+
+    def _levels(self, axis: str, nodes: Sequence[int]) -> tuple[Levels | None, int]:
+        """`nodes`: the machine of every rank of the world. Collective over the group of the axis."""
+        group = self.group(axis)
+        if group is None:
+            return None, 1
+        own = [nodes[rank] for rank in dist.get_process_group_ranks(group)]
+        found = split_by_node(group, own) if len(set(own)) > 1 else None
         if found is not None:
             self.made.extend((found.inside, found.across))
-        return found
-
-    def machines(self, *axes: str) -> int:
-        """How many machines the group over `axes` spans, equally many ranks on each; 1 where these are not equal. Collective like
-        `levels`."""
-        counts = Counter(self._nodes(*axes))
-        return len(counts) if len(set(counts.values())) == 1 else 1
-
-    def _nodes(self, *axes: str) -> list[int]:
-        """The machine of every rank of the group over `axes`."""
-        group, here = self.group(*axes), place()
-        if group is None:
-            return [0]
-        nodes = [0] * group.size()
-        if here.local_world_size != here.world_size and dist.get_backend(group) != "fake":
-            dist.all_gather_object(nodes, here.node_rank, group=group)
-        return nodes
+        counts = Counter(own)
+        return found, len(counts) if len(set(counts.values())) == 1 else 1
 
     def _own(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         if group is not dist.group.WORLD:  # which torch takes for an axis that holds all ranks
@@ -203,6 +225,15 @@ def split_by_node(group: dist.ProcessGroup, nodes: Sequence[int]) -> Levels | No
     return Levels(group, mine[0], mine[1])
 
 
+def _nodes() -> list[int]:
+    """The machine of every rank of the world. Collective where the run spans several."""
+    here = place()
+    nodes = [0] * dist.get_world_size()
+    if here.local_world_size != here.world_size and dist.get_backend() != "fake":
+        dist.all_gather_object(nodes, here.node_rank)
+    return nodes
+
+
 def _timed(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of this mesh, whose collectives give up when those of the default group do: the time that a user gave that one holds for
     all."""
@@ -219,8 +250,9 @@ def build_mesh(
     timeout: timedelta = DEFAULT_TIMEOUT,
     host_tensors: bool = False,
     nccl: Nccl | None = None,
+    groups: Groups = Groups(),
 ) -> Mesh:
-    """Groups for `layout` over the processes that exist.
+    """Groups for `layout` over the processes that exist, and `groups` besides.
 
     `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
     are wanted too (offloaded parameters are gathered there for checkpoints). `nccl`: NCCL's settings. Raises ConfigError when the layout's
@@ -246,8 +278,7 @@ def build_mesh(
     mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns))
     for name in names:
         mesh._own(device_mesh[name].get_group())
-    mesh = mesh.with_combined()
-    return replace(mesh, reverse_pp=mesh.stages_group(range(layout.pp))) if layout.pp > 1 else mesh
+    return mesh.with_groups(groups)
 
 
 def default_device_type() -> str:

@@ -33,7 +33,7 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import TensorPlan
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
-from plait.parallel.accounting.ledger import Ledger, local_rows
+from plait.parallel.accounting.ledger import Ledger, part_of
 from plait.parallel.accounting.peak import Peak, step_peak
 from plait.parallel.accounting.timeline_points import StageMoments, StepFacts
 from plait.parallel.micro_batches import default_forward
@@ -43,7 +43,6 @@ from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.schedules.schedule import Action, Kind
 from plait.parallel.technique import Parts, notes_of
-from plait.shards import shard_length
 from plait.units import dtype_of
 
 
@@ -173,15 +172,15 @@ def _moments(dry: DryModel, boundary: torch.Tensor, *, row: Sequence[Action], le
 def _optimizer(resolved: Resolved, mesh: Mesh, facts: ModelFacts, ledger: Ledger) -> tuple[int, int]:
     """(bytes of the optimizer's states, the most that a step holds besides parameters, gradients and states), by a step on fake shards."""
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-    n, rank = int(ledger.dp_shard[0]), int(ledger.shard_rank[0])
+    n = int(ledger.dp_shard[0])
     axis = next((name for name, size in (("dp_shard", n), ("tp", resolved.layout.tp)) if size > 1), None)
     small = resolved.optimizer.states != "own"
     with FakeTensorMode(allow_non_fake_inputs=True):
         named = []
         for parameter in facts.trainable:
             dim = ledger.tensor_dims.get(parameter.name)
-            rows, row = (int(count[0]) for count in local_rows(parameter.shape, dim, ledger))
-            held = shard_length(rows, n, rank)
+            part = part_of(parameter.shape, dim, ledger)
+            held, row = int(part.held[0]), int(part.row[0])
             shape = (held, row) if len(parameter.shape) > 1 else (held,)
             local = torch.empty(shape, dtype=dtypes[parameter.itemsize], device=mesh.device)
             whole = local

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.cluster.layout import Layout
-from plait.cluster.mesh import Mesh, build_mesh
+from plait.cluster.mesh import Groups, Mesh, build_mesh
 from plait.comm.measure import measure_group
 from plait.engine.device_rates import measure_addition, measure_products
 from plait.engine.timed_steps import TimedSteps, time_steps
@@ -139,7 +139,7 @@ def measured_of(request: Request, layout: Mapping[str, Any], times: Sequence[Tim
 @contextmanager
 def _processes(count: int) -> Iterator[Mesh]:
     """The process group that all measurements share."""
-    mesh = build_mesh(Layout(dp_replicate=count))
+    mesh = build_mesh(Layout(dp_replicate=count), groups=Groups(levels=("dp_replicate",)))
     try:
         yield mesh
     finally:

@@ -12,7 +12,7 @@ from plait.cluster.layout import SPLIT_AXES
 from plait.cluster.mesh import Mesh
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_math import norms_of
-from plait.parallel.reduction import counts_here, sharded_axes
+from plait.parallel.reduction import Reduction, sharded_axes
 
 
 def clip_factor(norm: torch.Tensor, largest: float) -> torch.Tensor:
@@ -47,7 +47,7 @@ def _over_ranks(by_axes: dict[tuple[str, ...], torch.Tensor], mesh: Mesh) -> tor
     for axes, norm in sorted(by_axes.items(), key=lambda entry: entry[0]):
         square = (norm**2).to(mesh.device)  # gradients may be on the host
         # What another rank counts is added as 0, which keeps a norm that is not finite.
-        total = total + (square if counts_here(axes, mesh) else square * 0)
+        total = total + (square if Reduction(axes).counts_at(mesh.coordinates) else square * 0)
     group = mesh.group(*SPLIT_AXES)
     if group is not None:
         dist.all_reduce(total, group=group)

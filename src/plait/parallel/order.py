@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from plait.cluster.layout import AXES
-from plait.cluster.mesh import Mesh
+from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
@@ -78,6 +78,11 @@ def check_all(context: Context) -> dict[type, object]:
     """Refuse what cannot be: pairs first, then by every technique. Returns the notes that `Parts` begins with."""
     refuse_incompatible(context)
     return notes_of(technique.check(context) for technique in context.techniques)
+
+
+def groups_of(context: Context) -> Groups:
+    """The groups that all techniques need, in order; `context` has the notes of the checks."""
+    return sum((technique.groups(context) for technique in context.techniques), start=Groups())
 
 
 def apply_all(techniques: Iterable[Technique], parts: Parts, mesh: Mesh) -> Parts:

@@ -1,15 +1,46 @@
-"""Which ranks hold what of a parameter and its gradient: the axes over which it is split, and the rank that counts it where it is not.
+"""Which ranks hold what of a parameter, and whose gradients are summed into its own: one value for the norm, for sums and for checkpoints.
 
-An axis of `SPLIT_AXES` either splits a tensor or replicates it, and replicas are equal to the bit once gradients are reduced.
+An axis either splits a tensor, or replicates it, and replicas are equal to the bit once gradients are reduced. In numbers the same is
+`accounting.ledger.Part`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.tensor import DTensor
 
-from plait.cluster.layout import SPLIT_AXES
-from plait.cluster.mesh import Mesh
+from plait.cluster.layout import AXES, SPLIT_AXES
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Of one parameter, its gradient and what is shaped like it."""
+
+    sharded: tuple[str, ...] = ()
+    """Axes over which it is split; over the others it is replicated."""
+    summed: tuple[str, ...] = ()
+    """Axes whose ranks compute its gradient from other parts of the batch: it is the sum over them, once all hooks have reduced."""
+    stages: tuple[int, ...] = ()
+    """Coordinates along pp that hold it; empty: each stage has a tensor of its own."""
+
+    def is_first_stage(self, at: Mapping[str, int]) -> bool:
+        """Whether no earlier pipeline stage holds it: of a tied parameter one stage counts and writes."""
+        return not self.stages or at["pp"] == min(self.stages)
+
+    def counts_at(self, at: Mapping[str, int]) -> bool:
+        """Whether the part of the rank at these coordinates belongs into a sum over `SPLIT_AXES`, such as the norm's: that of the first
+        replica does."""
+        return self._first(at, SPLIT_AXES)
+
+    def is_written_at(self, at: Mapping[str, int]) -> bool:
+        """Whether the rank at these coordinates writes its part into a checkpoint: of all replicas the first one does."""
+        return self._first(at, AXES)
+
+    def _first(self, at: Mapping[str, int], among: Collection[str]) -> bool:
+        return self.is_first_stage(at) and all(at[axis] == 0 for axis in among if axis != "pp" and axis not in self.sharded)
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
@@ -18,9 +49,3 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
     return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())
-
-
-def counts_here(sharded: tuple[str, ...], mesh: Mesh) -> bool:
-    """Whether this rank's part of a tensor that is split over the axes `sharded` belongs into a sum over `SPLIT_AXES`: of replicas the
-    first one does. Every pipeline stage counts its own parameters."""
-    return all(mesh.coordinates[axis] == 0 for axis in SPLIT_AXES if axis != "pp" and axis not in sharded)

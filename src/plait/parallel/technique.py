@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.cluster.mesh import Mesh
+from plait.cluster.mesh import Groups, Mesh
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.reduction import Reduction, sharded_axes
 from plait.policy import Policy
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ class Context:
     """Unsharded; None where only the configuration is known."""
     blocks: tuple[str, ...] = ()
     """Names (FQNs) of its repeated blocks."""
+    notes: Mapping[type, object] = field(default_factory=dict)
+    """What the checks found, by type; empty while they run."""
 
     def chosen(self, kind: type[Kind]) -> Kind:
         """The technique of a class; the default one where none is selected."""
@@ -98,6 +101,10 @@ class Parts:
         """A copy with some settings of the shards replaced."""
         return replace(self, shard=replace(self.shard, **changes))
 
+    def reduction(self, parameter: nn.Parameter) -> Reduction:
+        """Which ranks hold what of a parameter of this rank, and over which its gradient is summed."""
+        return Reduction(sharded_axes(parameter), self.batch_axes)
+
     def noted(self, kind: type[T]) -> T | None:
         """The note of a type, if there is one."""
         return cast("T | None", self.notes.get(kind))
@@ -118,6 +125,11 @@ class Technique(Policy):
         where the context has no model, it checks the configuration alone. Returns a result about the model that `apply` needs (a plan),
         which is added to the notes of `Parts`."""
         return None
+
+    def groups(self, context: Context) -> Groups:
+        """The process groups that it needs besides those that every mesh has: all are made with the mesh, after the checks, and none
+        later."""
+        return Groups()
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Change the model in place. Parameter names do not change; a pipeline rank keeps only its own parameters."""

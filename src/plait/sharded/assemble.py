@@ -110,7 +110,8 @@ def split(
     warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
     _warn_of_little(checked.parts.noted(TensorPlan), model)
     check_placement(resolved)
-    mesh = build_mesh(resolved.layout, host_tensors=resolved.optimizer_offload.device == "cpu", nccl=resolved.nccl)
+    on_host = resolved.optimizer_offload.device == "cpu"
+    mesh = build_mesh(resolved.layout, host_tensors=on_host, nccl=resolved.nccl, groups=checked.groups)
     seed = refuse_different_ranks(model, resolved, mesh)
     if not on_meta:
         model.to(mesh.device)

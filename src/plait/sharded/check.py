@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from plait.cluster.mesh import default_device_type
+from plait.cluster.mesh import Groups, default_device_type
 from plait.config.resolving.resolve import Resolved
 from plait.model.blocks import find_blocks
 from plait.optim.optimizer import refuse_nothing_to_train
-from plait.parallel.order import check_all
+from plait.parallel.order import check_all, groups_of
 from plait.parallel.technique import Parts
 from plait.sharded.misuse import refuse_unfit_layers
 
@@ -31,6 +31,8 @@ class CheckedModel:
     """Names (FQNs) of its repeated blocks."""
     notes: Mapping[type, object]
     """What the checks found out, by type."""
+    groups: Groups
+    """What the techniques need besides a group for every axis."""
 
     @property
     def parts(self) -> Parts:
@@ -48,4 +50,5 @@ def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
     blocks = find_blocks(model, resolved.blocks or None)
     refuse_unfit_layers(model, resolved)
     context = resolved.context(device_type=default_device_type(), model=model, blocks=blocks)
-    return CheckedModel(model, resolved, blocks, check_all(context))
+    notes = check_all(context)
+    return CheckedModel(model, resolved, blocks, notes, groups_of(replace(context, notes=notes)))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import Scheme
-from plait.shards import shard_length
+from plait.shards import shard_length, shard_size
 
 if TYPE_CHECKING:
     from plait.cluster.layout import Layout
@@ -74,8 +75,9 @@ class Ledger:
     tp: Array
     tp_rank: Array
     """Which rank of the tp axis is priced; 0 holds the most."""
+    cp: Array
     tokens: Array
-    """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the tp axis's traffic grows with them."""
+    """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the traffic of tp and cp grows with them."""
     activations: RankActivations | None = None
     """What one micro-batch of these tokens keeps, measured; None leaves activations out of the account."""
     loss_passes: int = 1
@@ -112,12 +114,13 @@ class Ledger:
         shard_rank: Any = 0,
         tp: Any = 1,
         tp_rank: Any = 0,
+        cp: Any = 1,
         tokens: Any = 0,
         **fields: Any,
     ) -> Ledger:
         """A ledger for scalars or arrays of candidates, broadcast against each other."""
-        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, tokens)
-        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "tokens")
+        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, cp, tokens)
+        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "cp", "tokens")
         arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
         axes: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return cls(**axes, **fields)
@@ -133,6 +136,7 @@ class Ledger:
             shard_rank=at["dp_shard"],
             tp=layout.tp,
             tp_rank=at["tp"],
+            cp=layout.cp,
             tokens=tokens,
             **fields,
         )
@@ -156,6 +160,33 @@ class Ledger:
 
 def _added(table: Mapping[str, Array], key: str, count: Any) -> Mapping[str, Array]:
     return MappingProxyType({**table, key: table.get(key, 0) + np.asarray(count)})
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a parameter, of its gradient and of its optimizer states, for every candidate: tp splits it along one dimension,
+    then dp_shard along the first. Over the other axes it is replicated. The run-time counterpart is `reduction.Reduction`."""
+
+    rows: Array
+    """Of the first dimension, after tp."""
+    row: Array
+    """Elements of one of them."""
+    padded: Array
+    """Rows of the first rank's shard: the others are stored and sent padded to them."""
+    held: Array
+    """Rows of this rank's shard."""
+
+
+def part_of(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> Part:
+    """Of a parameter of this shape that tp splits along `tensor_dim`, None for none."""
+    rows, row = local_rows(shape, tensor_dim, ledger)
+    return Part(rows, row, shard_size(rows, ledger.dp_shard), shard_length(rows, ledger.dp_shard, ledger.shard_rank))
+
+
+def gradient_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
+    """What this rank holds of the gradients once they are reduced, without padding."""
+    parts = [(p.itemsize, part_of(p.shape, ledger.tensor_dims.get(p.name), ledger)) for p in facts.trainable]
+    return sum((itemsize * part.held * part.row for itemsize, part in parts), start=np.zeros_like(ledger.dp_shard))
 
 
 def local_rows(shape: tuple[int, ...], tensor_dim: int | None, ledger: Ledger) -> tuple[Array, Array]:

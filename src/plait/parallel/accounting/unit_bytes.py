@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.model.facts import ModelFacts
-from plait.parallel.accounting.ledger import Ledger, local_rows
-from plait.shards import shard_size
+from plait.parallel.accounting.ledger import Ledger, part_of
 
 ROOT = -1
 
@@ -44,12 +43,12 @@ def unit_bytes(facts: ModelFacts, ledger: Ledger) -> dict[int, UnitBytes]:
     n = int(ledger.dp_shard[0])
     for parameter in facts.parameters:
         unit = units.setdefault(parameter.unit, UnitBytes())
-        counts = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        rows, row = (int(count[0]) for count in counts)
+        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        rows, row, padded = (int(count[0]) for count in (part.rows, part.row, part.padded))
         own = parameter.itemsize
         compute = own if ledger.compute_bytes is None else int(ledger.compute_bytes[0])
         reduce = compute if ledger.reduce_bytes is None else int(ledger.reduce_bytes[0])
-        shard = shard_size(rows, n) * row
+        shard = padded * row
         unit.gathered += shard * n * compute
         unit.cast_shards += shard * compute if ledger.compute_bytes is not None else 0
         unit.last_parameter = rows * row * compute

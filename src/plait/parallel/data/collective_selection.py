@@ -37,6 +37,10 @@ T = TypeVar("T")
 MakeBuckets = Callable[[Sequence[Flat]], Buckets]
 
 
+NEEDS_LEVELS = ("by-machines", "hierarchical")
+"""Values of `all_reduce` that look at which ranks share a machine."""
+
+
 class CollectiveSettings(Technique):
     """How gradients and parameters are sent between data-parallel ranks."""
 
@@ -134,7 +138,7 @@ def replicated(
     if scheme.gradients:
         fixed = BucketWay(partial(scheme.buckets, group, mesh.device), technique.bucket_bytes)
         return Summing(fixed, f"gradients are reduced as {scheme.name}")
-    levels = mesh.levels("dp_replicate") if technique.all_reduce in ("by-machines", "hierarchical") else None
+    levels = mesh.levels("dp_replicate") if technique.all_reduce in NEEDS_LEVELS else None
     if not _on_all_of_tp(mesh, levels is not None):
         levels = None
     wanted: str = technique.all_reduce

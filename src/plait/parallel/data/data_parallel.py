@@ -31,12 +31,12 @@ from plait._torch.passes import reset_failed_step
 from plait._torch.units import reduce_unused_parameters, sharded_modules
 from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
-from plait.cluster.mesh import Mesh
+from plait.cluster.mesh import Groups, Mesh
 from plait.comm.waits import Waits
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
-from plait.parallel.accounting.ledger import Array, Ledger, local_rows
+from plait.parallel.accounting.ledger import Array, Ledger, local_rows, part_of
 from plait.parallel.accounting.zero_rule import of_block
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.data import collective_selection
@@ -53,7 +53,6 @@ from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtype
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.precision.optimizer_states import state_bytes
 from plait.parallel.technique import Context, Parts
-from plait.shards import shard_length, shard_size
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -78,6 +77,15 @@ class DataParallel(CollectiveSettings):
         sharded = layout.dp_shard > 1 or context.chosen(Precision).compute is not None or set(offloads) != {"none"}
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
         refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1)
+
+    def groups(self, context: Context) -> Groups:
+        """The machines of the axis whose collectives go by them."""
+        compression, layout = context.chosen(Compression), context.layout
+        if _all_reduces(context):
+            needs_levels = not compression.scheme.gradients and self.all_reduce in collective_selection.NEEDS_LEVELS
+            return Groups(levels=("dp_replicate",) if layout.dp_replicate > 1 and needs_levels else ())
+        compressed = compression.scheme.gradient_bits or (compression.candidates and context.device_type == "cpu")
+        return Groups(levels=("dp_shard",) if layout.dp_shard > 1 and compressed else ())
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Shard in place, or make the gradient reducer."""
@@ -137,6 +145,13 @@ class DataParallel(CollectiveSettings):
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Bytes and traffic of the table above, exact to the padding."""
         return _account(self, ledger, facts)
+
+
+def _all_reduces(context: Context) -> bool:
+    """Whether there will be a reducer (`apply` asks the same of what the techniques before it have left): nothing is sharded or cast."""
+    states, shards = context.chosen(OptimizerOffload), context.chosen(ParameterOffload)
+    sharded = context.layout.dp_shard > 1 or states.device == "cpu" or (shards.device == "nvme" and not shards.with_states)
+    return not sharded and context.chosen(Precision).compute is None
 
 
 def _description(sharing: Sharing, parts: Parts) -> str:
@@ -278,14 +293,12 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
     sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
-        rows, row_numel = local_rows(shape, tensor_dim, ledger)
-        held = np.where(sharded, shard_length(rows, n, ledger.shard_rank), rows)
-        padded = np.where(sharded, shard_size(rows, n), rows)  # shards are stored padded to the first rank's
-        full = np.where(sharded, padded * n, rows)
+        part = part_of(shape, tensor_dim, ledger)
+        rows, row_numel, padded = part.rows, part.row, part.padded
         compute = itemsize if ledger.compute_bytes is None else ledger.compute_bytes
         reduce = compute if ledger.reduce_bytes is None else ledger.reduce_bytes
         total["parameters"] += count * padded * row_numel * itemsize
-        total["gathered"] += count * full * row_numel * compute
+        total["gathered"] += count * padded * n * row_numel * compute
         shard, again = padded * row_numel, technique.secondary_partition or n
         sent = count * n * sent_bytes(ledger.scheme.weight_bits, shape, shard, compute)
         total["wire_gather_block" if in_block else "wire_gather_root"] += sent
@@ -295,7 +308,7 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         if trainable:
             total["gradients"] += count * padded * row_numel * itemsize
             states = state_bytes(
-                ledger.optimizer_states, shape, itemsize=itemsize, tensors=ledger.optimizer_tensors, numel=held * row_numel
+                ledger.optimizer_states, shape, itemsize=itemsize, tensors=ledger.optimizer_tensors, numel=part.held * row_numel
             )
             total["optimizer"] += count * (states + ledger.optimizer_scalar_bytes)
             sent = count * n * sent_bytes(ledger.scheme.gradient_bits, shape, shard, reduce)
@@ -338,9 +351,9 @@ def _largest_gradients(ledger: Ledger, facts: ModelFacts, sharded: NDArray[np.bo
     units: dict[int, Array] = {}
     largest = zero
     for parameter in facts.trainable:
-        rows, row_numel = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        units[parameter.unit] = units.get(parameter.unit, zero) + shard_size(rows, ledger.dp_shard) * row_numel * parameter.itemsize
-        largest = np.maximum(largest, rows * row_numel * parameter.itemsize)
+        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        units[parameter.unit] = units.get(parameter.unit, zero) + part.padded * part.row * parameter.itemsize
+        largest = np.maximum(largest, part.rows * part.row * parameter.itemsize)
     return np.where(sharded, np.max([zero, *units.values()], axis=0), largest)
 
 

@@ -62,9 +62,8 @@ class OptimizerOffload(Technique):
             return ledger
         zero = np.zeros_like(ledger.dp_shard)
         on_host = self.device == "cpu"
-        sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | on_host
         moved = zero
-        for parameter, padded, held in held_of(facts, ledger, self.ratio, sharded=sharded):
+        for parameter, padded, held in held_of(facts, ledger, self.ratio):
             if on_host:
                 moved = moved + padded  # the master weights; in files they count with the parameters
             if parameter.trainable:

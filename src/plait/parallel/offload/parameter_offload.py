@@ -59,6 +59,6 @@ class ParameterOffload(Technique):
         if self.device != "nvme":
             return ledger
         sharded = (ledger.dp_shard > 1) | (ledger.compute_bytes is not None) | (not self.with_states)
-        shards = (padded for _, padded, _ in held_of(facts, ledger, self.ratio, sharded=sharded))
+        shards = (padded for _, padded, _ in held_of(facts, ledger, self.ratio))
         in_files = np.where(sharded, sum(shards, np.zeros_like(ledger.dp_shard)), 0)
         return ledger.add_memory("files", in_files).add_memory("step_buffers", np.minimum(in_files, self.pool_bytes))

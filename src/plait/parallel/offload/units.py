@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-import numpy as np
-from numpy.typing import NDArray
-
 from plait.model.facts import ModelFacts, ParameterFacts
-from plait.parallel.accounting.ledger import Array, Ledger, local_rows
+from plait.parallel.accounting.ledger import Array, Ledger, part_of
 
 
 def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
@@ -26,16 +23,12 @@ def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def held_of(
-    facts: ModelFacts, ledger: Ledger, ratio: float, *, sharded: NDArray[np.bool_]
-) -> Iterator[tuple[ParameterFacts, Array, Array]]:
-    """Of every parameter of the chosen units: (it, bytes of its shard, padded to the first rank's; bytes of what this rank really holds,
-    which is all of it where it is not `sharded`)."""
+def held_of(facts: ModelFacts, ledger: Ledger, ratio: float) -> Iterator[tuple[ParameterFacts, Array, Array]]:
+    """Of every parameter of the chosen units: (it, bytes of its shard, padded to the first rank's; bytes of what this rank really
+    holds)."""
     chosen = offloaded_units(facts, ratio)
     for parameter in facts.parameters:
         if parameter.unit not in chosen:
             continue
-        rows, row = local_rows(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
-        chunk = -(-rows // ledger.dp_shard)
-        held = np.where(sharded, np.minimum(chunk, np.maximum(rows - ledger.shard_rank * chunk, 0)), rows)
-        yield parameter, chunk * row * parameter.itemsize, held * row * parameter.itemsize
+        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        yield parameter, part.padded * part.row * parameter.itemsize, part.held * part.row * parameter.itemsize

@@ -16,11 +16,10 @@ import numpy as np
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.plans import TensorPlan
 from plait.model.stages import StageCut
-from plait.parallel.accounting.ledger import Ledger, StageCounts, local_rows
+from plait.parallel.accounting.ledger import Ledger, StageCounts, part_of
 from plait.parallel.accounting.zero_rule import of_block, of_root
 from plait.parallel.pipeline.balance import forward_costs, imbalance, stage_costs
 from plait.parallel.schedules.schedule import Action, Kind, Schedule, messages
-from plait.shards import shard_length
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ def _shared_bytes(schedule: Schedule, rank: int, cut: StageCut, facts: ModelFact
 
 def _local_bytes(parameter: ParameterFacts, dim: int | None, ledger: Ledger) -> int:
     """Bytes of a rank's part of a parameter that tp splits along `dim`, and dp_shard along the first dimension."""
-    rows, row = (int(count[0]) for count in local_rows(parameter.shape, dim, ledger))
-    return int(shard_length(rows, int(ledger.dp_shard[0]), int(ledger.shard_rank[0]))) * row * parameter.itemsize
+    part = part_of(parameter.shape, dim, ledger)
+    return int(part.held[0] * part.row[0]) * parameter.itemsize
 
 
 # ---- after every computation --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
-from plait.cluster.mesh import Mesh
+from plait.cluster.mesh import Groups, Mesh
 from plait.comm.messages import Messenger
 from plait.comm.waits import Waits
 from plait.errors import ConfigError, Problem
@@ -33,6 +33,7 @@ from plait.parallel.pipeline.pipeline_zero import StagedZero
 from plait.parallel.pipeline.runtime import Runtime
 from plait.parallel.pipeline.stage import StagedModel, stage_model
 from plait.parallel.pipeline.staged_store import StagedStore
+from plait.parallel.reduction import Reduction
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor.styles import Region
@@ -91,6 +92,11 @@ class Pipeline(Technique):
             bounds.append(bounds[-1] + count)
         return tuple(bounds)
 
+    def groups(self, context: Context) -> Groups:
+        """The ranks that sum the gradients of tied parameters."""
+        plan = context.notes.get(PipelineParts)
+        return Groups(stages=tuple(plan.tied().values())) if isinstance(plan, PipelineParts) else Groups()
+
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """The runtime of this rank."""
         plan = parts.noted(PipelineParts)
@@ -114,6 +120,12 @@ class PipelineParts:
     """The uncut model without its weights, to check batches with."""
     staged: StagedModel | None = None
     """This rank's stages; None until they are taken from the model."""
+
+    def tied(self) -> dict[str, frozenset[int]]:
+        """The first name of every parameter that several ranks of the pipeline hold, to those ranks; in one order on all of them."""
+        ranks = {name: frozenset(self.schedule.stage_ranks[stage] for stage in stages) for name, stages in self.cut.shared().items()}
+        first = self.cut.first_names
+        return {name: found for name, found in ranks.items() if len(found) > 1 and first.get(name, name) == name}
 
 
 @dataclass
@@ -165,19 +177,13 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
         runtime.observers.append(StagedStore(offloaded.store, staged.stages, parts.blocks[: offloaded.blocks]))
     shared: dict[nn.Parameter, dist.ProcessGroup] = {}
     counted: set[nn.Parameter] = set()
-    groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
     own: dict[str, nn.Parameter] = {}
     for name, parameter in parts.model.named_parameters(remove_duplicate=False):
         own.setdefault(found.first_names.get(name, name), parameter)
-    for name, stages in found.shared().items():  # in one order on all ranks, whichever of its names a rank has
-        ranks = frozenset(schedule.stage_ranks[stage] for stage in stages)
-        if len(ranks) == 1 or found.first_names.get(name, name) != name:
-            continue
-        if ranks not in groups:
-            groups[ranks] = mesh.stages_group(ranks)
-        group = groups[ranks]
+    for name, ranks in plan.tied().items():
+        group = mesh.stages[ranks]
         if group is not None and name in own and own[name].requires_grad:
             shared[own[name]] = group
-            if mesh.coordinates["pp"] != min(ranks):
+            if not Reduction(stages=tuple(ranks)).is_first_stage(mesh.coordinates):
                 counted.add(own[name])
     return PipelineRank(runtime, zero, shared, frozenset(counted), data.unused_parameters, schedule.stage_ranks[-1])

@@ -1,0 +1,137 @@
+"""docs/add-a-technique.md, replayed: its technique trains as one process does and sends what it accounts for, without a change of Plait."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import ConfigError, InputError, ModelError
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.order import account_all, check_all
+from plait.verify.keep_float64 import keeping_float64
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.measured.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.added_technique import context_parallel
+from tests.parity.added_technique.context_parallel import ContextParallel
+from tests.parity.data_parallel import CLIPPING, SEED, materialised
+from tests.pool import Pool
+
+LENGTH, STEPS = 8, 2
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "cp": (2, {"cp": 2}, 0),
+    "cp x dp_shard, stage 3": (4, {"cp": 2, "dp_shard": 2}, 3),
+    "cp of four": (4, {"cp": 4}, 0),
+}
+"""Processes, degrees, ZeRO stage."""
+
+
+def steps(micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Other numbers of targets in every micro-batch and part; the border between two parts predicts a token of the next one."""
+    generator, found = torch.Generator().manual_seed(11), []
+    for step in range(STEPS):
+        found.append([])
+        for index in range(micro_batches):
+            ids = torch.randint(0, cases.VOCABULARY, (2, LENGTH), generator=generator)
+            labels = ids.clone()
+            labels[0, : index + step] = -100
+            found[-1].append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def configured(name: str) -> dict[str, Any]:
+    _, degrees, stage = LAYOUTS[name]
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": degrees,
+        "run": {"seed": SEED},
+    }
+
+
+def train(rank: int, world: int, name: str) -> tuple[Trace, tuple[float, float], dict[str, int], dict[str, int]]:
+    """(trace, evaluation, bytes sent, bytes accounted for). Runs in a worker."""
+    model = cases.build("llama", tied=False)
+    facts = model_facts(model, find_blocks(model))
+    with keeping_float64(model):
+        added = [ContextParallel(sequence_length=LENGTH)]
+        engine = plait.initialize(model, configured(name), loss_fn=plait.causal_lm_loss, techniques=added)
+        evaluated = engine.eval_batch(steps(2 * engine.dp_size)[0][2 * engine.dp_rank])
+        trace = engine_trace(engine, steps(2 * engine.dp_size))
+        with count_traffic() as traffic:
+            engine.train_batch(steps(2 * engine.dp_size)[0][2 * engine.dp_rank : 2 * engine.dp_rank + 2])
+        with pytest.raises(InputError, match=r"engine\(...\) gives the model a batch as it is, and SequenceParts changes"):
+            engine(torch.zeros(2, LENGTH, dtype=torch.int64))
+    layout = engine.mesh.layout
+    start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * LENGTH)
+    ledger = account_all(engine.config.techniques, start, facts)
+    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
+    return trace, evaluated, sent, {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+
+
+@cache
+def reference(micro_batches: int) -> Trace:
+    """One plain process on full sequences."""
+    model = materialised("llama", tied=False)
+    with keeping_float64(model):
+        return reference_trace(model, steps(micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_one_process_and_sends_its_account(pool: Pool, name: str) -> None:
+    """Losses, gradients, the norm and weights to 1e-10; bytes exactly."""
+    world, degrees, _ = LAYOUTS[name]
+    ranks = world // degrees["cp"]
+    results = pool.run(world, train, name)
+    for trace, _, sent, accounted in results:
+        bar = worst(compare(reference(2 * ranks), trace))
+        assert bar.ok(1e-10), f"{bar.name}: {bar.error}"
+        assert sent == accounted
+    model, pieces = materialised("llama", tied=False), steps(2 * ranks)[0][::2]
+    with keeping_float64(model), torch.no_grad():
+        found = [plait.causal_lm_loss(model(input_ids=piece["input_ids"]), piece) for piece in pieces]
+    for _, evaluated, _, _ in results:
+        assert evaluated == pytest.approx((sum(float(loss) for loss, _ in found), sum(int(count) for _, count in found)), rel=1e-12)
+
+
+def test_refusals() -> None:
+    """Before any process group; and without the technique cp is refused as before."""
+
+    def check(kind: str, degrees: dict[str, int], *techniques: ContextParallel) -> None:
+        model = cases.build(kind, tied=False)
+        config = {"train_micro_batch_size_per_gpu": 1, "parallel": degrees}
+        resolved = resolve(load(config), world_size=degrees["cp"]).model_copy(update={"added": techniques})
+        check_all(resolved.context(model=model, blocks=find_blocks(model)))
+
+    check("llama", {"cp": 2}, ContextParallel(sequence_length=8))
+    with pytest.raises(ConfigError, match="parallel.cp = 3: a sequence has 8 tokens and 8 % 3 != 0"):
+        check("llama", {"cp": 3}, ContextParallel(sequence_length=8))
+    with pytest.raises(ModelError, match="only the attention of a Llama is known here"):
+        check("gpt2", {"cp": 2}, ContextParallel(sequence_length=8))
+    with pytest.raises(ConfigError, match="parallel.cp = 2: this version runs data, tensor and pipeline parallelism"):
+        check("llama", {"cp": 2})
+
+
+def test_the_page_shows_this_code() -> None:
+    """Every block of the page is a piece of the technique, or of this file."""
+    folder = Path(__file__).parent
+    page = (folder.parents[2] / "docs/add-a-technique.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    code = Path(context_parallel.__file__).read_text(encoding="utf-8") + Path(__file__).read_text(encoding="utf-8")
+    plain = [line.strip() for line in code.splitlines() if line.strip()]
+    assert len(blocks) >= 4
+    for block in blocks:
+        lines = [line.strip() for line in block.splitlines() if line.strip()]
+        assert any(plain[at : at + len(lines)] == lines for at in range(len(plain))), block

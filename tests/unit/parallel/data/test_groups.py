@@ -1,0 +1,46 @@
+"""Which machines' groups the exchange of gradients asks for, before a mesh exists: those that `apply` looks at, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.cluster.layout import Layout
+from plait.parallel.accounting.compression_scheme import Scheme
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.technique import Context, Technique
+
+REPLICAS, SHARDS = Layout(dp_replicate=4), Layout(dp_replicate=2, dp_shard=2)
+INT8 = Compression(scheme=Scheme(gradient_bits=8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "techniques", "expected"),
+    [
+        (REPLICAS, (), ("dp_replicate",)),
+        (Layout(tp=4), (), ()),
+        (SHARDS, (), ()),
+        (SHARDS, (INT8,), ("dp_shard",)),
+        (SHARDS, (Compression(candidates=(Scheme(gradient_bits=8),)),), ("dp_shard",)),
+        (REPLICAS, (INT8,), ()),
+        (REPLICAS, (DataParallel(all_reduce="ring"),), ()),
+        (REPLICAS, (Precision(compute="bfloat16"),), ()),
+        (REPLICAS, (OptimizerOffload(device="cpu"),), ()),
+        (REPLICAS, (ParameterOffload(device="nvme", path="there"),), ()),
+        # States in files leave parameters of one process as they are, and their gradients in buckets.
+        (
+            REPLICAS,
+            (OptimizerOffload(device="nvme", path="there"), ParameterOffload(device="nvme", path="there", with_states=True)),
+            ("dp_replicate",),
+        ),
+    ],
+)
+def test_levels(layout: Layout, techniques: tuple[Any, ...], expected: tuple[str, ...]) -> None:
+    given: tuple[Technique, ...] = techniques
+    context = Context(layout, given)
+    assert context.chosen(DataParallel).groups(context).levels == expected
