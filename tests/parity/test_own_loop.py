@@ -172,3 +172,49 @@ def test_two_optimizers(pool: Pool, stage: int) -> None:
         for name, wanted in model.named_parameters():
             if not (stage and ".side." in name):
                 torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)
+
+
+def after_a_failure(rank: int, world: int, stage: int) -> dict[str, torch.Tensor]:
+    """A plain loop that goes on after exceptions in the middle of a step. Runs in a worker."""
+    model = materialised("plain", tied=True)
+    model.out_of_buckets = torch.nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+    sharded = plait.parallelize(model, settings(world, stage, 1, 2))
+    optimizer = cases.adamw(list(model.parameters()))
+    mine, calls = cases.ragged_steps(world * 2, steps=1, keys=())[0][rank * 2 : (rank + 1) * 2], []
+
+    def failing(output: Any, piece: Any) -> torch.Tensor:
+        calls.append(piece)
+        if len(calls) == 2:
+            raise ValueError("the second micro-batch")
+        return mean_of(output, piece)
+
+    with pytest.raises(ValueError, match="second"):
+        sharded.forward_backward(mine, failing)
+
+    def first_fails() -> None:
+        with sharded.accumulate():
+            mean_of(model(mine[0]["input_ids"]), mine[0]).backward()
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        first_fails()
+    sharded.forward_backward(mine, mean_of)
+    optimizer.step()
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    if not stage:
+        model.out_of_buckets.requires_grad_(True).grad = torch.ones(2, dtype=torch.float64)
+        with pytest.raises(InputError, match="out_of_buckets .* was frozen when plait.parallelize was called"):
+            optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_failed_leaves_nothing_behind(pool: Pool, stage: int) -> None:
+    model = materialised("plain", tied=True)
+    step = cases.ragged_steps(4, steps=1, keys=())[0]
+    sum(mean_of(model(piece["input_ids"]), piece) / 4 for piece in step).backward()
+    cases.adamw(list(model.parameters())).step()
+    for found in pool.run(2, after_a_failure, stage):
+        for name, wanted in model.named_parameters():
+            if not (stage and ".side." in name):
+                torch.testing.assert_close(found[name], wanted.detach(), rtol=0, atol=1e-12)

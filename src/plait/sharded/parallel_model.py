@@ -79,13 +79,25 @@ class ParallelModel(ShardedModel):
     def accumulate(self) -> Iterator[None]:
         """Backwards inside belong to a step that goes on: gradients accumulate and, where the ZeRO stage allows, nothing is communicated.
 
-        Forward and backward of every micro-batch but the last go inside; the last one goes outside.
+        Forward and backward of every micro-batch but the last go inside; the last one goes outside. An exception inside ends the step: its
+        gradients are dropped, also those that no optimizer sees yet.
         """
         self.before_microbatch(last=False)
         try:
-            yield
+            with self._dropping_what_failed():
+                yield
         finally:
             self.before_microbatch(last=True)
+
+    @contextmanager
+    def _dropping_what_failed(self) -> Iterator[None]:
+        """In a plain loop nothing of the handle may be called next, so the gradients of a step that failed go at once."""
+        try:
+            yield
+        except BaseException:
+            if self.why_called is None:
+                self.guard.drop()
+            raise
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of one micro-batch from its loss, 0-dimensional."""
@@ -101,7 +113,8 @@ class ParallelModel(ShardedModel):
 
     def forward_backward(self, batch: Any, loss_fn: MeanLoss) -> torch.Tensor:
         """Forward and backward of a step's micro-batches (`batch`: see `parallel.micro_batches.micro_batches`), also through a pipeline.
-        Returns the mean of their losses, on every rank of the pipeline; 0-dimensional, float64. Collective."""
+        Returns the mean of their losses, on every rank of the pipeline; 0-dimensional, float64. After an exception that all ranks had,
+        the step begins anew. Collective."""
         self.guard.recover()
         if self.why_called is not None and self.guard.backwards:
             raise InputError("sharded.forward_backward is a step's only call; call sharded.step(optimizer) before the next")
@@ -121,10 +134,11 @@ class ParallelModel(ShardedModel):
             with self.guard.running("step"):
                 self.train_microbatches(pieces, scaled, loss_fn=_Weighted(loss_fn))
         else:
-            for piece in pieces[:-1]:
-                with self.accumulate():
-                    scaled(self.forward(self.model, piece), piece).backward()
-            scaled(self.forward(self.model, pieces[-1]), pieces[-1]).backward()
+            with self._dropping_what_failed():
+                for piece in pieces[:-1]:
+                    with self.accumulate():
+                        scaled(self.forward(self.model, piece), piece).backward()
+                scaled(self.forward(self.model, pieces[-1]), pieces[-1]).backward()
         group = self.mesh.group("pp")
         if group is not None:
             dist.all_reduce(total, group=group)

@@ -29,6 +29,7 @@ class StepWatch(StepHook):
         now = {id(parameter) for parameter in model.parameters()}
         self._now = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in before if id(parameter) not in now}
+        self._frozen = {id(p): name for name, p in model.named_parameters() if not p.requires_grad and reducer is not None}
         self._is_mine: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
         # The hook itself stays: a model may be collected while torch iterates over its hooks.
@@ -55,6 +56,12 @@ class StepWatch(StepHook):
             raise InputError(
                 f"this {type(optimizer).__name__} holds {len(foreign)} parameters that were put into the model after plait.parallelize, "
                 "so their gradients are this rank's alone; change the model before"
+            )
+        thawed = [self._frozen[id(p)] for p in held if p.grad is not None and id(p) in self._frozen and self._knows(p)]
+        if thawed:
+            raise InputError(
+                f"{thawed[0]} ({len(thawed)} parameters in all) was frozen when plait.parallelize was called and has a gradient now, which "
+                "is this rank's alone; call requires_grad_(True) before, and requires_grad_(False) afterwards where it shall rest"
             )
         if (self._reducer is not None and self._reducer.unfinished) or has_unreduced(model):
             raise InputError(
