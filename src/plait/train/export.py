@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -66,29 +67,33 @@ def export(
     sizes = {name: _bytes(stored[name].shape, dtype or dtype_of(stored[name])) for name in names}
     total, done = sum(sizes.values()), 0
     temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    files = _files(sizes, file_bytes)
-    index: dict[str, str] = {}
-    for number, members in enumerate(files, 1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: torch.empty(stored[name].shape, dtype=dtype or dtype_of(stored[name])) for name in members}
-        reader.fill({f"{START}{name}": tensor for name, tensor in tensors.items()})
-        save_file(tensors, temporary / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(members, file)
-        done += sum(sizes[name] for name in members)
-        progress(done, total)
-    if len(files) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        (temporary / "model.safetensors.index.json").write_text(text)
-    settings: Any = model.config
-    settings.architectures = [type(model).__name__]
-    settings.dtype = dtype or dtype_of(stored[names[0]])
-    settings.use_cache = True
-    settings.save_pretrained(temporary)
-    for path in tokenizer.iterdir() if tokenizer is not None and tokenizer.is_dir() else ():
-        shutil.copy2(path, temporary / path.name)
-    temporary.rename(out)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        files = _files(sizes, file_bytes)
+        index: dict[str, str] = {}
+        for number, members in enumerate(files, 1):
+            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            tensors = {name: torch.empty(stored[name].shape, dtype=dtype or dtype_of(stored[name])) for name in members}
+            reader.fill({f"{START}{name}": tensor for name, tensor in tensors.items()})
+            save_file(tensors, temporary / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(members, file)
+            done += sum(sizes[name] for name in members)
+            progress(done, total)
+        if len(files) > 1:
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+            (temporary / "model.safetensors.index.json").write_text(text)
+        settings: Any = model.config
+        settings.architectures = [type(model).__name__]
+        settings.dtype = dtype or dtype_of(stored[names[0]])
+        settings.use_cache = True
+        settings.save_pretrained(temporary)
+        for path in tokenizer.iterdir() if tokenizer is not None and tokenizer.is_dir() else ():
+            shutil.copy2(path, temporary / path.name)
+        temporary.rename(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise InputError(f"--out {out} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return Exported(out, int(found.manifest.metadata["global_steps"]), len(names), total)
 
 

@@ -9,10 +9,11 @@ A folder goes on only with the model, the text and the seed it was begun with.
 
 from __future__ import annotations
 
+import fcntl
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plait import exact
 from plait.checkpoint.folder import find
@@ -76,10 +77,27 @@ class RunFolder:
         write_whole(self.path / "config.json", resolved.model_dump_json(indent=2) + "\n")
         tokenizer.save_pretrained(self.path / "tokenizer")
 
+    def claim(self) -> BinaryIO:
+        """Hold the folder until the file is closed or the process ends. Raises InputError where another run holds it: two would overwrite
+        each other's checkpoints and metrics."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        stream = open(self.path / ".lock", "ab")  # noqa: SIM115
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            raise InputError(
+                f"run.folder = {str(self.path)!r}: another plait train is running in it; wait for its end, or name another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        return stream
+
     def set_aside(self) -> Path | None:
         """Rename the folder to the first free `<name>.old-N` and return that; None where there is nothing to keep."""
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return None
+        self.claim().close()
         number = 1
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1

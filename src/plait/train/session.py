@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.checkpoint.agreement import together
 from plait.cluster.mesh import default_device_type
 from plait.comm import links
 from plait.config.resolving.resolve import Resolved, resolve
@@ -203,7 +205,9 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     made = resolved.model_copy(update={"data_parallel": here})
     ready = checked.checked.with_resolved(made)
     engine = begin(ready, Given(causal_lm_loss, weights=checked.built.weights, total_steps=section.steps))
+    held = ExitStack()
     try:
+        together(lambda: _claim(checked, held) if engine.rank == 0 else None, device=engine.device, doing="plait train")
         _same_everywhere(checked)
         notes: list[str] = []
         position = checked.position
@@ -220,7 +224,14 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
 
         return train(_job(checked, engine, stop, emit, notes, position), position)
     finally:
-        engine.close()
+        with held:
+            engine.close()
+
+
+def _claim(checked: ValidatedRun, held: ExitStack) -> None:
+    held.enter_context(checked.folder.claim())
+    if checked.folder.position(checked.identity) != checked.position:
+        raise InputError(f"{checked.folder.path}: another run has trained there since this one was checked; run the command again")
 
 
 def _same_everywhere(checked: ValidatedRun) -> None:

@@ -65,3 +65,15 @@ def test_starting_over_keeps_what_was_there(tmp_path: Path) -> None:
         assert not run.path.exists()
     state = json.loads((tmp_path / "run.old-1" / "checkpoints" / "step-7" / "manifest.json").read_text())
     assert state["metadata"]["client_state"]["step"] == 1
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Also starting over waits for the end of the one that runs."""
+    run = RunFolder(tmp_path / "run")
+    with run.claim():
+        with pytest.raises(InputError, match="another plait train is running in it"):
+            run.claim()
+        with pytest.raises(InputError, match="another plait train is running in it"):
+            run.set_aside()
+    run.claim().close()
+    assert run.set_aside() == tmp_path / "run.old-1"
