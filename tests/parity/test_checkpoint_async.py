@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -147,3 +148,32 @@ def without_room(rank: int, world: int, folder: str) -> set[str]:
 def test_a_rank_without_room_writes_at_once(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, without_room, str(tmp_path)) == [{"plait-checkpoint"}, {"MainThread"}]
     assert [one.manifest.tag for one in complete(tmp_path)] == ["one"]
+
+
+def at_other_moments(rank: int, world: int) -> list[bool]:
+    """Whether the steps after a failure say so, of which rank 1 hears after rank 0. Runs in a worker."""
+    engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, {"stage": 1}), loss_fn=plait.causal_lm_loss)
+    batch, said = cases.ragged_steps(world, steps=1)[0][rank], []
+    failing, writer = Future[Path](), engine._writer
+    writer._running = writer._unsettled = failing
+    for step in range(4):
+        if rank == 0 and step == 1:
+            failing.set_exception(CheckpointError("full"))
+        if rank == 1 and step == 1:
+            threading.Timer(0.05, failing.set_exception, [CheckpointError("full")]).start()  # while rank 0 waits for it
+        try:
+            engine.train_batch([batch])
+            said.append(False)
+        except CheckpointError:
+            said.append(True)
+        assert engine.checkpoint_written() is None
+    writer._running = writer._unsettled = Future[Path]()
+    writer._running.set_exception(CheckpointError("full"))
+    with pytest.raises(CheckpointError, match="full"):
+        engine.close()
+    return said
+
+
+def test_ranks_that_hear_of_a_failure_at_other_moments_stop_at_one_step(pool: Pool) -> None:
+    """Else one leaves the step that the others wait in; and what no step has told, `close` does."""
+    assert pool.run(2, at_other_moments) == [[False, True, False, False]] * 2

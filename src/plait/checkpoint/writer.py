@@ -1,7 +1,8 @@
 """Writing checkpoints beside the training: a copy is staged in host memory, and a thread with a process group of its own writes it.
 
-One checkpoint is written at a time, so that at most one copy is in memory; its buffers are used again. An error is raised when the writer
-is used next, on every rank. A rank without room for a copy writes in the training thread, and the others wait for it at the end of theirs.
+One checkpoint is written at a time, so that at most one copy is in memory; its buffers are used again. Ranks learn at different moments
+that it ended, so an error is raised where all of them are at the same place: at the next step or save. A rank without room for a copy
+writes in the training thread, and the others wait for it at the end of theirs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import torch.distributed as dist
 from plait.checkpoint.save import Snapshot, write
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
+from plait.errors import CheckpointError
 
 _SHARE = 0.5
 """Of the available host memory, which all ranks of a machine together may stage."""
+
+
+_FAILED = 2
 
 
 class Writer:
@@ -29,42 +34,78 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[Path] | None = None
+        self._unsettled: Future[Path] | None = None
+        """What was begun, until all ranks know how it ended."""
+        self._raised = False
+        """Whether its error was raised here."""
         self._buffers: dict[str, torch.Tensor] = {}
 
     def begin(self, taken: Snapshot, *, stage: bool = True) -> None:
         """Copy the tensors, and write them while training goes on. The checkpoint before is waited for. `stage` False: write now.
         Collective. Raises CheckpointError for the one before."""
         self.wait()
+        self._unsettled, self._raised = None, False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="plait-checkpoint")
             self._group = self._mesh.host_group()
-        if not stage or not self._has_room(taken):
+        if not stage:
             written = Future[Path]()
             written.set_result(write(taken, self._group))
             self._running = written
             return
-        self._running = self._pool.submit(write, replace(taken, tensors=self._staged(taken)), self._group)
+        if not self._has_room(taken):
+            self._running = self._unsettled = self._written_here(taken)
+            return
+        self._running = self._unsettled = self._pool.submit(write, replace(taken, tensors=self._staged(taken)), self._group)
 
     def finished(self) -> Path | None:
-        """The checkpoint that was written since the last call; None while it is being written, and where there was none. Raises
-        CheckpointError where it could not be written."""
-        return self.wait() if self._running is not None and self._running.done() else None
+        """The checkpoint that was written since the last call; None while it is being written, where there was none, and where it failed,
+        which `raise_failed` tells all ranks."""
+        done = self._running is not None and self._running.done() and self._running.exception() is None
+        return self.wait() if done else None
 
     def raise_failed(self) -> None:
-        """Raise CheckpointError if the checkpoint that was being written has failed."""
-        if self._running is not None and self._running.done() and self._running.exception() is not None:
-            self.wait()
+        """Raise CheckpointError, on all ranks, if the checkpoint that was being written has failed. Collective, while one is written: a
+        rank that raised alone would leave the others in the step."""
+        writing = self._unsettled
+        if writing is None:
+            return
+        ended = writing.done()
+        state = _FAILED if ended and writing.exception() is not None and not self._raised else int(ended)
+        everywhere = torch.tensor([float(state)], device=self._mesh.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
+        if not everywhere.item():
+            return
+        self._unsettled = None  # it ended everywhere, or does at once: its last act is collective
+        if everywhere.item() == _FAILED:
+            self._running = None
+            writing.result()
 
     def wait(self) -> Path | None:
         """`finished`, when it is."""
         running, self._running = self._running, None
-        return running.result() if running is not None else None
+        try:
+            return running.result() if running is not None else None
+        except BaseException:
+            self._raised = True
+            raise
 
     def close(self) -> None:
-        """End the thread; what it writes is finished first. An error of it is lost: call `wait` before."""
+        """End the thread; what it writes is finished first. Raises CheckpointError where it could not be written."""
         if self._pool is not None:
             self._pool.shutdown()
         self._buffers.clear()
+        self.wait()
+
+    def _written_here(self, taken: Snapshot) -> Future[Path]:
+        """What other ranks have of their threads: an error is raised later, with them."""
+        written = Future[Path]()
+        try:
+            written.set_result(write(taken, self._group))
+        except CheckpointError as error:
+            written.set_exception(error)
+        return written
 
     def _has_room(self, taken: Snapshot) -> bool:
         """Of new buffers; those that are there are used again."""

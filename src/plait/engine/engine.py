@@ -96,6 +96,7 @@ class Engine(EngineFacts):
         """
         loss_fn = self._loss()
         self._recover()
+        self._writer.raise_failed()
         with self._guard.running("step"):
             return self._train_batch(loss_fn, batch)
 
@@ -178,7 +179,6 @@ class Engine(EngineFacts):
         """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
         if self._guard.recover():
             self._restart_step()
-        self._writer.raise_failed()
 
     def _restart_step(self) -> None:
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
@@ -236,6 +236,8 @@ class Engine(EngineFacts):
         """End a micro-batch; at the end of a step, update. The learning rate moves only when the update was not skipped."""
         self._recover()
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self._writer.raise_failed()
         self._micro_step += 1
         self._boundary = None
         if boundary:
@@ -291,8 +293,8 @@ class Engine(EngineFacts):
         plain data, equal on every rank, and is restored with its types (tuples, integer keys, small tensors).
 
         `wait` False returns when the state was copied, and a thread writes the copy; `checkpoint_written` says when it is on the disk.
-        Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError, also at the next call of
-        the engine for a copy that could not be written; what was saved before stays."""
+        Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError; for a copy that could not
+        be written the next step or save does, or `close`. What was saved before stays."""
         self._recover()
         taken = snapshot_of(self, Path(folder), tag=tag, client_state=client_state or {})
         self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
@@ -301,8 +303,8 @@ class Engine(EngineFacts):
         return taken.folder / taken.tag
 
     def checkpoint_written(self, *, wait: bool = False) -> Path | None:
-        """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last call; None while it has not. Raises
-        CheckpointError where it could not be written."""
+        """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last call; None while it has not. With `wait`
+        CheckpointError is raised where it could not be written; without it the next step raises it, on all ranks at once."""
         return self._writer.wait() if wait else self._writer.finished()
 
     def load_checkpoint(
@@ -317,6 +319,9 @@ class Engine(EngineFacts):
         return load_engine(self, Path(folder), tag=tag, verify=verify, on_note=on_note)
 
     def close(self) -> None:
-        """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again."""
-        self._writer.close()
-        self.sharded.close()
+        """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again.
+        Raises CheckpointError where `save_checkpoint(wait=False)` could not write its copy."""
+        try:
+            self._writer.close()
+        finally:
+            self.sharded.close()
