@@ -111,6 +111,8 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
     engine.save_checkpoint(at, tag="one")
     good = weights(engine)
     step(engine, 1)
+    mine = {"mine": object()} if rank == 1 else {}
+    assert "rank 1, " in message(lambda: engine.save_checkpoint(at, client_state=mine)), "and rank 0 does not wait for it"
     full = OSError(errno.ENOSPC, "No space left on device", "the disk")
     for name, victim in (("write_shards", 1), ("write_file", 1), ("publish", 0), ("replace_text", 0)):
         with patch.object(save_module, name, side_effect=full if rank == victim else None, wraps=getattr(save_module, name)):
@@ -183,8 +185,9 @@ def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Pat
     """Files, their folder, the rename; then LATEST in the same way; what was there under the name is deleted at the end."""
     name = tmp_path.name
     files = ("00000.safetensors", "00000.json", "manifest.json", "manifest.sha256")
-    pointer = next(found for found in pool.run(1, order, str(tmp_path))[0] if "LATEST" in found).split()[1].removeprefix(f"{name}/")
-    assert pool.run(1, order, str(tmp_path))[0] == [
+    seen = pool.run(1, order, str(tmp_path))[0]
+    pointer = next(found for found in seen if "LATEST" in found).split()[1].removeprefix(f"{name}/")
+    assert seen == [
         *(f"sync {name}/.one.tmp/{file}" for file in files),
         "rename one .one.replaced",
         f"sync {name}/.one.tmp",
@@ -270,3 +273,20 @@ def test_damage_of_every_kind_is_found(pool: Pool, tmp_path: Path) -> None:
 def test_thousands_of_damages_are_found(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, two, str(tmp_path))
     damages(tmp_path, 6000)
+
+
+def over_others_files(rank: int, world: int, folder: str) -> list[str]:
+    """What a save says whose tag is the name of something else. Runs in a worker."""
+    at, engine = Path(folder), engine_of(world)
+    (at / "notes").mkdir()
+    (at / "notes" / "thesis.txt").write_text("mine")
+    (at / "log").write_text("mine")
+    (at / "gone").symlink_to(at / "nowhere")
+    return [message(lambda tag=tag: engine.save_checkpoint(at, tag=tag)) for tag in ("notes", "log", "gone")]
+
+
+def test_only_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
+    said = pool.run(1, over_others_files, str(tmp_path))[0]
+    assert all("no checkpoint, and would be deleted" in one for one in said)
+    assert (tmp_path / "notes" / "thesis.txt").read_text() == (tmp_path / "log").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gone", "log", "notes"]

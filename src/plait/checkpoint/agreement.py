@@ -32,7 +32,7 @@ def together(
     try:
         result = work()
         brought = brings(result)
-    except (PlaitError, OSError, ValueError) as error:
+    except Exception as error:  # whatever it is, the others wait for this rank
         failed, brought = error, b""
     message = ("" if failed is None else _words(failed)).encode()[:_MESSAGE]
     rows = _gathered(len(message).to_bytes(2, "little") + brought.ljust(_BROUGHT, b"\0") + message.ljust(_MESSAGE, b"\0"), device, group)
@@ -49,7 +49,8 @@ def together(
 def _words(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'the disk'}: {error.strerror or error}"
-    return str(error) or type(error).__name__
+    text = str(error)
+    return text if text and isinstance(error, PlaitError | ValueError) else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _gathered(row: bytes, device: torch.device, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -7,6 +7,8 @@ deleted.
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +37,14 @@ def write_file(path: Path, content: Callable[[Writing], None]) -> None:
         os.fsync(stream.fileno())
 
 
+def remove(path: Path) -> None:
+    """Delete a file, a link, or a folder with all that is in it. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sync_folder(path: Path) -> None:
     """Put a folder's list of names on the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -54,8 +64,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """A small file with new content: a reader, also after a crash, finds the old text or the new one. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # two threads may be writing it
 
     def content(stream: Writing) -> None:
         stream.write(text.encode())

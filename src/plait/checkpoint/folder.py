@@ -8,13 +8,12 @@ LATEST                  the name of the newest, and the hash of its manifest
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.checkpoint.durable import sync_folder
-from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, parsed, read_manifest
+from plait.checkpoint.durable import is_temporary, remove, sync_folder
+from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, parsed, rank_file, read_manifest
 from plait.errors import CheckpointError, warn
 
 
@@ -54,8 +53,11 @@ def candidates(folder: Path, tag: str | None = None) -> list[Found]:
     pointer, why = _pointer(folder)
     if pointer is None:
         if not have:
-            if why:
-                raise CheckpointError(f"{folder}: {why}, and no checkpoint there is complete")
+            damaged = _damaged(folder)
+            if why or damaged:
+                why = why or f"{folder / LATEST} is missing"
+                left = f"; {', '.join(damaged[:3])} cannot be read" if damaged else ""
+                raise CheckpointError(f"{why}, and no checkpoint there is complete{left}; restore one, or name another folder")
             return []
         return _noted(have, f"{folder / LATEST}: {why or 'is missing'}, so the newest complete checkpoint is taken, {have[0].manifest.tag}")
     named = [one for one in have if one.manifest.tag == pointer.tag]
@@ -84,12 +86,19 @@ def remove_old(folder: Path, *, keep: int) -> None:
             if pointer is not None and old.manifest.tag == pointer.tag:
                 continue
             gone = folder / f".{old.path.name.lstrip('.')}.deleted"
-            shutil.rmtree(gone, ignore_errors=True)
+            remove(gone)
             old.path.rename(gone)  # half deleted, it is no checkpoint
             sync_folder(folder)
-            shutil.rmtree(gone)
+            remove(gone)
     except OSError as error:
         warn(f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they take room, nothing else")
+
+
+def _damaged(folder: Path) -> list[str]:
+    """What was a checkpoint once."""
+    ours = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path.name for path in paths if not is_temporary(path) and any((path / name).exists() for name in ours)]
 
 
 def _pointer(folder: Path) -> tuple[Pointer | None, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from plait.checkpoint.durable import is_temporary
+from plait.checkpoint.durable import is_temporary, remove
 from plait.checkpoint.folder import Found, complete, remove_old
 from plait.checkpoint.load import Reader
 from plait.checkpoint.manifest import LATEST, MANIFEST, Pointer, parsed, read_manifest
@@ -49,7 +48,7 @@ def rows(folder: Path) -> list[Row]:
         Row(
             one.manifest.tag,
             one.manifest.metadata.get("global_steps"),
-            sum(file.stat().st_size for file in one.path.iterdir()),
+            _size(one.path),
             len(one.manifest.ranks),
             str(one.manifest.layout),
             one.manifest.tag == named,
@@ -62,9 +61,17 @@ def rows(folder: Path) -> list[Row]:
             try:
                 read_manifest(path)
             except CheckpointError as error:
-                size = sum(file.stat().st_size for file in path.iterdir())
+                size = _size(path)
                 listed.append(Row(path.name, None, size, 0, "", path.name == named, str(error)))
     return listed
+
+
+def _size(path: Path) -> int:
+    """Bytes of what is there; a run may be deleting it."""
+    try:
+        return sum(file.stat(follow_symlinks=False).st_size for file in path.iterdir())
+    except FileNotFoundError:
+        return 0
 
 
 def open_one(place: Path) -> Found:
@@ -138,4 +145,4 @@ def remove_unfinished(folder: Path) -> None:
     """What a save that was killed has left, where what it was to replace is there."""
     for path in folder.iterdir():
         if is_temporary(path) and (not path.name.endswith(".replaced") or (folder / path.name[1:].removesuffix(".replaced")).exists()):
-            shutil.rmtree(path)
+            remove(path)

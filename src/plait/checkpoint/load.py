@@ -18,7 +18,7 @@ from plait.checkpoint.model_content import START, content, put_values
 from plait.checkpoint.save import OWN
 from plait.checkpoint.shard_file import verify_shards
 from plait.checkpoint.windows import TensorRecord, inside, merged, overlap, window_of
-from plait.errors import CheckpointError, warn
+from plait.errors import CheckpointError, InputError, warn
 
 Verify = Literal["full", "sample", "off"]
 """full: every byte is compared with its hash. sample: of every file the header and one tensor in eight. off: only that files are there,
@@ -122,6 +122,8 @@ def load_trained(model: nn.Module, folder: str | Path, *, tag: str | None = None
                 raise
             warn(f"{one.path.name} is damaged, so an older checkpoint is taken: {error}")
     tensors, _ = content(model)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise InputError("plait.load_trained fills a model that has memory, and this one is on the meta device; build it outside of it")
     compare_model(reader, {name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()})
     reader.fill(tensors)
     put_values(model, reader.values)

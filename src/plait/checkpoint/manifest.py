@@ -7,11 +7,11 @@ import hashlib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from plait.checkpoint.shard_file import FileManifest
 from plait.checkpoint.windows import TensorRecord
-from plait.cluster.layout import Layout
+from plait.cluster.layout import AXES, Layout
 from plait.errors import CheckpointError
 from plait.policy import Policy
 
@@ -39,12 +39,19 @@ class Manifest(Policy):
     tag: str
     sequence: int
     """Counts the checkpoints of a folder."""
-    degrees: dict[str, int]
+    degrees: dict[str, PositiveInt]
     """Of the layout that wrote it."""
     ranks: tuple[str, ...]
     """sha256 of every rank's manifest."""
     metadata: dict[str, Any]
     """What is no tensor."""
+
+    @field_validator("degrees")
+    @classmethod
+    def _names_axes(cls, degrees: dict[str, int]) -> dict[str, int]:
+        if unknown := degrees.keys() - set(AXES):
+            raise ValueError(f"{min(unknown)} is no axis of a layout")
+        return degrees
 
     @property
     def layout(self) -> Layout:

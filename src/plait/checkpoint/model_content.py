@@ -21,7 +21,7 @@ def content(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for name, value in get_model_state_dict(model).items():
-        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA):
+        if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{START}{name}"] = value
         else:
             values[name] = exact.encode(value, name)

@@ -74,6 +74,10 @@ def content(model: nn.Module, optimizer: Optimizer, *, configured: Sequence[Mapp
             )
         name = names[parameter][0]
         for key, value in states.items():
+            if not isinstance(key, str) or "." in key:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps a state of {name} under {key!r}, which a checkpoint cannot name; use no dots"
+                )
             place = f"state.{name}.{key}"
             if isinstance(value, torch.Tensor):
                 _refuse_partial(optimizer, parameter, value, place)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from plait.cluster.mesh import Mesh
 from plait.errors import CheckpointError
 
 _BEGUN = "begun"
+_OWN_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)")
 OWN = "rank."
 """Begins the names of tensors that only one rank has."""
 
@@ -85,6 +88,7 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
     def begin() -> bytes:
         if rank:
             return b""
+        _refuse_others_files(target)
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -137,6 +141,13 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
+
+
+def _refuse_others_files(target: Path) -> None:
+    """A checkpoint takes the place of an older one of its name, damaged or not, and of nothing else."""
+    kept = target.is_dir() and all(_OWN_FILE.fullmatch(path.name) for path in target.iterdir())
+    if os.path.lexists(target) and not kept:
+        raise CheckpointError("something is there that is no checkpoint, and would be deleted; give another tag, or remove it first")
 
 
 def _write_text(path: Path, text: str) -> None:

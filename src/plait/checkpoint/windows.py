@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
+from typing import Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, model_validator
 from torch.distributed.tensor import DTensor
 
 from plait._torch.dtensor import local_window, shard_order
@@ -29,12 +30,19 @@ class TensorRecord(Policy):
 
     dtype: str
     """Without `torch.`."""
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     """Global."""
-    cuts: tuple[tuple[str, int], ...] = ()
+    cuts: tuple[tuple[str, NonNegativeInt], ...] = ()
     """(mesh axis, dimension), in the order in which they cut."""
-    stages: tuple[int, ...] = Field((0,), min_length=1)
+    stages: tuple[NonNegativeInt, ...] = Field((0,), min_length=1)
     """Coordinates along pp that hold it; the first one writes it."""
+
+    @model_validator(mode="after")
+    def _cuts_what_is_there(self) -> Self:
+        for axis, dim in self.cuts:
+            if axis not in AXES or dim >= len(self.shape):
+                raise ValueError(f"{axis} cannot cut dimension {dim} of {self.shape}")
+        return self
 
     def window(self, at: Mapping[str, int], degrees: Mapping[str, int]) -> Window:
         """What the rank at the coordinates `at` holds."""

@@ -28,23 +28,28 @@ _HOOKS = "hooks."
 
 def snapshot_of(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Snapshot:
     """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing, and copies no tensor. Collective."""
-    stepper = engine.stepper
-    client = exact.encode(client_state, "client_state")
-    content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
+    stepper, tag = engine.stepper, tag or f"step-{engine.global_steps:08d}"
+
+    def here() -> tuple[Any, optimizer_content.Content, Any, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+        client = exact.encode(client_state, "client_state")
+        content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
+        free_gathered(engine.model)
+        return client, content, schedule_facts(stepper.scheduler, stepper.schedule_source), model_content.content(engine.model)
+
+    # What one rank alone cannot keep is told before the others wait for it.
+    (client, content, schedule, (tensors, values)), _ = together(here, device=engine.device, doing=f"checkpoint {folder / tag}")
     metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
         "optimizer": optimizer_content.merged(content.record, engine.mesh.group("pp")),
-        "scheduler": schedule_facts(stepper.scheduler, stepper.schedule_source),
+        "scheduler": schedule,
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "zero_stage": engine.config.data_parallel.stage,
         "client_state": client,
     }
-    free_gathered(engine.model)
-    tensors, values = model_content.content(engine.model)
     return snapshot(
         folder,
-        tag or f"step-{engine.global_steps:08d}",
+        tag,
         mesh=engine.mesh,
         tensors=tensors | {f"optimizer.{name}": tensor for name, tensor in content.tensors.items()},
         own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()} | generators.states(engine.device),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint.folder import candidates, complete, find, remove_old
+from plait.checkpoint.inspect import prune
 from plait.errors import CheckpointError
 from tests.checkpoints import put
 
@@ -93,3 +94,23 @@ def test_old_ones_are_deleted_but_not_the_one_to_go_on_from(three: Path) -> None
     remove_old(three, keep=2)
     assert [one.manifest.tag for one in complete(three)] == ["e", "d", "c"]
     assert not list(three.glob(".*"))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "manifest.sha256", "00000.json", "00000.safetensors"])
+def test_damaged_ones_without_latest_are_not_a_new_beginning(tmp_path: Path, file: str) -> None:
+    put(tmp_path, "a", {}, named=False)
+    (tmp_path / "a" / "manifest.json").unlink()
+    (tmp_path / "a" / "manifest.sha256").unlink()
+    (tmp_path / "a" / file).write_text("x")
+    with pytest.raises(CheckpointError, match="LATEST is missing, and no checkpoint there is complete; a cannot be read"):
+        find(tmp_path)
+
+
+def test_files_and_links_that_a_kill_left_are_deleted_too(three: Path) -> None:
+    (three / ".LATEST.7.tmp").write_text("")
+    (three / ".x.tmp").symlink_to(three / "c", target_is_directory=True)
+    (three / "elsewhere").mkdir()
+    (three / "a").rename(three / "elsewhere" / "a")
+    (three / "a").symlink_to(three / "elsewhere" / "a", target_is_directory=True)
+    assert prune(three, keep=2) == [".LATEST.7.tmp", ".x.tmp", "a"]
+    assert tags(three) == ["c", "b"] and (three / "elsewhere" / "a").exists() and not list(three.glob(".*"))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.checkpoint.optimizer_content import content, merged
+from plait.errors import CheckpointError
 
 
 def record(names: list[str]) -> dict[str, Any]:
@@ -38,3 +39,13 @@ def test_a_pipelines_record_names_the_parameters_of_every_stage(monkeypatch: pyt
         ["first.bias", "tied.bias", "last.bias"],
     ]
     assert [group["now"]["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("key", ["a.b", 0])
+def test_a_state_that_no_name_would_find_again(key: object) -> None:
+    """`a.b` of `w` would be read as `b` of `w.a`."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight][key] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match="which a checkpoint cannot name"):
+        content(model, optimizer, configured=optimizer.param_groups)

@@ -1,0 +1,28 @@
+"""What one rank fails at, whatever it raises, becomes an error that all ranks can be told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.checkpoint.agreement import together
+from plait.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no memory"), "RuntimeError: no memory"),
+        (MemoryError(), "MemoryError"),
+        (KeyError("step"), "KeyError: 'step'"),
+        (CheckpointError("x is cut"), "x is cut"),
+        (OSError(28, "No space left on device", "a/b"), "a/b: No space left on device"),
+    ],
+)
+def test_every_error_is_told(error: Exception, said: str) -> None:
+    def work() -> None:
+        raise error
+
+    with pytest.raises(CheckpointError) as caught:
+        together(work, device=torch.device("cpu"), doing="saving")
+    assert str(caught.value) == f"saving: {said}" and caught.value.__cause__ is error

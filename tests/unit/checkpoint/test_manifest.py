@@ -1,0 +1,34 @@
+"""Lists that were edited, hashes included: an error that names the file, whatever is in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.checkpoint.manifest import RankManifest, digest, parsed, read_manifest
+from plait.errors import CheckpointError
+from tests.checkpoints import put
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 0}, {"xx": 2}, {"pp": -1}, {"pp": "many"}, []])
+def test_degrees_of_no_layout(tmp_path: Path, degrees: Any) -> None:
+    path = put(tmp_path, "a", {})
+    edited = json.dumps(json.loads((path / "manifest.json").read_text()) | {"degrees": degrees})
+    (path / "manifest.json").write_text(edited)
+    (path / "manifest.sha256").write_text(digest(edited))
+    with pytest.raises(CheckpointError, match=r"manifest.json is no Manifest of Plait: degrees"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    "record", [{"shape": [-1]}, {"cuts": [["xx", 0]]}, {"cuts": [["tp", 2]]}, {"cuts": [["tp", -1]]}, {"stages": []}, {"stages": [-1]}]
+)
+def test_records_of_no_tensor(tmp_path: Path, record: dict[str, Any]) -> None:
+    shards = {"file": "../x", "size": 0, "header_sha256": "", "entries": {}}
+    tensor = {"dtype": "float32", "shape": [2, 3], "cuts": [], "stages": [0]} | record
+    (tmp_path / "00000.json").write_text(json.dumps({"shards": shards, "tensors": {"x": tensor}}))
+    with pytest.raises(CheckpointError, match=r"00000.json is no RankManifest of Plait: tensors.x"):
+        parsed(RankManifest, tmp_path / "00000.json")
