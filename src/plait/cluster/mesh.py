@@ -83,6 +83,10 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
+LANES = 3
+"""Pairs of groups over pp for messages between stages, where a communicator carries them out one after another (`comm.messages`)."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A layout made real: this process's rank and device, and the groups along every axis."""
@@ -95,6 +99,9 @@ class Mesh:
     """Of a default group that Plait made; None for an adopted one."""
     reverse_pp: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
+    more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
+    """Further groups over pp, for messages to higher and to lower stages, where one group would make them wait for each other: see
+    `comm.messages`."""
     combined: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     """Groups over several axes. Made with the mesh, because that is collective over all ranks, and not all may want a group later."""
     stages: Mapping[frozenset[int], dist.ProcessGroup | None] = field(default_factory=dict)
@@ -139,6 +146,8 @@ class Mesh:
         mesh = replace(self, combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used})
         if self.layout.pp > 1:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
+        if self.layout.pp > 2 and self.device.type == "cuda" and dist.get_backend() != "fake":
+            mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in wanted.stages})
         nodes = _nodes() if wanted.levels else []
         return replace(mesh, node_levels={axis: mesh._levels(axis, nodes) for axis in wanted.levels})
@@ -150,6 +159,11 @@ class Mesh:
         if group is not None:
             self._own(group)
         return group if self.coordinates["pp"] in stages else None
+
+    def message_groups(self, count: int) -> tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]:
+        """`count` pairs of new groups over pp. Collective."""
+        groups = [self.stages_group(range(self.layout.pp)) for _ in range(2 * count)]
+        return tuple((up, down) for up, down in zip(groups[::2], groups[1::2], strict=True) if up is not None and down is not None)
 
     def host_group(self) -> dist.ProcessGroup | None:
         """A new group of all ranks for tensors in host memory, of a thread of its own; None for one process. Collective."""

@@ -3,6 +3,10 @@
 Each direction (to higher ranks, to lower ranks) has its own process group, so that what one rank sends to another is one ordered stream
 that no message in the other direction can block. Sends return at once and keep their tensors until they are delivered. Both sides must
 agree on the order of messages of a pair; that order comes from a schedule, which every rank has.
+
+gloo matches the messages of each pair by themselves. NCCL carries out what one communicator was given one after another, whoever the peer
+is: a receive that was begun ahead would hold up this rank's next send, and stages would wait for each other in a circle. So with NCCL and
+more than two ranks each direction has three groups (`lane`), and in none of them a rank has more than one peer.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.cluster.mesh import LANES
 from plait.comm.failures import naming
 from plait.comm.waits import Waits
 from plait.errors import CommunicationError
@@ -37,16 +42,23 @@ class Arriving:
         return self.tensors
 
 
+def lane(source: int, destination: int) -> int:
+    """Which of `cluster.mesh.LANES` the messages between two ranks take: neighbours by turns, the last and the first rank another."""
+    low, high = sorted((source, destination))
+    return low % 2 if high - low == 1 else LANES - 1
+
+
 class Messenger:
     """Point-to-point messages of the ranks of one group. `rank` and the peers are ranks within the group."""
 
-    def __init__(self, upwards: dist.ProcessGroup, reverse_pp: dist.ProcessGroup, *, device: torch.device, waits: Waits) -> None:
-        self.rank = dist.get_rank(upwards)
+    def __init__(self, groups: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]], *, device: torch.device, waits: Waits) -> None:
+        """`groups`: to higher ranks and to lower ranks, of every lane, or one pair for all messages."""
+        self.rank = dist.get_rank(groups[0][0])
         self.device = device
         self.waits = waits
         self.sent_bytes = 0
         """Bytes of tensors sent so far, descriptions not counted."""
-        self._upwards, self._reverse_pp = upwards, reverse_pp
+        self._groups = tuple(groups)
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._tag = 0
         """Messages of before and after a failure do not match."""
@@ -98,7 +110,7 @@ class Messenger:
 
         Raises CommunicationError for NCCL, which matches messages by their order alone.
         """
-        if self._begun and dist.get_backend(self._upwards) != "gloo":
+        if self._begun and dist.get_backend(self._groups[0][0]) != "gloo":
             raise CommunicationError(
                 "the step of a pipeline failed while messages between its stages were in flight, which cannot be cancelled; start "
                 "again from the last checkpoint"
@@ -121,4 +133,5 @@ class Messenger:
         return work
 
     def _towards(self, source: int, destination: int) -> dist.ProcessGroup:
-        return self._upwards if destination > source else self._reverse_pp
+        up, down = self._groups[lane(source, destination) if len(self._groups) > 1 else 0]
+        return up if destination > source else down

@@ -169,7 +169,7 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     upwards, data, waits = mesh.group("pp"), parts.noted(DataParallel), parts.noted(Waits)
     assert staged is not None and upwards is not None and mesh.reverse_pp is not None and data is not None and waits is not None
     zero = StagedZero(staged, schedule, zero=data.stage, reducer=parts.noted(Reducer))
-    messenger = Messenger(upwards, mesh.reverse_pp, device=mesh.device, waits=waits)
+    messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device, waits=waits)
     check = CutCheck(plan.skeleton, found)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
     offloaded = parts.noted(OffloadedActivations)
