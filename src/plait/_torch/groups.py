@@ -29,16 +29,21 @@ def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a collective of a gloo group gives up."""
-    options: Any = group._get_backend(torch.device("cpu")).options
-    return float(options._timeout.total_seconds())
+    """Seconds after which a collective of a group gives up; NCCL's where it has no gloo."""
+    return float(_options(group)[0]._timeout.total_seconds())
 
 
 def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:
     """Let collectives of `group` give up after the time of `of`. torch gives every new group its own default, not the first group's."""
-    for device in group._device_types:
-        if hasattr(source := of._get_backend(device), "options"):
-            group._get_backend(device)._set_default_timeout(source.options._timeout)
+    for options in _options(of)[:1]:  # none of a fake group
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(options._timeout)
+
+
+def _options(group: dist.ProcessGroup) -> list[Any]:
+    """Of the backends of a group, which need not have one for every device."""
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    return [backend.options for backend in backends if hasattr(backend, "options")]
 
 
 def finished_work() -> Any:

@@ -176,6 +176,8 @@ def _rows(entry: Any) -> int | None:
 def to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor of a micro-batch; a no-op for what is there. Objects that can move themselves do."""
     if isinstance(value, torch.Tensor):
+        if device.type == "cuda" and value.device.type == "cpu" and type(value) is torch.Tensor and value.layout == torch.strided:
+            value = value.pin_memory()  # from other memory the copy would block this thread, whatever it is asked for
         return value.to(device, non_blocking=True)
     # Transformers' BatchEncoding, a UserDict, would change in place.
     if callable(getattr(value, "to", None)) and not isinstance(value, UserDict | nn.Module | type):

@@ -21,6 +21,7 @@ from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.errors import PlaitError
 from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
+from plait.train.clock import StepClock
 from plait.train.memory import peak_memory_bytes
 from plait.train.stop import StopRequest
 
@@ -84,7 +85,7 @@ def train(context: TrainingContext, start: Position) -> int:
     Returns 0 when all steps are done, else the signal that asked to stop, the same on every rank. Raises PlaitError when the loss is not
     finite: the parameters are lost then, and the last checkpoint is kept as it is.
     """
-    section, began, mark = context.section, time.perf_counter(), time.perf_counter()
+    section, began, clock = context.section, time.perf_counter(), StepClock(context.engine.device)
     position, stopped_by = start, 0
     validated = saved = start.step
     # On a GPU the numbers of a step are read while the next one is queued, so that the device never waits for the reader.
@@ -96,21 +97,19 @@ def train(context: TrainingContext, start: Position) -> int:
     while position.step < section.steps and not stopped_by:
         result = context.engine.train_batch(context.loader.at(position.samples))
         position = Position(position.step + 1, position.samples + context.loader.batch)
-        unread.append(_Taken(position.step, result, context.stop.shared(device=context.engine.device)))
+        unread.append(_Taken(position.step, result, context.stop.shared(device=context.engine.device), clock.mark()))
         validates = _due(position.step, section.validate_every)
         saves = _due(position.step, section.checkpoint_every)
         pause = validates or saves or position.step == section.steps
         while len(unread) > (0 if pause or stopped_by else behind):
             taken = unread.popleft()
             stopped_by = stopped_by or int(taken.stop.item())  # waits for the step
-            now = time.perf_counter()
-            done = _step_done(taken, context, seconds=now - mark)
+            done = _step_done(taken, context, seconds=clock.seconds(taken.ended))
             context.emit(done)
             steps_seconds += done.seconds
             waited.update(done.exposed_communication_seconds)
             if taken.result.decided:
                 context.emit(CommunicationDecided(taken.step, taken.result.decided))
-            mark = now
         if validates:
             _validate(context, position.step)
             validated = position.step
@@ -119,7 +118,7 @@ def train(context: TrainingContext, start: Position) -> int:
             saved = position.step
         saving.report(wait=False)
         if validates or saves:
-            mark = time.perf_counter()
+            clock.restart()
     finished = position.step == section.steps
     if finished and validated < position.step:
         _validate(context, position.step)
@@ -140,6 +139,8 @@ class _Taken:
     step: int
     result: Any
     stop: torch.Tensor
+    ended: Any
+    """As the clock marked it."""
 
 
 def _due(step: int, every: int) -> bool:

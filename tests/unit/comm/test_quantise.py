@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from plait.comm.quantise import BLOCK, Bits, Packing, Segment, dequantise, packed_bytes, quantise
 from plait.errors import ModelError
+from plait.verify.keep_float64 import keeping_float64
 
 segments_of = st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5)
 
@@ -124,3 +126,21 @@ def test_a_run_of_other_length() -> None:
     assert Packing.of(segments, 8, numel=24).segments == (Segment(18, True), Segment(6, False))
     with pytest.raises(ModelError, match=r"13 elements .* have 8 on this rank.*parallel.unused_parameters = true"):
         Packing.of(segments, 8, numel=13)
+
+
+class Quantising(nn.Module):
+    """As a unit's weights are gathered while the module around it runs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantise(x, 8)
+
+
+def test_verification_in_float64_reads_the_same() -> None:
+    """It leaves out casts to narrower dtypes in a model's forward; a scale of float64 would be read as two numbers."""
+    x = torch.randn(2, BLOCK, dtype=torch.float64)
+    module = Quantising()
+    expected = module(x)
+    with keeping_float64(module):
+        codes, scales = module(x)
+    assert scales.dtype == torch.float32
+    assert torch.equal(codes, expected[0]) and torch.equal(scales, expected[1])
