@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -64,7 +65,7 @@ def _keep_groups() -> None:
     """Groups are made once for every layout: making them takes longer than a step, and they hold sockets and threads for ever."""
     from plait.cluster import mesh
 
-    make, split, stages = mesh.init_device_mesh, mesh.split_by_node, mesh.Mesh.stages_group
+    make, split, stages, messages = mesh.init_device_mesh, mesh.split_by_node, mesh.Mesh.stages_group, mesh.Mesh.message_groups
     kept: dict[Any, Any] = {}
 
     def once(key: Any, made: Callable[[], Any]) -> Any:
@@ -80,7 +81,35 @@ def _keep_groups() -> None:
     mesh.end_groups = lambda groups: None  # the next task has the same mesh
     mesh.init_device_mesh = cache(make)  # type: ignore[assignment]
     mesh.split_by_node = lambda group, nodes: once((group, tuple(nodes)), lambda: split(group, nodes))
+
+    def message_groups(self: Any, count: int) -> Any:
+        def new() -> Any:
+            mesh.Mesh.stages_group = stages  # type: ignore[method-assign]
+            try:
+                return messages(self, count)
+            finally:
+                mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
+
+        return once(("messages", self.layout, count), new)
+
     mesh.Mesh.stages_group = stages_group  # type: ignore[method-assign]
+    mesh.Mesh.message_groups = message_groups  # type: ignore[method-assign]
+
+
+def _number_names() -> None:
+    """torch names the groups of a split by their ranks alone, so two meshes of one worker would meet in gloo's store."""
+    from torch.distributed import distributed_c10d
+
+    named, made = distributed_c10d._process_group_name, Counter[str]()
+
+    def name(ranks: Any, use_hashed_name: bool) -> Any:
+        found = named(ranks, use_hashed_name=use_hashed_name)
+        if not use_hashed_name:
+            return found
+        made[found] += 1
+        return f"{found}-{made[found]}"
+
+    distributed_c10d._process_group_name = name
 
 
 def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
@@ -91,7 +120,12 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     timeout = timedelta(seconds=SECONDS)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
     gc.freeze()  # what was imported is not looked through after every task
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    backend, device = "gloo", None
+    if os.environ.get("SIMULATED_DEVICE"):  # tests/simulated_device
+        backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        _number_names()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
     while True:
         task = connection.recv()
         if task is None:

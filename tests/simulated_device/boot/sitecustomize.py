@@ -1,0 +1,60 @@
+"""With SIMULATED_DEVICE set and this folder on PYTHONPATH, every Python process has the simulated device as soon as it imports torch.
+
+torch looks for the hooks of CUDA while it is imported, so the device is loaded just before.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, torchs: Any) -> None:
+        self._torchs = torchs
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._torchs.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        library = _on_device("library")
+        library.load()
+        self._torchs.exec_module(module)
+        _on_device("on_torch").put()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torchs, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Stands aside after torch was found."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+def _on_device(name: str) -> Any:
+    """A module of the folder beside, whatever the working folder is."""
+    known = f"simulated_device.{name}"
+    if known not in sys.modules:
+        file = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python", f"{name}.py")
+        spec = importlib.util.spec_from_file_location(known, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[known] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[known])
+    return sys.modules[known]
+
+
+if os.environ.get("SIMULATED_DEVICE"):
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,34 @@
+"""The process in which the workers of a simulated pool are started: its torch has the simulated device, so that of pytest needs none."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from multiprocessing.connection import Client
+
+from tests.pool import Pool, WorkerFailed
+from tests.simulated_device.observed import observed
+
+
+def serve(address: str) -> None:
+    """Until the other side closes."""
+    connection = Client(address)
+    pool, size = Pool(), 0
+    while True:
+        try:
+            world, function, args, timeout = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        if world != size:  # workers of one size at a time
+            pool.close()
+            size = world
+        try:
+            answer = (True, pool.run(world, observed, function, args, timeout=timeout))
+        except WorkerFailed as error:
+            answer = (False, str(error))
+        connection.send_bytes(pickle.dumps(answer))
+    pool.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,94 @@
+"""A pool like that of `tests.pool`, whose workers have simulated GPUs and NCCL. A task fails where something raced or would deadlock."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+from tests.pool import WorkerFailed
+from tests.simulated_device.build import ROOT, environment
+from tests.simulated_device.deadlocks import stuck
+from tests.simulated_device.observed import Seen
+
+SECONDS = 240
+DEVICES = 8
+SLACK = 60
+"""Seconds in which the workers are started or killed."""
+
+
+class Races(WorkerFailed):
+    """Streams, or the host, touched the same memory without an order."""
+
+
+class Deadlock(WorkerFailed):
+    """NCCL would not end."""
+
+
+class SimulatedPool:
+    """Started when first needed, and anew after a failure."""
+
+    def __init__(self, **variables: str) -> None:
+        """`variables` of the workers' environment."""
+        self._variables = variables
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Any]:
+        """`function(rank, world_size, *args)` in every worker: results by rank. Raises WorkerFailed, Races and Deadlock."""
+        return [seen.value for seen in self.watch(world_size, function, *args, timeout=timeout)]
+
+    def watch(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Seen]:
+        """The same, with everything that was seen."""
+        found = self.ask(world_size, function, *args, timeout=timeout)
+        judge(found)
+        return found
+
+    def ask(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Seen]:
+        """The same, not judged."""
+        if self._connection is None:
+            self._start()
+        assert self._connection is not None
+        self._connection.send_bytes(pickle.dumps((world_size, function, args, timeout)))
+        if not self._connection.poll(timeout + SLACK):
+            self.close()
+            raise WorkerFailed(f"no answer within {timeout + SLACK} s")
+        answered, found = pickle.loads(self._connection.recv_bytes())
+        if not answered:
+            raise WorkerFailed(found)
+        if any(seen.failed for seen in found):
+            self.close()  # groups of a rank that failed are of no use
+        return found
+
+    def _start(self) -> None:
+        with Listener() as listener:
+            command = [sys.executable, "-m", "tests.simulated_device.host", str(listener.address)]
+            self._process = subprocess.Popen(command, env={**environment(devices=DEVICES), **self._variables}, cwd=ROOT)
+            self._connection = listener.accept()
+
+    def close(self) -> None:
+        """End all processes."""
+        if self._connection is not None and self._process is not None:
+            self._connection.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._connection = self._process = None
+
+
+def judge(found: Sequence[Seen]) -> None:
+    """Raise what is wrong; a deadlock first, which explains what failed."""
+    waiting = stuck([seen.journal for seen in found])
+    failed = [f"rank {rank}:\n{seen.failed}" for rank, seen in enumerate(found) if seen.failed]
+    if waiting:
+        raise Deadlock("\n".join([waiting, *failed]))
+    if failed:
+        raise WorkerFailed("\n".join(failed))
+    races = Counter(f"rank {rank}: {race}" for rank, seen in enumerate(found) for race in seen.races)
+    if races:
+        raise Races("\n".join(f"{count} x {race}" for race, count in races.most_common(20)))

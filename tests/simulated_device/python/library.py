@@ -1,0 +1,30 @@
+"""The built library, which must be loaded before torch is imported. Only in processes that simulate."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+_loaded: Any = None
+
+
+def load() -> Any:
+    """The library of the folder in SIMULATED_DEVICE."""
+    global _loaded
+    if _loaded is None:
+        _loaded = ctypes.CDLL(os.path.join(os.environ["SIMULATED_DEVICE"], "simulated_device.so"), mode=ctypes.RTLD_GLOBAL)
+        index, whole = ctypes.c_int, ctypes.c_int64
+        for name, result, arguments in (
+            ("current_stream", whole, [index]),
+            ("set_stream", None, [index, whole]),
+            ("memory", whole, [index, index]),
+            ("copies", ctypes.c_uint64, [index]),
+            ("race", ctypes.c_char_p, [index]),
+            ("set_clock", None, [ctypes.c_double]),
+            ("elapsed", ctypes.c_double, [ctypes.c_void_p, ctypes.c_void_p]),
+            ("resize_storage", None, [ctypes.c_void_p, whole]),
+        ):
+            function = getattr(_loaded, f"simulated_{name}")
+            function.restype, function.argtypes = result, arguments
+    return _loaded
