@@ -27,6 +27,7 @@ from plait.events import Event, RunStarted, StepDone
 from plait.parallel.activations.activation_store import DiskStore, HostStore
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
+from tests.checkpoints import put
 from tests.parity import cases, pipelines, tensor_parallel
 from tests.pool import Pool
 from tests.simulated_device.pool import SimulatedPool
@@ -288,10 +289,13 @@ class Paced:
         self._take(10)
         return 6.0, 3.0
 
-    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None) -> Path:
+    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True) -> Path:
         self._take(100)
-        Path(folder, str(tag)).mkdir(parents=True)
-        return Path(folder, str(tag))
+        self.written = put(Path(folder), str(tag), client_state)
+        return self.written
+
+    def checkpoint_written(self, *, wait: bool = False) -> Path:
+        return self.written
 
 
 def paced(rank: int, world: int, folder: str) -> list[float]:

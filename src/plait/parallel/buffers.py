@@ -128,7 +128,7 @@ class ChangingBuffers(StepHook):
 
     def _ask(self) -> None:
         """Overlaps with the next step, which reads the result."""
-        flag = torch.tensor([bool(self._new)], dtype=torch.uint8, device=self._mesh.device)
+        flag = torch.full((1,), int(bool(self._new)), dtype=torch.uint8, device=self._mesh.device)  # a kernel: a copy would wait
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._all, async_op=True)
         assert work is not None
         if flag.device.type == "cpu":
