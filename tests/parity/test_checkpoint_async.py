@@ -18,6 +18,7 @@ from plait.checkpoint import save as save_module
 from plait.checkpoint import writer as writer_module
 from plait.checkpoint.folder import complete
 from plait.checkpoint.inspect import differences, open_one
+from plait.engine import generators
 from plait.errors import CheckpointError
 from tests.parity import cases
 from tests.parity.digests import build
@@ -54,6 +55,7 @@ def saved(rank: int, world: int, folder: str, more: dict[str, Any]) -> int:
     """How many checkpoints were still being written when the next step ran. Runs in a worker."""
     at = Path(folder)
     engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, more), loss_fn=plait.causal_lm_loss)
+    generators.seed(0, engine.mesh, step=0)  # Python's and numpy's are else what earlier tasks of the worker left
     count = engine.config.batch.accumulation
     steps = cases.ragged_steps(engine.dp_size * count, steps=COUNT)
     honest, behind = save_module.write_shards, 0
@@ -75,6 +77,7 @@ def saved(rank: int, world: int, folder: str, more: dict[str, Any]) -> int:
 def at_once(rank: int, world: int, folder: str, more: dict[str, Any]) -> None:
     """The same run, whose checkpoints are written at once. Runs in a worker."""
     engine = plait.initialize(build("llama", torch.float32, dropout=False), config_of(world, more), loss_fn=plait.causal_lm_loss)
+    generators.seed(0, engine.mesh, step=0)  # Python's and numpy's are else what earlier tasks of the worker left
     count = engine.config.batch.accumulation
     for number, step in enumerate(cases.ragged_steps(engine.dp_size * count, steps=COUNT)):
         engine.train_batch(step[engine.dp_rank * count : (engine.dp_rank + 1) * count])
