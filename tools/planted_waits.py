@@ -32,6 +32,7 @@ NAMES = ("wait", "wait_event", "wait_stream", "synchronize", "record", "record_e
 NOTICED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
 
 OF_THE_HOST = {
+    "checkpoint/": "a thread that writes",
     "cli/launching/": "processes",
     "comm/host": "memory that processes of one machine share",
     "comm/buckets.py:self._host": "memory that processes of one machine share",

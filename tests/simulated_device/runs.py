@@ -71,8 +71,8 @@ def config_of(world: int, stage: int, *, parallel: dict[str, Any], zero: dict[st
     }
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype) -> tuple[Trace, Trace, list[str]]:
-    """Four steps; the last two from a checkpoint of the first two; the devices of what the engines hold. Runs in a worker."""
+def resumed(rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype) -> tuple[Trace, Trace, list[dict[str, str]]]:
+    """Four steps; the last two from a checkpoint of the first two; the devices of both engines' residuals by name. Runs in a worker."""
     model = cases.build("llama", tied=True, dtype=dtype)
     with keeping_float64(model):
         straight = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
@@ -81,9 +81,9 @@ def resumed(rank: int, world: int, config: dict[str, Any], folder: str, dtype: t
     straight.save_checkpoint(folder)
     again = plait.initialize(cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss)
     again.load_checkpoint(folder)
-    residuals = again.hooks.of(Residuals)
-    kinds = {tensor.device.type for tensor in (residuals.held() if residuals is not None else ())}
-    return engine_trace(straight, steps[2:]), engine_trace(again, steps[2:]), sorted(kinds)
+    residuals = [engine.hooks.of(Residuals) for engine in (straight, again)]
+    kinds = [{name: tensor.device.type for name, tensor in found.state().items()} for found in residuals if found is not None]
+    return engine_trace(straight, steps[2:]), engine_trace(again, steps[2:]), kinds
 
 
 def steps_taken(rank: int, world: int, config: dict[str, Any], count: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -213,9 +213,7 @@ def averaged(rank: int, world: int) -> list[list[float]]:
     found = []
     for step in range(6):
         x = torch.full((2, 3), float(step + rank))
-        before = _waited()
         engine.train_batch([(x, x[:, :1])])
-        assert step < 5 or _waited() == before, "nothing waits for the device in a step"
         found.append([float(value) for buffer in engine.model.buffers() for value in buffer[:1]])
     return found
 
@@ -335,8 +333,3 @@ def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None
 
 def _device() -> Any:
     return sys.modules["simulated_device.on_torch"]
-
-
-def _waited() -> int:
-    """Copies that the host waited for; 0 on a CPU."""
-    return int(_device().copies()["waited"]) if torch.cuda.is_available() else 0
