@@ -32,7 +32,7 @@ NAMES = ("wait", "wait_event", "wait_stream", "synchronize", "record", "record_e
 NOTICED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
 
 OF_THE_HOST = {
-    "checkpoint/": "a thread that writes",
+    "checkpoint/writer.py:self.wait()": "a thread that writes",
     "cli/launching/": "processes",
     "comm/host": "memory that processes of one machine share",
     "comm/buckets.py:self._host": "memory that processes of one machine share",
@@ -192,7 +192,7 @@ def page(results: dict[str, Found]) -> str:
     for wait in device:
         found = results.get(wait.place)
         by = f"`{found.noticed}`" if found and found.noticed else "not run" if found is None else "nothing"
-        still = "" if found is None or found.noticed else STILL_ORDERED.get(wait.place, "?")
+        still = "" if found is None or found.noticed else STILL_ORDERED.get(wait.place, "not looked into yet")
         lines.append(f"| `{wait.file}` | `{wait.code}` | {by} | {still} |")
     lines += ["", "Waits that are not for a device:", "", "| place | what it is | waits for |", "|---|---|---|"]
     lines += [f"| `{wait.file}` | `{wait.code}` | {wait.reason} |" for wait in places if wait.reason]
