@@ -2,6 +2,7 @@
 #
 #   make quickstart    train the small model of examples/quickstart.json
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
+#   make simulated     the tests on a simulated CUDA device, which is built first (needs a C++ compiler)
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the full test matrix (hours)
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
@@ -17,7 +18,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test simulated versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -35,6 +36,9 @@ quickstart: environment
 test: environment
 	@mkdir -p $(RESULTS)
 	$(RUN) tools/tests.py $(ARGS)
+
+simulated: environment
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

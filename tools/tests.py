@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "build" / "results"
 PARTS = {"alone": ("tests/unit", "tests/fake", "tests/architecture", "tests/integration"), "together": ("tests/parity",)}
 """Of about the same length; integration tests wait for processes of their own."""
+SEPARATE = ("tests/simulated_device",)
+"""Run by `make simulated`: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5
 """pytest's exit code; no failure where the other part has tests."""
 BY_HAND = {"--pdb", "--trace", "-s", "--capture=no", "--co", "--collect-only", "--fixtures", "--markers", "-h", "--help"}
