@@ -26,6 +26,7 @@ from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.data.loader import Loader, validation_batches
 from plait.data.prepare import Prepared, prepare
+from plait.engine import generators
 from plait.engine.build import Given, begin
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem
@@ -205,6 +206,7 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     made = resolved.model_copy(update={"data_parallel": here})
     ready = checked.checked.with_resolved(made)
     engine = begin(ready, Given(causal_lm_loss, weights=checked.built.weights, total_steps=section.steps))
+    generators.seed(engine.config.seed, engine.mesh, step=0)  # Python's and numpy's too: the process is the run's own
     held = ExitStack()
     try:
         together(lambda: _claim(checked, held) if engine.rank == 0 else None, device=engine.device, doing="plait train")
