@@ -28,7 +28,7 @@ PLACES = (
     ("plait.optim.disk_optimizer.DiskTier._take", 20),  # between two pieces of a step
     ("plait.checkpoint.save.write_shards", 1),
     ("plait.checkpoint.save.write_shards", 2),
-    ("plait.checkpoint.save.write_file", 1),  # tensors are written, the list of them is not
+    ("plait.checkpoint.save.write_text", 1),  # tensors are written, the list of them is not
     ("plait.checkpoint.save.publish", 1),
     ("plait.checkpoint.save.replace_text", 1),  # renamed, not named
     ("plait.train.loop.remove_old", 2),

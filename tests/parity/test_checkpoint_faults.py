@@ -114,7 +114,7 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
     mine = {"mine": object()} if rank == 1 else {}
     assert "rank 1, " in message(lambda: engine.save_checkpoint(at, client_state=mine)), "and rank 0 does not wait for it"
     full = OSError(errno.ENOSPC, "No space left on device", "the disk")
-    for name, victim in (("write_shards", 1), ("write_file", 1), ("publish", 0), ("replace_text", 0)):
+    for name, victim in (("write_shards", 1), ("write_text", 1), ("publish", 0), ("replace_text", 0)):
         with patch.object(save_module, name, side_effect=full if rank == victim else None, wraps=getattr(save_module, name)):
             said.append(message(lambda: engine.save_checkpoint(at, tag="one")))
         torch.distributed.barrier()

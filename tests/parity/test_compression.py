@@ -146,7 +146,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0 powersgd": (0, {"compress_gradients": "powersgd", "powersgd_rank": 2}),
     "stage 1 int8": (1, {"compress_gradients": "int8", "compress_weights": "int8"}),
     "stage 2 int4 with feedback": (2, {"compress_gradients": "int4", "error_feedback": True}),
-    "stage 3 int8 and a second copy": (3, {"compress_gradients": "int8", "compress_weights": "int8", "secondary_partition": 2}),
+    "stage 3 int8 and a secondary partition": (3, {"compress_gradients": "int8", "compress_weights": "int8", "secondary_partition": 2}),
 }
 
 
@@ -178,7 +178,9 @@ def same_everywhere(model: torch.nn.Module) -> bool:
     return True
 
 
-LAYOUTS = [(way, 4, 1) if "second copy" in way else (way, 2, 1) for way in WAYS] + [(way, 4, 2) for way in WAYS if "stage 0" not in way]
+LAYOUTS = [(way, 4, 1) if "secondary partition" in way else (way, 2, 1) for way in WAYS] + [
+    (way, 4, 2) for way in WAYS if "stage 0" not in way
+]
 """(way, ranks, dp_replicate)."""
 
 

@@ -170,7 +170,7 @@ def said(rank: int, world: int, config: dict[str, Any]) -> tuple[str, bool]:
         (2, {"parallel": {"transport": "torch"}}),
         (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"}}}),
     ],
-    ids=["cast", "compressed", "second copy", "torch", "on disk"],
+    ids=["cast", "compressed", "secondary partition", "torch", "on disk"],
 )
 def test_what_is_computed_with_must_be_the_shards_themselves(pool: Pool, tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
     world = 4 if "secondary_partition" in more.get("parallel", {}) else 2

@@ -37,6 +37,15 @@ def write_file(path: Path, content: Callable[[Writing], None]) -> None:
         os.fsync(stream.fileno())
 
 
+def write_text(path: Path, text: str) -> None:
+    """`write_file` of a text."""
+
+    def content(stream: Writing) -> None:
+        stream.write(text.encode())
+
+    write_file(path, content)
+
+
 def remove(path: Path) -> None:
     """Delete a file, a link, or a folder with all that is in it. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
@@ -65,9 +74,5 @@ def publish(temporary: Path, path: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """A small file with new content: a reader, also after a crash, finds the old text or the new one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # two threads may be writing it
-
-    def content(stream: Writing) -> None:
-        stream.write(text.encode())
-
-    write_file(temporary, content)
+    write_text(temporary, text)
     publish(temporary, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.durable import is_temporary, remove
-from plait.checkpoint.folder import Found, complete, remove_old
+from plait.checkpoint.folder import Found, complete, find, remove_old
 from plait.checkpoint.load import Reader
 from plait.checkpoint.manifest import LATEST, MANIFEST, Pointer, parsed, read_manifest
 from plait.checkpoint.windows import dtype_of
@@ -37,8 +37,7 @@ class Row:
 
 def rows(folder: Path) -> list[Row]:
     """Every checkpoint of a folder, also a damaged one, the newest first. Raises InputError where it is no folder."""
-    if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder; name one that holds checkpoints")
+    _require(folder)
     try:
         named = parsed(Pointer, folder / LATEST).tag
     except CheckpointError:
@@ -66,6 +65,11 @@ def rows(folder: Path) -> list[Row]:
     return listed
 
 
+def _require(folder: Path) -> None:
+    if not folder.is_dir():
+        raise InputError(f"{folder}: there is no such folder; name one that holds checkpoints")
+
+
 def _size(path: Path) -> int:
     """Bytes of what is there; a run may be deleting it."""
     try:
@@ -80,12 +84,16 @@ def open_one(place: Path) -> Found:
         raise InputError(f"{place}: there is no such folder; name a checkpoint, or a folder of them")
     if (place / MANIFEST).exists():
         return Found(place, read_manifest(place))
-    inner = place / "checkpoints" if (place / "checkpoints").is_dir() else place
-    found = complete(inner)
-    if not found:
+    inner = checkpoints_of(place)
+    found = find(inner)
+    if found is None:
         raise CheckpointError(f"{inner}: no complete checkpoint is there")
-    named = [one for one in rows(inner) if one.latest]
-    return next((one for one in found if named and one.manifest.tag == named[0].tag), found[0])
+    return found
+
+
+def checkpoints_of(place: Path) -> Path:
+    """The folder of checkpoints, of a run's folder or itself."""
+    return place / "checkpoints" if (place / "checkpoints").is_dir() else place
 
 
 def verify(found: Found, progress: Progress) -> None:
@@ -134,8 +142,8 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> int:
 def prune(folder: Path, *, keep: int) -> list[str]:
     """Delete all but the `keep` newest good checkpoints, and what unfinished saves have left; never what LATEST names. Returns their
     names. No run may be saving there."""
-    before = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
-    rows(folder)
+    _require(folder)
+    before = {path.name for path in folder.iterdir()}
     remove_old(folder, keep=keep)
     remove_unfinished(folder)
     return sorted(before - {path.name for path in folder.iterdir()})

@@ -14,7 +14,7 @@ from torch import nn
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.manifest import RankManifest, parsed, rank_file
-from plait.checkpoint.model_content import START, content, put_values
+from plait.checkpoint.model_content import START, content, put_values, shapes
 from plait.checkpoint.save import OWN
 from plait.checkpoint.shard_file import verify_shards
 from plait.checkpoint.windows import TensorRecord, inside, merged, overlap, window_of
@@ -124,7 +124,7 @@ def load_trained(model: nn.Module, folder: str | Path, *, tag: str | None = None
     tensors, _ = content(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError("plait.load_trained fills a model that has memory, and this one is on the meta device; build it outside of it")
-    compare_model(reader, {name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()})
+    compare_model(reader, shapes(tensors))
     reader.fill(tensors)
     put_values(model, reader.values)
     return reader.path
@@ -133,7 +133,7 @@ def load_trained(model: nn.Module, folder: str | Path, *, tag: str | None = None
 def compare_model(reader: Reader, here: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError where the checkpoint's model does not have exactly the tensors `here` (name to global shape), naming the
     first."""
-    there = {name: record.shape for name, record in reader.under("model.")}
+    there = {name: record.shape for name, record in reader.under(START)}
     _refuse_other_names(reader.path, "lacks", [name for name in here if name not in there], "this model has")
     _refuse_other_names(reader.path, "has", [name for name in there if name not in here], "this model lacks")
     for name, shape in here.items():

@@ -28,9 +28,9 @@ def content(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return tensors, values
 
 
-def shapes(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors of all pipeline stages. Collective over `group`, the ranks that hold different parts of the model."""
-    tensors, _ = content(model)
+def shapes(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, tuple[int, ...]]:
+    """Global shapes of the tensors of all pipeline stages, from `content` of this one. Collective over `group`, the ranks that hold
+    different parts of the model."""
     here = {name.removeprefix(START): tuple(tensor.shape) for name, tensor in tensors.items()}
     if group is None:
         return here

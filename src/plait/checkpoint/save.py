@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.agreement import together
-from plait.checkpoint.durable import publish, replace_text, write_file
+from plait.checkpoint.durable import publish, replace_text, write_text
 from plait.checkpoint.folder import complete
 from plait.checkpoint.manifest import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, RankManifest, digest, rank_file
 from plait.checkpoint.shard_file import write_shards
@@ -104,7 +104,7 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
             )
         shards = write_shards(temporary / rank_file(rank, "safetensors"), taken.tensors)
         text = RankManifest(shards=shards, tensors=dict(taken.records), values=dict(taken.values)).model_dump_json()
-        _write_text(temporary / rank_file(rank, "json"), text)
+        write_text(temporary / rank_file(rank, "json"), text)
         return digest(text)
 
     def commit() -> None:
@@ -114,8 +114,8 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
         text = Manifest(
             format=FORMAT, tag=tag, sequence=sequence, degrees=mesh.layout.degrees, ranks=tuple(hashes), metadata=dict(taken.metadata)
         ).model_dump_json()
-        _write_text(temporary / MANIFEST, text)
-        _write_text(temporary / MANIFEST_HASH, digest(text))
+        write_text(temporary / MANIFEST, text)
+        write_text(temporary / MANIFEST_HASH, digest(text))
         (temporary / _BEGUN).unlink()
         replaced = folder / f".{tag}.replaced"
         if target.exists():
@@ -148,11 +148,3 @@ def _refuse_others_files(target: Path) -> None:
     kept = target.is_dir() and all(_OWN_FILE.fullmatch(path.name) for path in target.iterdir())
     if os.path.lexists(target) and not kept:
         raise CheckpointError("something is there that is no checkpoint, and would be deleted; give another tag, or remove it first")
-
-
-def _write_text(path: Path, text: str) -> None:
-    write_file(path, lambda stream: _put(stream, text))
-
-
-def _put(stream: Any, text: str) -> None:
-    stream.write(text.encode())

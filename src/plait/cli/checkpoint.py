@@ -26,10 +26,10 @@ Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, 
 @app.command("ls")
 def ls_command(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints of FOLDER, the newest first; `*` is the one that a run goes on from. Exit code 4 if one is damaged."""
-    from plait.checkpoint.inspect import rows
+    from plait.checkpoint.inspect import checkpoints_of, rows
     from plait.units import format_bytes
 
-    found = rows(_checkpoints(folder))
+    found = rows(checkpoints_of(folder))
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in found], indent=2))
     else:
@@ -88,11 +88,7 @@ def prune_command(
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="How many of the newest good ones stay.")],
 ) -> None:
     """Delete old checkpoints and what unfinished saves have left; never the one that LATEST names. No run may be saving there."""
-    from plait.checkpoint.inspect import prune
+    from plait.checkpoint.inspect import checkpoints_of, prune
 
-    gone = prune(_checkpoints(folder), keep=keep)
+    gone = prune(checkpoints_of(folder), keep=keep)
     typer.echo("\n".join(f"deleted {name}" for name in gone) or "nothing to delete")
-
-
-def _checkpoints(folder: Path) -> Path:
-    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

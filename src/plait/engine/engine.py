@@ -18,13 +18,11 @@ import torch.distributed as dist
 from plait.checkpoint.load import Verify
 from plait.checkpoint.writer import Writer
 from plait.comm.pending import Pending
-from plait.config.resolving.batch import CALLERS, MICRO
 from plait.engine.facts import EngineFacts
 from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
-from plait.parallel.micro_batches import micro_batches
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
@@ -68,8 +66,6 @@ class Engine(EngineFacts):
         self.loss_fn = loss_fn
         self.global_steps = 0
         self.skipped_steps = 0
-        # None where the file gives no batch size: a step then takes what it is given.
-        self._micro_batch_size = self.config.batch.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
         self._guard = sharded.guard
         self._dp_group = sharded.mesh.group(*sharded.parts.batch_axes)
         self._loss_group = sharded.mesh.group("pp", *sharded.parts.batch_axes)
@@ -101,8 +97,7 @@ class Engine(EngineFacts):
             return self._train_batch(loss_fn, batch)
 
     def _train_batch(self, loss_fn: Loss, batch: Any) -> StepResult:
-        count = self.config.batch.accumulation
-        pieces = [self.sharded.prepared(p) for p in micro_batches(batch, count=count, size=self._micro_batch_size)]
+        pieces = self.sharded.micro_batches(batch)
         weight = Pending(self._weight_sum([loss_fn.weight(piece) for piece in pieces]), self._dp_group)  # overlaps with the first forward
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 

@@ -75,9 +75,8 @@ def load_engine(
     def agreed(work: Callable[[], T]) -> T:
         return together(work, device=mesh.device, doing=f"checkpoint {reader.path}")[0]
 
-    def compare() -> tuple[dict[str, Any], dict[str, torch.Tensor], Resume, optimizer_content.Fill, list[dict[str, Any]]]:
+    def compare() -> tuple[dict[str, Any], Resume, optimizer_content.Fill, list[dict[str, Any]]]:
         client = exact.decode(facts["client_state"], where="client_state")
-        tensors, _ = model_content.content(model)
         compare_model(reader, model_shapes)
         record = facts["optimizer"]
         names = optimizer_content.parameter_names(model)
@@ -95,10 +94,11 @@ def load_engine(
         resume.notes += notes
         resume.notes += _training_changes(names, [p for group in stepper.optimizer.param_groups for p in group["params"]], record["groups"])
         place = stepper.tier.place if stepper.tier is not None else None
-        return client, tensors, resume, optimizer_content.allocate(model, stepper.optimizer, reader.tensors, record, place=place), groups
+        return client, resume, optimizer_content.allocate(model, stepper.optimizer, reader.tensors, record, place=place), groups
 
-    model_shapes = model_content.shapes(model, mesh.group("pp"))
-    client, tensors, resume, fill, groups = agreed(compare)
+    tensors, _ = agreed(lambda: model_content.content(model))
+    model_shapes = model_content.shapes(tensors, mesh.group("pp"))
+    client, resume, fill, groups = agreed(compare)
     agreed(lambda: reader.fill(tensors | {f"optimizer.{name}": tensor for name, tensor in fill.tensors.items()}))
     model_content.put_values(model, reader.values)
     optimizer_content.put(stepper.optimizer, model, fill, facts["optimizer"], groups)

@@ -1,7 +1,7 @@
 """`ShardedModel`: a model on its layout, and the calls that run it. One handle under everything that does.
 
-It knows micro-batches, gradients and hooks, but no batch sizes, no schedule and no files: those are the engine's. It has no optimizer
-either: what steps one brings it (`stepper`, `update`).
+It knows micro-batches, gradients and hooks, but no schedule and no files: those are the engine's. It has no optimizer either: what
+steps one brings it (`stepper`, `update`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from plait.cluster.mesh import Mesh
 from plait.comm.waits import Waits
+from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
@@ -24,7 +25,7 @@ from plait.optim.gradient_norm import global_norm
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.data.data_parallel import free_after_evaluation, free_gathered
 from plait.parallel.hooks import Hooks, StepEnd
-from plait.parallel.micro_batches import Forward, to_device, with_cache
+from plait.parallel.micro_batches import Forward, micro_batches, to_device, with_cache
 from plait.parallel.pipeline.cut_check import LossFunction
 from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.precision.loss_scale import LossScaler
@@ -87,6 +88,12 @@ class ShardedModel:
     def prepared(self, batch: Any) -> Any:
         """A micro-batch on the device, as the techniques want it."""
         return self.hooks.prepared(to_device(batch, self.device))
+
+    def micro_batches(self, batch: Any) -> list[Any]:
+        """A step's micro-batches, `prepared`. A file without batch sizes takes what it is given."""
+        sizes = self.config.batch
+        size = sizes.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
+        return [self.prepared(piece) for piece in micro_batches(batch, count=sizes.accumulation, size=size)]
 
     # ---- training -------------------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
-from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem
 from plait.optim.gradient_math import multiply_all
@@ -27,7 +26,7 @@ from plait.optim.gradient_norm import clip_factor
 from plait.parallel.data.data_parallel import free_gathered
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.hooks import Hooks
-from plait.parallel.micro_batches import Forward, default_forward, micro_batches, to_device
+from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Parts
 from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, shard
 from plait.sharded.check import checked_model
@@ -119,8 +118,7 @@ class ParallelModel(ShardedModel):
         if self.why_called is not None and self.guard.backwards:
             raise InputError("sharded.forward_backward is a step's only call; call sharded.step(optimizer) before the next")
         count = self.config.batch.accumulation
-        size = self.config.batch.micro_batch_size if self.config.sources.get(MICRO) != CALLERS else None
-        pieces = [to_device(piece, self.device) for piece in micro_batches(batch, count=count, size=size)]
+        pieces = self.micro_batches(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         factor = 1 / count if self.why_called is None else self.loss_scale / (count * self.mesh.layout.dp)
 

@@ -292,7 +292,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     # name: (the file, the keys that are named)
-    "zero++ on fewer processes than its second copy": (
+    "zero++ on fewer processes than its secondary partition": (
         {
             "train_batch_size": 8,
             "zero_optimization": {**ZERO_3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True},

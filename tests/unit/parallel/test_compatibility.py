@@ -20,7 +20,7 @@ def test_all_at_once() -> None:
 
 
 def test_what_works_passes() -> None:
-    """Data, tensor and pipeline parallelism, compiled data parallelism, a second copy."""
+    """Data, tensor and pipeline parallelism, compiled data parallelism, a secondary partition."""
     refuse_incompatible(Context(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2)))
     refuse_incompatible(Context(Layout(dp_shard=4), (DataParallel(secondary_partition=2),)))
     refuse_incompatible(Context(Layout(dp_shard=4), (Compile(enabled=True),)))
