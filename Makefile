@@ -3,6 +3,8 @@
 #   make quickstart    train the small model of examples/quickstart.json
 #   make test          the tests, some ten minutes on two cores; ARGS="-k topology" passes options to pytest
 #   make simulated     the tests on a simulated CUDA device, which is built first (needs a C++ compiler)
+#   make simulated-docs   docs/simulated_device.md from all of its tests (half an hour)
+#   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the full test matrix (hours)
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
@@ -18,7 +20,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test simulated versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test simulated simulated-docs waits versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -39,6 +41,14 @@ test: environment
 
 simulated: environment
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device $(ARGS)
+
+simulated-docs: environment
+	@mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device/test_cover.py -m "not gpu" --junitxml=$(RESULTS)/simulated.xml $(ARGS)
+	$(RUN) tools/simulated_table.py $(RESULTS)/simulated.xml
+
+waits: environment
+	OMP_NUM_THREADS=1 $(RUN) -m tools.planted_waits $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

@@ -222,8 +222,14 @@ class Pool:
         try:
             return crew.run(function, args, timeout)
         except WorkerFailed:
-            self._crews.pop(world_size).stop(kill=True)  # the others may wait in a collective for ever
+            self.discard(world_size)  # the others may wait in a collective for ever
             raise
+
+    def discard(self, world_size: int) -> None:
+        """Kill the workers of one size, whose groups are of no use after a failure."""
+        crew = self._crews.pop(world_size, None)
+        if crew is not None:
+            crew.stop(kill=True)
 
     def close(self) -> None:
         """Stop all workers."""

@@ -20,7 +20,7 @@ RESULTS = ROOT / "build" / "results"
 PARTS = {"alone": ("tests/unit", "tests/fake", "tests/architecture", "tests/integration"), "together": ("tests/parity",)}
 """Of about the same length; integration tests wait for processes of their own."""
 SEPARATE = ("tests/simulated_device",)
-"""Run by `make simulated`: they need a compiler, and both cores for themselves."""
+"""Run by `make simulated`, which `.ci/run` runs too: they need a compiler, and both cores for themselves."""
 NOTHING_CHOSEN = 5
 """pytest's exit code; no failure where the other part has tests."""
 BY_HAND = {"--pdb", "--trace", "-s", "--capture=no", "--co", "--collect-only", "--fixtures", "--markers", "-h", "--help"}
@@ -54,7 +54,17 @@ def side_by_side(arguments: list[str]) -> int:
     except KeyboardInterrupt:  # which pytest got too
         for reader in readers:
             reader.join()
+    print("\n".join(left_out()), flush=True)
     return exit_code([process.wait() for process in running.values()])
+
+
+def left_out() -> list[str]:
+    """Tests that have a command of their own, and whether this machine can run them."""
+    sys.path.insert(0, str(ROOT))
+    from tests.simulated_device.build import why_not
+
+    reason = why_not()
+    return [f"not run here: {path} (make simulated)" + (f", which would skip them: {reason}" if reason else "") for path in SEPARATE]
 
 
 def exit_code(codes: list[int]) -> int:

@@ -46,6 +46,12 @@ def test_paths_and_what_needs_a_terminal_are_one_pytest(tests: ModuleType, monke
     assert calls[0][-2:] == ["tests/unit/test_covers.py::test_the_rest_is_proof", "-x"] and calls[1][-1] == "--pdb"
 
 
+def test_what_is_left_out_is_said(tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (line,) = tests.left_out()
+    assert line.startswith("not run here: tests/simulated_device (make simulated), which would skip them: there is no C++ compiler")
+
+
 def test_lines_of_a_part_bear_its_name(tests: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     tests.show("alone", subprocess.Popen([sys.executable, "-c", "print(1); print(2)"], stdout=subprocess.PIPE, text=True))
     assert capsys.readouterr().out == "alone    | 1\nalone    | 2\n"

@@ -66,11 +66,12 @@ def reference(kind: str, tied: bool, micro_batches: int, layers: int = LAYERS //
         )
 
 
-def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any]) -> None:
-    """Train and compare; the bar is 1e-10."""
+def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any]) -> float:
+    """Train and compare; the bar is 1e-10. Returns the largest difference."""
     found = pool.run(world, train, kind, tied, config)[0]
     difference = worst(compare(reference(kind, tied, dp_of(config) * config["gradient_accumulation_steps"], layers_of(config)), found))
     assert difference.ok(1e-10), f"{difference.name}: {difference.error}"
+    return difference.error
 
 
 def named(config: dict[str, Any]) -> str:

@@ -60,12 +60,13 @@ def reference(kind: str, tied: bool, micro_batches: int) -> Trace:
         )
 
 
-def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10) -> None:
-    """Train and compare."""
+def check(pool: Pool, world: int, kind: str, tied: bool, config: dict[str, Any], *, bar: float = 1e-10) -> float:
+    """Train and compare; the largest difference."""
     found = pool.run(world, train, kind, tied, config)[0]
     dp = world // config["parallel"]["tp"]
     difference = worst(compare(reference(kind, tied, dp * config["gradient_accumulation_steps"]), found))
     assert difference.ok(bar), f"{difference.name}: {difference.error}"
+    return difference.error
 
 
 def plan(kind: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SOURCES = HERE / "sources"
-CORE = ("streams", "races", "memory", "device", "kernels", "journal", "interface")
+CORE = ("streams", "races", "memory", "device", "kernels", "journal", "profiler", "interface")
 GROUP = "process_group"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w", "-DNDEBUG")  # as torch was built: some of its classes have other fields without NDEBUG
 
@@ -35,12 +35,9 @@ def cache_folder() -> Path:
 def built() -> Path:
     """The folder with the libraries, which are built first where they are not there. Raises CannotBuild. Several processes may ask at once:
     one builds, the others wait."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or shutil.which(compiler) is None:
-        raise CannotBuild("there is no C++ compiler (g++, clang++, or what CXX names)")
-    torch_version = version("torch")
-    if "+cpu" not in torch_version and not _is_cpu_build():
-        raise CannotBuild(f"torch {torch_version} has CUDA of its own; the simulated device takes its place in the build for the CPU")
+    reason, compiler, torch_version = why_not(), _compiler(), version("torch")
+    if reason or compiler is None:
+        raise CannotBuild(reason)
     folder = cache_folder() / _key(compiler, torch_version)
     if folder.exists():
         return folder
@@ -57,6 +54,20 @@ def built() -> Path:
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def why_not() -> str:
+    """What is missing on this machine; empty where nothing is."""
+    if _compiler() is None:
+        return "there is no C++ compiler (g++, clang++, or what CXX names)"
+    if "+cpu" not in version("torch") and not _is_cpu_build():
+        return f"torch {version('torch')} has CUDA of its own; the simulated device takes its place in the build for the CPU"
+    return ""
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    return named if named is not None and shutil.which(named) else None
 
 
 def environment_of_this_process() -> dict[str, str]:

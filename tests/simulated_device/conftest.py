@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.simulated_device.build import CannotBuild, built
-from tests.simulated_device.pool import SimulatedPool
+from tests.simulated_device.pool import RECORDS, SimulatedPool
+
+Row = Callable[[str, str, float], None]
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,20 @@ def device() -> Path:
 @pytest.fixture(scope="session")
 def simulated(device: Path) -> Iterator[SimulatedPool]:
     """Workers with simulated GPUs."""
-    pool = SimulatedPool(SIMULATED_DEVICE_TIMEOUT="60")
+    pool = SimulatedPool(SIMULATED_DEVICE_TIMEOUT=os.environ.get("SIMULATED_DEVICE_TIMEOUT", "60"))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def row(record_property: Callable[[str, object], None]) -> Iterator[Row]:
+    """Puts a test into docs/simulated_device.md: call it with the configuration, what it was compared with and the largest difference."""
+    RECORDS.clear()
+
+    def put(configuration: str, compared_with: str, difference: float) -> None:
+        for name, value in (("configuration", configuration), ("compared with", compared_with), ("difference", difference)):
+            record_property(name, value)
+
+    yield put
+    record_property("devices", max((record.devices for record in RECORDS), default=0))
+    record_property("races", sum(record.races for record in RECORDS))

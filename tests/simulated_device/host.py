@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from multiprocessing.connection import Client
+from typing import Any
 
 from tests.pool import Pool, WorkerFailed
 from tests.simulated_device.observed import observed
@@ -16,14 +17,17 @@ def serve(address: str) -> None:
     pool, size = Pool(), 0
     while True:
         try:
-            world, function, args, timeout = pickle.loads(connection.recv_bytes())
+            world, function, args, sources, timeout = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
         if world != size:  # workers of one size at a time
             pool.close()
             size = world
         try:
-            answer = (True, pool.run(world, observed, function, args, timeout=timeout))
+            found = pool.run(world, observed, function, args, sources, timeout=timeout)
+            answer: tuple[bool, Any] = (True, found)
+            if any(seen.failed or (sources and seen.races) for seen in found):
+                pool.discard(world)  # groups of a rank that failed are of no use, and what was begun without a wait may not be done
         except WorkerFailed as error:
             answer = (False, str(error))
         connection.send_bytes(pickle.dumps(answer))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import faulthandler
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tests.simulated_device.planted import changed, reached
 
 LONG = 60
 """Seconds after which a worker says where it is."""
@@ -23,18 +25,22 @@ class Seen:
     races: list[str]
     journal: list[dict[str, Any]]
     copies: dict[str, int]
+    reached: frozenset[str]
+    """Names of what was planted and came by."""
 
 
-def observed(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
-    """Runs in a worker."""
+def observed(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...], sources: Mapping[str, str]) -> Seen:
+    """Runs in a worker. `sources`: modules that are changed meanwhile."""
     device: Any = sys.modules["simulated_device.on_torch"]
     device.clear()
+    reached.clear()
     value, failed, before = None, "", device.copies()
     faulthandler.dump_traceback_later(LONG)
     try:
-        value = function(rank, world, *args)
+        with changed(sources):
+            value = function(rank, world, *args)
     except BaseException:
         failed = traceback.format_exc()
     faulthandler.cancel_dump_traceback_later()
     copies = {way: count - before[way] for way, count in device.copies().items()}
-    return Seen(value, failed, device.races(), device.journal(), copies)
+    return Seen(value, failed, device.races(), device.journal(), copies, frozenset(reached))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.simulated_device.deadlocks import stuck
 from tests.simulated_device.observed import Seen
 
 SECONDS = 240
+"""That a task may take."""
 DEVICES = 8
 SLACK = 60
 """Seconds in which the workers are started or killed."""
@@ -29,6 +31,22 @@ class Deadlock(WorkerFailed):
     """NCCL would not end."""
 
 
+@dataclass(frozen=True)
+class Record:
+    """Of one task."""
+
+    devices: int
+    races: int
+    reached: frozenset[str]
+    """Of what was planted (see `planted`), what came by on any rank."""
+
+
+PLANTED: dict[str, str] = {}
+"""Modules of the package, by path, that have another source in the workers; see `planted`."""
+RECORDS: list[Record] = []
+"""Of every task of all pools, until somebody clears it."""
+
+
 class SimulatedPool:
     """Started when first needed, and anew after a failure."""
 
@@ -38,30 +56,30 @@ class SimulatedPool:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Any]:
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(rank, world_size, *args)` in every worker: results by rank. Raises WorkerFailed, Races and Deadlock."""
-        return [seen.value for seen in self.watch(world_size, function, *args, timeout=timeout)]
+        return [seen.value for seen in self.watch(world_size, function, *args)]
 
-    def watch(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Seen]:
+    def watch(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Seen]:
         """The same, with everything that was seen."""
-        found = self.ask(world_size, function, *args, timeout=timeout)
+        found = self.ask(world_size, function, *args)
         judge(found)
         return found
 
-    def ask(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = SECONDS) -> list[Seen]:
+    def ask(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Seen]:
         """The same, not judged."""
         if self._connection is None:
             self._start()
         assert self._connection is not None
-        self._connection.send_bytes(pickle.dumps((world_size, function, args, timeout)))
-        if not self._connection.poll(timeout + SLACK):
+        self._connection.send_bytes(pickle.dumps((world_size, function, args, PLANTED, SECONDS)))
+        if not self._connection.poll(SECONDS + SLACK):
             self.close()
-            raise WorkerFailed(f"no answer within {timeout + SLACK} s")
+            raise WorkerFailed(f"no answer within {SECONDS + SLACK} s")
         answered, found = pickle.loads(self._connection.recv_bytes())
         if not answered:
             raise WorkerFailed(found)
-        if any(seen.failed for seen in found):
-            self.close()  # groups of a rank that failed are of no use
+        reached = frozenset().union(*(seen.reached for seen in found))
+        RECORDS.append(Record(world_size, sum(len(seen.races) for seen in found), reached))
         return found
 
     def _start(self) -> None:

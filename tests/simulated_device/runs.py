@@ -32,6 +32,7 @@ STATES: dict[str, dict[str, Any]] = {
     "on the device": {},
     "on the host": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
     "half on the host": {"offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5}},
+    "parameters on the host too": {key: {"device": "cpu", "pin_memory": True} for key in ("offload_optimizer", "offload_param")},
 }
 """Settings of `zero_optimization`."""
 
@@ -47,6 +48,8 @@ def on_axes(tp: int, dp: int, stage: int, technique: str, states: str) -> dict[s
 
 def fits(tp: int, dp: int, stage: int, technique: str, states: str) -> bool:
     """Whether Plait takes it, and it is not another row."""
+    if "parameters" in states and stage < 3:
+        return False
     return (stage > 0 or states == "on the device") and (stage == 0 or not technique.startswith("all-reduce")) and (dp > 1 or stage == 0)
 
 
@@ -71,19 +74,29 @@ def config_of(world: int, stage: int, *, parallel: dict[str, Any], zero: dict[st
     }
 
 
-def resumed(rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype) -> tuple[Trace, Trace, list[dict[str, str]]]:
-    """Four steps; the last two from a checkpoint of the first two; the devices of both engines' residuals by name. Runs in a worker."""
+def resumed(
+    rank: int, world: int, config: dict[str, Any], folder: str, dtype: torch.dtype, beside: bool = False
+) -> tuple[Trace, Trace, list[dict[str, str]]]:
+    """Four steps; the last two from a checkpoint of the first two; the devices of both engines' residuals by name. `beside`: it is written
+    while the training goes on. Runs in a worker."""
+    device: Any = sys.modules.get("simulated_device.on_torch")
     model = cases.build("llama", tied=True, dtype=dtype)
     with keeping_float64(model):
         straight = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
     steps = cases.ragged_steps(straight.dp_size * config["gradient_accumulation_steps"], steps=4)
     engine_trace(straight, steps[:2])
-    straight.save_checkpoint(folder)
+    before = device.copies() if beside else {}
+    straight.save_checkpoint(folder, wait=not beside)
+    if beside:
+        staged = device.copies()["deferred"] - before["deferred"]
+        assert staged >= len(list(straight.model.parameters())), f"{staged} copies did not wait"
+    on = engine_trace(straight, steps[2:])
+    straight.checkpoint_written(wait=True)
     again = plait.initialize(cases.build("llama", tied=True, dtype=dtype), config, loss_fn=plait.causal_lm_loss)
     again.load_checkpoint(folder)
     residuals = [engine.hooks.of(Residuals) for engine in (straight, again)]
     kinds = [{name: tensor.device.type for name, tensor in found.state().items()} for found in residuals if found is not None]
-    return engine_trace(straight, steps[2:]), engine_trace(again, steps[2:]), kinds
+    return on, engine_trace(again, steps[2:]), kinds
 
 
 def steps_taken(rank: int, world: int, config: dict[str, Any], count: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -62,7 +62,6 @@ def test_train(device: Path, tmp_path: Path) -> None:
     assert any(line.get("memory_bytes") for line in steps)
 
 
-@pytest.mark.skip(reason="ran for four minutes without an end, which nobody has looked into yet")
 def test_a_dry_run_on_the_device(device: Path, tmp_path: Path) -> None:
     """One rank of two, alone on one GPU, with true peaks."""
     (tmp_path / "small.json").write_text(json.dumps(SMALL))

@@ -15,9 +15,11 @@ from tests.parity import pipelines, tensor_parallel
 from tests.parity.digests import digest
 from tests.parity.pipelines import SCHEDULES
 from tests.pool import Pool
+from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import STATES, TECHNIQUES, config_of, fits, in_stages, moved, on_axes, resumed, steps_taken
 
+CPU = "one process on the CPU"
 AXES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (1, 8)]
 """(tp, dp)."""
 
@@ -38,10 +40,11 @@ def _on_axes() -> list[Any]:
         name=lambda tp, dp, stage, technique, states: f"tp{tp}-dp{dp}-zero{stage}-{technique}-{states}".replace(" ", "_"),
     ),
 )
-def test_axes(simulated: SimulatedPool, tp: int, dp: int, stage: int, technique: str, states: str) -> None:
+def test_axes(simulated: SimulatedPool, row: Row, tp: int, dp: int, stage: int, technique: str, states: str) -> None:
     """Tensor and data parallelism, ZeRO, recomputation, offload, the composed all-reduces."""
     config = on_axes(tp, dp, stage, technique, states)
-    tensor_parallel.check(simulated, tp * dp, "llama", technique != "chunks of the loss", config)  # type: ignore[arg-type]
+    found = tensor_parallel.check(simulated, tp * dp, "llama", technique != "chunks of the loss", config)  # type: ignore[arg-type]
+    row(f"tp {tp}, dp {dp}, ZeRO {stage}, {technique}; states {states}", CPU, found)
 
 
 STAGES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (4, 1, 2)]
@@ -67,22 +70,30 @@ BY_STAGES = ("schedule", "pp", "tp", "dp", "stage", "technique")
 
 
 @pytest.mark.parametrize(BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] == (1, 1)], 1))
-def test_stages(simulated: SimulatedPool, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> None:
+def test_stages(simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> None:
     """Every schedule of a pipeline, with the order in which NCCL carries out messages."""
-    pipelines.check(simulated, pp * tp * dp, "llama", True, in_stages(schedule, pp, tp, dp, stage, technique))  # type: ignore[arg-type]
+    _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
+
+
+def _in_a_pipeline(simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> None:
+    config = in_stages(schedule, pp, tp, dp, stage, technique)
+    found = pipelines.check(simulated, pp * tp * dp, "llama", True, config)  # type: ignore[arg-type]
+    row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, found)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)], 1))
-def test_stages_of_several_ranks(simulated: SimulatedPool, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str) -> None:
+def test_stages_of_several_ranks(
+    simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str
+) -> None:
     """With tensor and data parallelism, and ZeRO."""
-    pipelines.check(simulated, pp * tp * dp, "llama", True, in_stages(schedule, pp, tp, dp, stage, technique))  # type: ignore[arg-type]
+    _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
 @pytest.mark.proof
-def test_eight_devices(simulated: SimulatedPool) -> None:
+def test_eight_devices(simulated: SimulatedPool, row: Row) -> None:
     """All axes at once."""
-    pipelines.check(simulated, 8, "llama", True, in_stages("1f1b", 2, 2, 2, 3, "plain"))  # type: ignore[arg-type]
+    _in_a_pipeline(simulated, row, "1f1b", 2, 2, 2, 3, "plain")
 
 
 COMPRESSED = {
@@ -93,13 +104,14 @@ COMPRESSED = {
 }
 
 
-def _close(one: Trace, other: Trace, bar: float) -> None:
+def _close(one: Trace, other: Trace, bar: float) -> float:
     difference = worst(compare(one, other))
     assert difference.ok(bar), f"{difference.name}: {difference.error}"
+    return difference.error
 
 
 @pytest.mark.parametrize("way", COMPRESSED)
-def test_compression_over_a_resume(simulated: SimulatedPool, pool: Pool, way: str, tmp_path: Path) -> None:
+def test_compression_over_a_resume(simulated: SimulatedPool, pool: Pool, row: Row, way: str, tmp_path: Path) -> None:
     """The same steps to the bit from a checkpoint, residuals on the device; and those of the CPU, whose sums are in another order."""
     stage, parallel = COMPRESSED[way]
     config = config_of(2, stage, parallel=parallel)
@@ -107,24 +119,34 @@ def test_compression_over_a_resume(simulated: SimulatedPool, pool: Pool, way: st
     assert digest(straight) == digest(again)
     assert kinds[0] == kinds[1]
     assert "cuda" in kinds[0].values() or stage == 3
-    _close(pool.run(2, resumed, config, str(tmp_path / "cpu"), torch.float32)[0][0], straight, 0.1)
+    found = _close(pool.run(2, resumed, config, str(tmp_path / "cpu"), torch.float32)[0][0], straight, 0.1)
+    row(f"dp 2, {way}, residuals over a resume", "the same on CPUs, in float32", found)
 
 
 @pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.proof), 3])
-def test_checkpoints(simulated: SimulatedPool, states: str, stage: int, tmp_path: Path) -> None:
-    """The same steps to the bit, with states on the device and on the host."""
+@pytest.mark.parametrize(
+    ("stage", "beside"), [pytest.param(1, False, marks=pytest.mark.proof), (3, False), pytest.param(3, True, marks=pytest.mark.proof)]
+)
+def test_checkpoints(simulated: SimulatedPool, row: Row, states: str, stage: int, beside: bool, tmp_path: Path) -> None:
+    """The same steps to the bit, with states on the device and on the host, also where it is written beside the training."""
+    if "parameters" in states and stage < 3:
+        pytest.skip("parameters are offloaded where they are sharded")
     config = config_of(2, stage, parallel={}, zero=STATES[states])
-    straight, again, _ = simulated.run(2, resumed, config, str(tmp_path), torch.float64)[0]
+    straight, again, _ = simulated.run(2, resumed, config, str(tmp_path), torch.float64, beside)[0]
     assert digest(straight) == digest(again)
+    way = "beside the training" if beside else "written at once"
+    row(f"dp 2, ZeRO {stage}, checkpoint {way}; states {states}", "without a resume", _close(straight, again, 0.0))
 
 
-def test_a_checkpoint_on_another_layout(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_a_checkpoint_on_another_layout(simulated: SimulatedPool, row: Row, tmp_path: Path) -> None:
     """From ZeRO 3 to a pipeline."""
     saving = config_of(2, 3, parallel={})
     loading = {**in_stages("1f1b", 2, 1, 1, 0, "plain"), "gradient_accumulation_steps": 4}
-    for one, other in simulated.run(2, moved, saving, loading, str(tmp_path)):
+    found = simulated.run(2, moved, saving, loading, str(tmp_path))
+    for one, other in found:
         assert one == pytest.approx(other, rel=1e-9)
+    most = max(abs(a / b - 1) for one, other in found for a, b in zip(one, other, strict=True))
+    row("dp 2, ZeRO 3, its checkpoint on pp 2 (1f1b)", "the losses of the first layout", most)
 
 
 @pytest.mark.parametrize("technique", ["plain", "activations on the host"])

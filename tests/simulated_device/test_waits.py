@@ -1,4 +1,4 @@
-"""What waits for what, one place of the package at a time, in as little as reaches it. `tools/planted_waits.py` takes each wait out in turn
+"""What waits for what, one place of the package at a time, in as little as reaches it. `tools/planted_waits` takes each wait out in turn
 and runs these: all but a few must fail then."""
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ from torch import nn
 import plait
 from plait.comm import measure
 from plait.comm.algorithms import run, sum_over
+from plait.comm.buckets import Flat
+from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.comm.messages import Messenger
 from plait.comm.pending import Pending
 from plait.comm.waits import Waits
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences
+from plait.engine import device_rates, single_rank
 from plait.events import Event, RunStarted, StepDone
 from plait.parallel.activations.activation_store import DiskStore, HostStore
+from plait.train.clock import StepClock
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
 from tests.checkpoints import put
 from tests.parity import cases, pipelines, tensor_parallel
+from tests.parity.digests import digest
 from tests.pool import Pool
 from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import config_of, in_stages, on_axes, resumed, steps_taken
@@ -99,9 +104,13 @@ def test_stores(simulated: SimulatedPool, tmp_path: Path) -> None:
 # ---- collectives and messages -------------------------------------------------------------------------------------------------------
 
 
-def test_reductions(simulated: SimulatedPool) -> None:
-    """Buckets of gradients, the norm, sums of weights."""
-    tensor_parallel.check(simulated, 2, "plain", True, on_axes(1, 2, 0, "plain", "on the device"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("kind", "unused_parameters"), [("plain", True), ("llama", False)])
+def test_reductions(simulated: SimulatedPool, kind: str, unused_parameters: bool) -> None:
+    """Buckets of gradients, the norm, sums of weights. Where ranks ask each other who used what, that answer comes behind all buckets and
+    orders them too."""
+    config = on_axes(1, 2, 0, "plain", "on the device")
+    config["parallel"]["unused_parameters"] = unused_parameters
+    tensor_parallel.check(simulated, 2, kind, True, config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "reduce-scatter+all-gather"])
@@ -118,16 +127,51 @@ def composed(rank: int, world: int) -> tuple[list[float], float, list[float]]:
     device, group = torch.device("cuda", rank), dist.group.WORLD
     x = torch.full((8,), float(rank + 1), device=device)
     run(sum_over(x, group, algorithm="ring"))
+    summed = x.tolist()
     incoming = torch.empty(1, device=device)
     measure._exchange(torch.full((1,), float(rank), device=device), incoming, group, 1)
+    came = float(incoming)
     host = torch.empty(8, pin_memory=True)
     measure._timed(lambda: host.copy_(x, non_blocking=True), group, device)
-    return x.tolist(), float(incoming), host.tolist()
+    return summed, came, host.tolist()
 
 
 def test_composed_and_measured(simulated: SimulatedPool) -> None:
     """A time is taken when the device is done."""
     assert simulated.run(2, composed) == [([3.0] * 8, float(1 - rank), [3.0] * 8) for rank in range(2)]
+
+
+class Watch:
+    """In place of `time`: whether the device was behind whenever somebody looked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
+        self.behind: list[bool] = []
+        for module in modules:
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self) -> float:
+        self.behind.append(bool(_device().behind()))
+        return float(len(self.behind))
+
+
+def timed(rank: int, world: int) -> tuple[list[bool], list[bool]]:
+    """The clock is looked at twice around every product, and around a step that is profiled. Runs in a worker."""
+    torch.cuda.synchronize()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watch = Watch(monkeypatch, device_rates, single_rank)
+        device_rates.measure_products([(4, 4, 4)], dtype=torch.float32, device=CUDA)
+        products, watch.behind = watch.behind, []
+        x = torch.ones(4, device=CUDA)
+        with single_rank._Profile(SimpleNamespace(device=CUDA)).step():  # type: ignore[arg-type]
+            x.add_(1)
+        return products, watch.behind
+
+
+def test_times_are_taken_when_the_device_is_done(simulated: SimulatedPool) -> None:
+    """And a step that is profiled begins when it is."""
+    products, step = simulated.run(1, timed)[0]
+    assert len(products) == 14 and not any(products[1::2])
+    assert step == [False, False]
 
 
 @pytest.mark.parametrize("way", ["int8", "powersgd", "sharded"])
@@ -136,6 +180,30 @@ def test_compressed(simulated: SimulatedPool, pool: Pool, way: str, tmp_path: Pa
     config = config_of(2, 2 if way == "sharded" else 0, parallel={"compress_gradients": "int8" if way == "sharded" else way})
     device, cpu = (p.run(2, resumed, config, str(tmp_path / str(i)), torch.float32)[0][0] for i, p in enumerate((simulated, pool)))
     assert device.losses == pytest.approx(cpu.losses, rel=1e-3)
+
+
+def in_buckets(rank: int, world: int, device: str) -> list[list[float]]:
+    """Sums of four buckets, more than are on their first hop at once, in both compressions. Runs in a worker."""
+    assert dist.group.WORLD is not None
+    flats = [Flat(torch.float32, ((16, 16), (24, 16))) for _ in range(4)]
+    at, found = torch.device(device, rank) if device == "cuda" else torch.device(device), []
+    for buckets in (
+        PowerSGDBuckets(dist.group.WORLD, flats, at, rank=2, whole_steps=1),
+        QuantisedBuckets(dist.group.WORLD, flats, at, bits=8, feedback=True),
+    ):
+        for step in range(3):
+            for index, buffer in enumerate(buckets.buffers):
+                buffer.copy_(torch.linspace(0, 1 + rank + index + step, buffer.numel(), device=at))
+                buckets.start(index)
+            for index, buffer in enumerate(buckets.buffers):
+                buckets.finish(index)
+                found.append(buffer[::64].tolist())
+    return found
+
+
+def test_compressed_buckets(simulated: SimulatedPool, pool: Pool) -> None:
+    """As on the CPU; PowerSGD in its first step, which is not compressed, and behind it."""
+    np.testing.assert_allclose(simulated.run(2, in_buckets, "cuda")[0], pool.run(2, in_buckets, "cpu")[0], rtol=1e-4, atol=1e-4)
 
 
 def messages(rank: int, world: int) -> list[int]:
@@ -322,6 +390,33 @@ def paced(rank: int, world: int, folder: str) -> list[float]:
 def test_seconds_of_a_step(simulated: SimulatedPool, tmp_path: Path) -> None:
     """Also of the first, and of those before a validation, a checkpoint and the end, whose numbers are read together."""
     assert simulated.run(1, paced, str(tmp_path)) == [pytest.approx([1.0] * 7)]
+
+
+def clocked(rank: int, world: int) -> float:
+    """Seconds of a step whose end is behind a copy. Runs in a worker."""
+    _device().set_clock(1.0)
+    clock = StepClock(CUDA)
+    host, there = torch.zeros(4).pin_memory(), torch.ones(4, device=CUDA)
+    host.copy_(there, non_blocking=True)
+    ended = clock.mark()
+    _device().set_clock(3.0)
+    seconds = clock.seconds(ended)
+    _device().set_clock(-1)
+    return seconds
+
+
+def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
+    assert simulated.run(1, clocked) == [2.0]
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_beside_the_training(simulated: SimulatedPool, tmp_path: Path) -> None:
+    """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
+    config = config_of(1, 0, parallel={})
+    straight, again, _ = simulated.run(1, resumed, config, str(tmp_path), torch.float32, True)[0]
+    assert digest(straight) == digest(again)
 
 
 def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None:

@@ -20,6 +20,7 @@ import typer
 from plait.cli import launch
 from plait.cli.launching.settings import Settings
 from plait.cli.options import Json, Nproc
+from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import default_processes, place
 from plait.errors import InputError
@@ -40,7 +41,7 @@ def doctor(
     """Describe this environment (for an issue report), or with --links measure how fast its processes talk to each other."""
     if not links:
         _refuse_without_links({"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds})
-        (_show_nccl if nccl else _show_environment)(as_json=as_json)
+        (_show_library if nccl else _show_environment)(as_json=as_json)
         return
     if nccl:
         raise InputError("--links, --nccl: one of them at a time")
@@ -87,17 +88,15 @@ def _show_environment(*, as_json: bool) -> None:
             typer.echo("  none")
 
 
-def _show_nccl(*, as_json: bool) -> None:
-    import torch
+def _show_library(*, as_json: bool) -> None:
+    from plait.cluster.nccl import VARIABLES, report, version
 
-    from plait.cluster.nccl import VARIABLES, report
-
-    version = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    found = version()
     if as_json:
         said = {name: os.environ.get(name) for name in VARIABLES}
-        typer.echo(json.dumps({"nccl": ".".join(map(str, version)) if version else None, "variables": said}, indent=1))
+        typer.echo(json.dumps({accelerator.BACKEND: ".".join(map(str, found)) if found else None, "variables": said}, indent=1))
         return
-    for line in report(os.environ, version=version):
+    for line in report(os.environ, version=found):
         typer.echo(line)
 
 

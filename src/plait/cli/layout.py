@@ -14,6 +14,7 @@ from rich.console import Console
 
 from plait.cli.options import PROCESSES, Json, Nnodes, Set, count
 from plait.cli.planning.tables import print_table
+from plait.cluster import accelerator
 from plait.cluster.machines import Node, Topology, load
 from plait.errors import InputError
 
@@ -93,7 +94,7 @@ def _topology(cluster: Path | None, nodes: int, devices: int | None, *, least: i
         raise InputError(
             f"--nnodes {nodes} x --nproc-per-node {each}: {nodes * each:,} devices, and at most {MOST_SHOWN:,} are shown; give fewer"
         )
-    return Topology(tuple(Node(f"node{index}", each) for index in range(nodes)), "cuda")
+    return Topology(tuple(Node(f"node{index}", each) for index in range(nodes)), accelerator.NAME)
 
 
 def _parts(module: Any, resolved: Resolved) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import typer
 from plait.cli import launch
 from plait.cli.launching.settings import Settings
 from plait.cli.options import PROCESSES, Json, Set, count
+from plait.cluster import accelerator
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, device_count, place
 from plait.errors import InputError
@@ -57,7 +58,7 @@ class Device(StrEnum):
 
     auto = "auto"
     cpu = "cpu"
-    cuda = "cuda"
+    gpu = accelerator.NAME
 
 
 _PASSES: dict[Dtype, tuple[Pass, ...]] = {
@@ -79,7 +80,9 @@ def verify(
     ] = None,
     tolerance: Annotated[float | None, typer.Option(metavar="X", help="In float64. (default: 1e-10; 1e-7 where the model rounds)")] = None,
     engine: Annotated[Engine, typer.Option(metavar="NAME", help="plait; or deepspeed, accelerate, in float32.")] = Engine.plait,
-    device: Annotated[Device, typer.Option(metavar="NAME", help="auto (GPUs where there are enough), cpu or cuda.")] = Device.auto,
+    device: Annotated[
+        Device, typer.Option(metavar="NAME", help=f"auto (GPUs where there are enough), cpu or {accelerator.NAME}.")
+    ] = Device.auto,
     all_: Annotated[bool, typer.Option("--all", help="A line for every tensor, not for every block.")] = False,
     as_json: Json = False,
     timeout: Annotated[float, typer.Option(metavar="S", help="Seconds after which a wait is ended.")] = 600,
@@ -95,7 +98,7 @@ def verify(
     if not 0 < timeout < math.inf:
         raise InputError(f"--timeout {timeout}: not a positive number of seconds; use for example 600")
     if device is Device.cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        os.environ[accelerator.VISIBLE] = ""  # before torch looks
     _import_from_here()
     launched = claim(os.environ) is not None
     plan = _plan(file, list(set_ or ()), model=model, processes=nproc_per_node, steps=steps, dtype=dtype, engine=engine, device=device)
@@ -160,7 +163,7 @@ def _import_from_here() -> None:
 
 def _set_environment(plan: Plan) -> None:
     if plan.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ[accelerator.VISIBLE] = ""
         if plan.engine == "deepspeed":
             os.environ["DS_ACCELERATOR"] = "cpu"
 

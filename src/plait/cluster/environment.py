@@ -11,10 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from plait.cluster import accelerator
 from plait.cluster.launchers import claim
+from plait.cluster.nccl import version as library_version
 from plait.cluster.topology import cpu_count, device_count, processor_name
 
 PACKAGES = (
@@ -32,7 +33,7 @@ PACKAGES = (
     "pydantic",
 )
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
+    accelerator.VISIBLE,
     "OMP_NUM_THREADS",
     "HF_HOME",
     "HF_HUB_OFFLINE",
@@ -41,7 +42,7 @@ VARIABLES = (
     "PLAIT_CACHE",
     "PYTORCH_ALLOC_CONF",
 )
-PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "PLAIT_")
+PREFIXES = (*accelerator.PREFIXES, "GLOO_", "PLAIT_")
 
 
 def facts(environment: Mapping[str, str], *, folder: Path) -> dict[str, dict[str, Any]]:
@@ -76,23 +77,20 @@ def _machine(folder: Path) -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    found: dict[str, Any] = {"count": device_count(), "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"}
+    found: dict[str, Any] = {"count": device_count(), "built_for": accelerator.built_for()}
     for index in range(device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"gpu {index}"] = (
-            f"{properties.name}, {properties.total_memory} bytes, compute capability {properties.major}.{properties.minor}"
-        )
+        found[f"gpu {index}"] = accelerator.described(index)
     return found
 
 
 def _communication() -> dict[str, Any]:
     if not dist.is_available():
         return {"torch.distributed": "not in this torch"}
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    found = library_version()
     shared = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
     return {
         "gloo": dist.is_gloo_available(),
-        "nccl": nccl or False,
+        accelerator.BACKEND: ".".join(map(str, found)) if found else False,
         "shared_memory": f"this Python has no os.{', os.'.join(shared)}" if shared else True,
     }
 

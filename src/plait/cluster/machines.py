@@ -10,10 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import yaml
 
+from plait.cluster import accelerator
+from plait.cluster.accelerator import DeviceType
 from plait.errors import InputError, Problem, refuse
 
 
@@ -30,7 +32,7 @@ class Topology:
     """The machines of a run, in rank order. `memory_bytes` is that of one device, or None where it is not known."""
 
     nodes: tuple[Node, ...]
-    device_type: Literal["cpu", "cuda"]
+    device_type: DeviceType
     memory_bytes: int | None = None
 
     @property
@@ -92,9 +94,10 @@ def _topology(content: Mapping[str, Any], source: str) -> Topology:
         problems.append(
             Problem(f"{source}: nodes", nodes, "neither a list of machines nor a count of at least 1", "list `{name: a01, devices: 8}`")
         )
-    device_type = content.get("device_type", "cuda")
-    if device_type not in ("cpu", "cuda"):
-        problems.append(Problem(f"{source}: device_type", device_type, "not a device type that Plait runs on", "use cuda or cpu"))
+    device_type = content.get("device_type", accelerator.NAME)
+    if device_type not in get_args(DeviceType):
+        remedy = f"use {accelerator.NAME} or cpu"
+        problems.append(Problem(f"{source}: device_type", device_type, "not a device type that Plait runs on", remedy))
     memory = content.get("memory_bytes")
     if memory is not None and not _is_count(memory):
         problems.append(

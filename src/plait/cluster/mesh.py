@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from plait._torch.groups import flattened, give_timeout, timeout_of
+from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.layout import AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
-from plait.cluster.nccl import Nccl
-from plait.cluster.topology import RankInfo, init_method, place, tell_nccl
+from plait.cluster.nccl import Library
+from plait.cluster.topology import RankInfo, init_method, place, tell_library
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -146,7 +147,7 @@ class Mesh:
         mesh = replace(self, combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used})
         if self.layout.pp > 1:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
-        if self.layout.pp > 2 and self.device.type == "cuda" and dist.get_backend() != "fake":
+        if self.layout.pp > 2 and accelerator.is_one(self.device) and dist.get_backend() != "fake":
             mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in wanted.stages})
         nodes = _nodes() if wanted.levels else []
@@ -263,21 +264,21 @@ def build_mesh(
     device_type: str | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     host_tensors: bool = False,
-    nccl: Nccl | None = None,
+    library: Library | None = None,
     groups: Groups = Groups(),
 ) -> Mesh:
     """Groups for `layout` over the processes that exist, and `groups` besides.
 
     `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
-    are wanted too (offloaded parameters are gathered there for checkpoints). `nccl`: NCCL's settings. Raises ConfigError when the layout's
-    world is not the real one.
+    are wanted too (offloaded parameters are gathered there for checkpoints). `library`: settings of NCCL. Raises ConfigError when the
+    layout's world is not the real one.
     """
     here = place()
     device = local_device(device_type, here)
     owns = not dist.is_initialized()
     finish_at_exit()
-    if nccl is not None and (owns or dist.get_backend() != "fake"):
-        tell_nccl(nccl, device_type=device.type, group_exists=not owns)
+    if library is not None and (owns or dist.get_backend() != "fake"):
+        tell_library(library, device_type=device.type, group_exists=not owns)
     if owns:
         _make_default_group(here, device, timeout, host_tensors=host_tensors)
     if dist.get_world_size() != layout.world_size:
@@ -295,27 +296,21 @@ def build_mesh(
     return mesh.with_groups(groups)
 
 
-def default_device_type() -> str:
-    """The default device type: `cuda` where there is a GPU, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def local_device(device_type: str | None, here: RankInfo) -> torch.device:
     """This process's device: `cuda:local_rank`, or the CPU."""
-    kind = device_type or default_device_type()
+    kind = device_type or accelerator.available_type()
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, here.local_rank)
-    torch.cuda.set_device(device)
+    accelerator.use(device)
     return device
 
 
 def _make_default_group(here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool) -> None:
-    nccl = "cpu:gloo,cuda:nccl" if host_tensors else "nccl"
-    backend = nccl if device.type == "cuda" else "gloo"
+    backend = accelerator.backend(device, host_tensors=host_tensors)
     if here.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    device_id = device if device.type == "cuda" else None
+    device_id = device if accelerator.is_one(device) else None
     world = here.world_size
     dist.init_process_group(backend, init_method=init_method(), rank=here.rank, world_size=world, timeout=timeout, device_id=device_id)

@@ -18,9 +18,12 @@ from plait.policy import Policy
 
 ALGORITHMS = ("Ring", "Tree", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")
+FIELDS = ("parallel.nccl_algorithm", "parallel.nccl_protocol")
+"""Of a configuration file."""
+NOT_READ = "parallel.nccl_*: not used; on the CPU there is no NCCL"
 VARIABLES = {
-    "NCCL_ALGO": "algorithms that NCCL may use (parallel.nccl_algorithm)",
-    "NCCL_PROTO": "protocols that NCCL may use (parallel.nccl_protocol)",
+    "NCCL_ALGO": f"algorithms that NCCL may use ({FIELDS[0]})",
+    "NCCL_PROTO": f"protocols that NCCL may use ({FIELDS[1]})",
     "NCCL_NVLS_ENABLE": "whether NVLink switches may reduce",
     "NCCL_TUNER_PLUGIN": "a plugin that chooses in its place",
     "NCCL_DEBUG": "INFO: NCCL logs what it does",
@@ -46,8 +49,8 @@ Algorithms = Annotated[str | None, _among(ALGORITHMS)]
 Protocols = Annotated[str | None, _among(PROTOCOLS)]
 
 
-class Nccl(Policy):
-    """NCCL's setting; None leaves it to NCCL."""
+class Library(Policy):
+    """Settings of the accelerator's library of collectives; None leaves it to NCCL."""
 
     algorithm: str | None = None
     """NCCL_ALGO."""
@@ -57,13 +60,13 @@ class Nccl(Policy):
     def export(self, environment: MutableMapping[str, str], *, device_type: str, group_exists: bool) -> None:
         """Set the variables. Raises ConfigError where they would not be read: without NCCL, or too late."""
         for key, variable, value in (
-            ("parallel.nccl_algorithm", "NCCL_ALGO", self.algorithm),
-            ("parallel.nccl_protocol", "NCCL_PROTO", self.protocol),
+            (FIELDS[0], "NCCL_ALGO", self.algorithm),
+            (FIELDS[1], "NCCL_PROTO", self.protocol),
         ):
             if value is None:
                 continue
             said = environment.get(variable)
-            if device_type != "cuda":
+            if device_type == "cpu":
                 rule, remedy = (
                     f"the processes run on the {device_type} and talk through gloo, which does not read {variable}",
                     "leave it out",
@@ -77,6 +80,17 @@ class Nccl(Policy):
                 environment[variable] = value
                 continue
             raise ConfigError(Problem(key, value, rule, remedy))
+
+    def explained(self) -> dict[str, str]:
+        """Its fields, as a file names them."""
+        return {key: value or "NCCL decides" for key, value in zip(FIELDS, (self.algorithm, self.protocol), strict=True)}
+
+
+def version() -> tuple[int, ...] | None:
+    """Of the NCCL in this torch."""
+    import torch
+
+    return tuple(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else None
 
 
 def report(environment: Mapping[str, str], *, version: tuple[int, ...] | None) -> list[str]:

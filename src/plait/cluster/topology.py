@@ -14,12 +14,12 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from plait.cluster import allocator
+from plait.cluster import accelerator, allocator
+from plait.cluster.accelerator import DeviceType
 from plait.cluster.launchers import Claim, claim
 from plait.cluster.machines import Node, Topology
-from plait.cluster.nccl import Nccl
+from plait.cluster.nccl import Library
 from plait.errors import ConfigError, Problem, refuse
 
 
@@ -66,13 +66,13 @@ def discover() -> Topology:
         raise ConfigError(Problem("WORLD_SIZE", here.world_size, rule, "describe the machines in a cluster file"))
     count = here.world_size // here.local_world_size
     names = [socket.gethostname() if index == here.node_rank else f"node{index}" for index in range(count)]
-    device_type: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+    device_type: DeviceType = accelerator.NAME if gpus else "cpu"
     return Topology(tuple(Node(name, per_node) for name in names), device_type, _device_memory_bytes(gpus, per_node))
 
 
-def tell_nccl(nccl: Nccl, *, device_type: str, group_exists: bool) -> None:
-    """Set NCCL's variables for this process. Raises ConfigError where they would not be read (see `Nccl.export`)."""
-    nccl.export(os.environ, device_type=device_type, group_exists=group_exists)
+def tell_library(library: Library, *, device_type: str, group_exists: bool) -> None:
+    """Set the variables of NCCL for this process. Raises ConfigError where they would not be read (see `Library.export`)."""
+    library.export(os.environ, device_type=device_type, group_exists=group_exists)
 
 
 def keep_host_memory() -> bool:
@@ -114,10 +114,8 @@ def thread_count(processes: int) -> int:
 
 
 def device_count() -> int:
-    """Visible GPUs; 0 without CUDA. Does not create a CUDA context."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Visible GPUs."""
+    return accelerator.count()
 
 
 def default_processes() -> int:
@@ -199,9 +197,7 @@ def _check(here: RankInfo, found: Claim) -> None:
 
 def _device_memory_bytes(gpus: int, processes: int) -> int | None:
     if gpus:
-        import torch
-
-        return min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
+        return min(map(accelerator.capacity_bytes, range(gpus)))
     if not hasattr(os, "sysconf"):
         return None
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,6 +15,7 @@ from typing import TypeVar, cast, get_args
 import torch
 import torch.distributed as dist
 
+from plait.cluster import accelerator
 from plait.cluster.mesh import Levels
 from plait.comm.algorithms import Name, exchange, reduce_scatter_steps, run, sum_over
 from plait.comm.buckets import Buckets, Flat
@@ -225,8 +226,7 @@ def _timed(operation: Operation, group: dist.ProcessGroup, device: torch.device)
     dist.barrier(group=group)
     began = time.perf_counter()
     operation()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter() - began
 
 

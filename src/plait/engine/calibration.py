@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from plait.cluster import accelerator
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Groups, Mesh, build_mesh
 from plait.comm.measure import measure_group
@@ -79,7 +80,7 @@ def measure(request: Request, *, machine: str, pace: Pace, done: Callable[[str],
         shapes = [(tokens, model.hidden, model.ffn), (tokens, model.ffn, model.hidden), (2048, 2048, 2048), (4096, 4096, 1024)]
         dtype = dtype_of({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[request.precision])
         products = measure_products(shapes, dtype=dtype, device=device)
-        memory = measure_addition(256 * MIB if device.type == "cuda" else 64 * MIB, device=device)
+        memory = measure_addition(256 * MIB if accelerator.is_one(device) else 64 * MIB, device=device)
         done("products and memory")
         rates = DeviceRates(products, memory, _links(mesh, pace.link_seconds))
         done("links")

@@ -13,6 +13,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from plait.cluster import accelerator
+
 _ROUNDS = 7
 
 
@@ -41,8 +43,7 @@ def _seconds(operations: dict[str, Callable[[], object]], device: torch.device) 
                 dist.barrier()
             began = time.perf_counter()
             operation()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            accelerator.synchronize(device)
             times[name].append(time.perf_counter() - began)
     medians = torch.tensor([median(found[1:]) for found in times.values()], dtype=torch.float64, device=device)
     if dist.is_initialized():

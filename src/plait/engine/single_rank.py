@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from plait._torch.groups import FakeStore, delivered_at_once, process_group_of
 from plait._torch.operators import FakeTensorMode
 from plait._torch.storage import storage_bytes
+from plait.cluster import accelerator
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
@@ -266,9 +267,9 @@ class _Profile:
     """Kernels and memory of a step on this machine's device."""
 
     def __init__(self, mesh: Mesh) -> None:
-        if mesh.device.type != "cuda":
+        if not accelerator.is_one(mesh.device):
             raise InputError("a dry run with real kernels needs a GPU, and this machine has none; run it on fake tensors")
-        self.device = torch.cuda.get_device_name(mesh.device)
+        self.device = accelerator.model_name(mesh.device)
         self.seconds = 0.0
         self.peak = 0
         self.peak_during = "on the device"
@@ -284,15 +285,14 @@ class _Profile:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Profile what runs inside, which starts and ends with an idle device."""
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        torch.cuda.synchronize(self._at)
-        torch.cuda.reset_peak_memory_stats(self._at)
-        with torch.profiler.profile(activities=activities, with_flops=True) as self._profile:
+        accelerator.synchronize(self._at)
+        accelerator.reset_peak(self._at)
+        with torch.profiler.profile(activities=accelerator.profiled(), with_flops=True) as self._profile:
             began = time.perf_counter()
             yield
-            torch.cuda.synchronize(self._at)
+            accelerator.synchronize(self._at)
             self.seconds = time.perf_counter() - began
-        self.peak = torch.cuda.max_memory_allocated(self._at)
+        self.peak = accelerator.peak_bytes(self._at)
 
     @contextmanager
     def phase(self, _name: str) -> Iterator[None]:

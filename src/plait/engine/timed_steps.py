@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.cluster import accelerator
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
 from plait.losses.loss import causal_lm_loss
@@ -43,8 +44,7 @@ def time_steps(model: Mapping[str, Any], config: Mapping[str, Any], *, sequence:
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32)
     engine = initialize(built.train(), config, loss_fn=causal_lm_loss, total_steps=warm + steps)
     try:
-        if engine.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(engine.device)
+        accelerator.reset_peak(engine.device)
         samples = engine.config.batch.micro_batch_size * engine.config.batch.accumulation
         generator = torch.Generator().manual_seed(engine.dp_rank)
         times = []
@@ -73,9 +73,9 @@ def _timed(engine: Engine, batch: Any) -> tuple[float, float]:
 
 
 def _peak(device: torch.device) -> int | None:
-    if device.type != "cuda":
+    if not accelerator.is_one(device):
         return None
-    peak = torch.tensor(torch.cuda.max_memory_allocated(device), device=device)
+    peak = torch.tensor(accelerator.peak_bytes(device), device=device)
     if dist.is_initialized():
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)

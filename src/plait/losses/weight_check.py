@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.losses.chunked_loss import ChunkedCausalLMLoss
 from plait.losses.loss import CausalLMLoss, Loss, PerSample
@@ -42,7 +43,7 @@ class WeightCheck:
         before = self._copying
         host = torch.empty(2, dtype=torch.float64, pin_memory=True)
         host.copy_(torch.stack([divided_by.double(), returned.double()]), non_blocking=True)
-        self._copying = host, torch.cuda.current_stream(divided_by.device).record_event(), step
+        self._copying = host, accelerator.current_stream(divided_by.device).record_event(), step
         if before is not None:
             numbers, copied, earlier = before
             copied.synchronize()

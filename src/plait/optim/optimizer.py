@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from plait._torch.dtensor import local_tensor
+from plait.cluster import accelerator
 from plait.config.schema import optimizers
 from plait.config.schema.optimization import OptimizerSpec
 from plait.config.values.names import instead
@@ -28,7 +29,7 @@ from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 
 Named = tuple[str, nn.Parameter]
 _KERNEL = ("fused", "foreach")
-_FUSED = {"Adam": ("cpu", "cuda"), "AdamW": ("cpu", "cuda"), "SGD": ("cpu", "cuda"), "Adagrad": ("cpu",)}
+_FUSED = {**dict.fromkeys(("Adam", "AdamW", "SGD"), ("cpu", accelerator.NAME)), "Adagrad": ("cpu",)}
 """Devices with a fused kernel that is used without asking."""
 _FUSED_SHARDED = ("Adam", "AdamW")
 """torch 2.13 has no rule for the other fused kernels on shards (`aten._fused_sgd_ does not have a sharding strategy`)."""

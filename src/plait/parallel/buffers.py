@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import is_persistent, own_buffers
 from plait._torch.storage import version_of
+from plait.cluster import accelerator
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.parallel.hooks import StepEnd, StepHook
@@ -136,7 +137,7 @@ class ChangingBuffers(StepHook):
             return
         work.wait()  # the stream does, not this thread
         host = torch.empty(1, dtype=torch.uint8, pin_memory=True).copy_(flag, non_blocking=True)
-        self._asked = host, torch.cuda.current_stream(flag.device).record_event().synchronize
+        self._asked = host, accelerator.current_stream(flag.device).record_event().synchronize
 
     def _somebody_saw(self) -> bool:
         if self._asked is None:

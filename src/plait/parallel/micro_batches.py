@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.parallel.containers import entries as entries_of
 from plait.parallel.containers import rebuilt, tensors_in
@@ -176,7 +177,7 @@ def _rows(entry: Any) -> int | None:
 def to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor of a micro-batch; a no-op for what is there. Objects that can move themselves do."""
     if isinstance(value, torch.Tensor):
-        if device.type == "cuda" and value.device.type == "cpu" and type(value) is torch.Tensor and value.layout == torch.strided:
+        if accelerator.is_one(device) and value.device.type == "cpu" and type(value) is torch.Tensor and value.layout == torch.strided:
             value = value.pin_memory()  # from other memory the copy would block this thread, whatever it is asked for
         return value.to(device, non_blocking=True)
     # Transformers' BatchEncoding, a UserDict, would change in place.

@@ -111,7 +111,7 @@ def split(
     _warn_of_little(checked.parts.noted(TensorPlan), model)
     check_placement(resolved)
     on_host = resolved.optimizer_offload.device == "cpu"
-    mesh = build_mesh(resolved.layout, host_tensors=on_host, nccl=resolved.nccl, groups=checked.groups)
+    mesh = build_mesh(resolved.layout, host_tensors=on_host, library=resolved.library, groups=checked.groups)
     seed = refuse_different_ranks(model, resolved, mesh)
     if not on_meta:
         model.to(mesh.device)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from plait.cluster.mesh import Groups, default_device_type
+from plait.cluster import accelerator
+from plait.cluster.mesh import Groups
 from plait.config.resolving.resolve import Resolved
 from plait.model.blocks import find_blocks
 from plait.optim.optimizer import refuse_nothing_to_train
@@ -49,6 +50,6 @@ def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
     refuse_nothing_to_train(model)
     blocks = find_blocks(model, resolved.blocks or None)
     refuse_unfit_layers(model, resolved)
-    context = resolved.context(device_type=default_device_type(), model=model, blocks=blocks)
+    context = resolved.context(device_type=accelerator.available_type(), model=model, blocks=blocks)
     notes = check_all(context)
     return CheckedModel(model, resolved, blocks, notes, groups_of(replace(context, notes=notes)))

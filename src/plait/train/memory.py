@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from plait.cluster import accelerator
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """On a GPU the peak of the allocator since the process began; on a CPU the peak resident size of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if accelerator.is_one(device):
+        return accelerator.peak_bytes(device)
     return _peak_resident_bytes()
 
 

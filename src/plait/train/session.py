@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.checkpoint.agreement import together
-from plait.cluster.mesh import default_device_type
+from plait.cluster import accelerator
 from plait.comm import links
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
@@ -96,7 +96,7 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     model, data = _sections(config)
     # What the file alone shows comes before the text, which may take minutes to prepare.
     alone = resolve(config, world_size=world_size)
-    check_all(alone.context(device_type=default_device_type()))
+    check_all(alone.context(device_type=accelerator.available_type()))
     check_model(model)
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.cluster.accelerator import backend
 from plait.cluster.topology import place
 from plait.optim.gradient_norm import clip_factor
 from plait.optim.optimizer import build_optimizer
@@ -127,7 +128,7 @@ def _deepspeed(plan: Plan, built: Built) -> Trace:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    deepspeed.init_distributed(dist_backend="nccl" if plan.device == "cuda" else "gloo")
+    deepspeed.init_distributed(dist_backend=backend(torch.device(plan.device), host_tensors=False))
     parameters = [p for p in built.model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=built.model, model_parameters=parameters, config=deepspeed_config(plan))
     notes = _Notes(_deepspeed_parameters(engine))

@@ -18,7 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from plait.cluster.nccl import Nccl
+from plait.cluster import accelerator
+from plait.cluster.accelerator import DeviceType
+from plait.cluster.nccl import NOT_READ, Library
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config, ParallelSection
 from plait.errors import ConfigError, InputError, Problem, refuse
@@ -30,7 +32,7 @@ from plait.verify.keep_float64 import keeping_float64
 from plait.verify.model_under_test import Built, TestedModel, build, seed_everything
 
 Pass = Literal["float64", "configured"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto"] | DeviceType
 Peer = Literal["plait", "deepspeed", "accelerate"]
 
 MICRO_BATCH, ACCUMULATION = 2, 3
@@ -57,7 +59,7 @@ class Plan:
     """Names of the small model's blocks, for the report."""
     lines: tuple[tuple[str, str], ...]
     """(topic, note) before anything runs."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceType = "cpu"
     deepspeed: dict[str, Any] | None = None
     """The file itself where it is a DeepSpeed file, for DeepSpeed."""
 
@@ -134,11 +136,12 @@ def prepare(
     parallel, world, degrees = small_degrees(config, processes, most=most_processes)
     small, rest = small_batch(config.model_copy(update={"parallel": parallel}))
     resolved = resolve(small, world_size=world)
-    if device == "cuda" and gpus < world:
+    if device == accelerator.NAME and gpus < world:
         raise InputError(
-            f"--device cuda: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or a smaller --nproc-per-node"
+            f"--device {accelerator.NAME}: {world} processes need a GPU each, and there are {gpus}; use --device cpu, or a smaller "
+            "--nproc-per-node"
         )
-    where: Literal["cpu", "cuda"] = "cuda" if device != "cpu" and gpus >= world else "cpu"
+    where: DeviceType = accelerator.NAME if device != "cpu" and gpus >= world else "cpu"
     if engine != "plait":
         refuse_peer(engine, resolved, passes)
         resolved, more = in_float32(resolved)
@@ -153,13 +156,13 @@ def prepare(
         size = max(LEAST_BUCKET_BYTES, round(buckets.bucket_bytes * choice.share))
         changed |= {"bucket_bytes": size, "bucket_by_links": False}
     resolved = resolved.model_copy(update={"data_parallel": buckets.model_copy(update=changed)})
-    if where == "cpu" and resolved.nccl != Nccl():
-        resolved = resolved.model_copy(update={"nccl": Nccl()})
-        rest.append("parallel.nccl_*: not used; on the CPU there is no NCCL")
+    if where == "cpu" and resolved.library != Library():
+        resolved = resolved.model_copy(update={"library": Library()})
+        rest.append(NOT_READ)
     layout, batch = resolved.layout, resolved.batch
     pieces = layout.dp * batch.accumulation
     data = f"{_counted(steps, 'step')} of {_counted(pieces, 'micro-batch')} of {_counted(batch.micro_batch_size, 'sample')}, ragged"
-    place = f"{_counted(world, 'process')} on {'GPUs' if where == 'cuda' else 'the CPU'}"
+    place = f"{_counted(world, 'process')} on {'GPUs' if where != 'cpu' else 'the CPU'}"
     lines = [("model", line) for line in choice.lines]
     lines += [("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}")]
     lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]

@@ -43,6 +43,11 @@ def copies() -> dict[str, int]:
     return {name: library.simulated_copies(index) for index, name in enumerate(("deferred", "pageable", "waited"))}
 
 
+def behind() -> int:
+    """Streams of the current device with work that the host has not waited for."""
+    return int(library.simulated_behind(_index()))
+
+
 def set_clock(seconds: float) -> None:
     """What events take the time from; below 0 the host's clock again."""
     library.simulated_set_clock(seconds)

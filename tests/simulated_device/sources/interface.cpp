@@ -22,6 +22,12 @@ void simulated_set_stream(int device, int64_t id) { set_current_stream(stream_of
 void simulated_synchronize(int device) {
   for (int stream : streams_of(device)) host_waits(now_on(stream));
 }
+int simulated_behind(int device) {
+  Locked held(lock());
+  int count = 0;
+  for (int stream : streams_of(device)) count += !host_ordered_before(stream, position_of(stream));
+  return count;
+}
 void simulated_default_generators(int does) { hand_out_default_generators(does); }
 
 int64_t simulated_memory(int device, int which) {

@@ -115,7 +115,18 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     record_stream(data.get(), stream_of_id(stream.device_index(), stream.id()));
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    c10::CachingDeviceAllocator::DeviceStats found;
+    auto put = [](c10::CachingAllocator::StatArray& into, int64_t now, int64_t peak) {
+      auto& all = into[(size_t)c10::CachingAllocator::StatType::AGGREGATE];
+      all.current = now;
+      all.peak = peak;
+    };
+    auto& counted = held(device);
+    put(found.allocated_bytes, counted.now, counted.peak);
+    put(found.reserved_bytes, counted.reserved, counted.reserved_peak);
+    return found;
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override { held(device).peak = held(device).now; }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override { return {capacity() - held(device).now, capacity()}; }

@@ -60,11 +60,6 @@ void advance(int stream) {
 
 std::atomic<double> set_seconds = -1;
 
-double seconds() {
-  if (set_seconds >= 0) return set_seconds;
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 bool overlap(const Range& one, const Range& other) {
   return one.first < other.first + other.second && other.first < one.first + one.second;
 }
@@ -252,6 +247,11 @@ void finish_touching(const Range& range) {
 
 bool in_deferred() { return doing_deferred > 0; }
 uint64_t position_of(int stream) { return streams()[stream].position; }
+
+double seconds() {
+  if (set_seconds >= 0) return set_seconds;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 void set_clock(double seconds) { set_seconds = seconds; }
 

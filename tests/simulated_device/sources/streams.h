@@ -76,7 +76,8 @@ struct Event {
   std::shared_ptr<double> seconds;  // when it was reached; below 0 before
   bool timed = false;
 };
-void set_clock(double seconds);          // below 0: the host's clock
+void set_clock(double seconds);        // below 0: the host's clock
+double seconds();                      // of that clock
 double seconds_of(const void* event);  // below 0 where it is not known
 void record(Event& event, int stream);
 

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from plait.cluster import accelerator
+
 POLL_SECONDS = 0.1
 
 _LOST_PEER = re.compile(
     r"(RuntimeError|Dist\w*Error|Connection\w*Error|BrokenPipeError): .*"
-    r"(connection (closed|reset|refused)|broken pipe|socket|remote process|\bpeer\b|timed ?out|timeout|ncclRemoteError|aborted|watchdog)",
+    r"(connection (closed|reset|refused)|broken pipe|socket|remote process|\bpeer\b|timed ?out|timeout|aborted|watchdog|"
+    rf"{accelerator.LOST_PEER})",
     re.IGNORECASE | re.DOTALL,
 )
 """What a collective or the store says when another process is gone: the effect of a failure and not its cause."""

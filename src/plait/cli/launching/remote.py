@@ -22,10 +22,11 @@ from typing import BinaryIO
 
 from plait.cli.launching import lifeline
 from plait.cli.launching.settings import DEFAULT_PORT
+from plait.cluster import accelerator
 from plait.cluster.hostfile import Host
 from plait.errors import ConfigError, Problem
 
-EXPORTED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "UCX_")
+EXPORTED_PREFIXES = (*accelerator.PREFIXES, "GLOO_", "TORCH_", "UCX_")
 EXPORTED_NAMES = ("PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 STOP_SECONDS = 30
 """What the ranks of the other machines get to end in after a machine failed: nothing is left to wait for."""
@@ -104,7 +105,7 @@ def node_command(remote: Remote, index: int) -> list[str]:
 def node_environment(remote: Remote, index: int) -> dict[str, str]:
     """The variables for machine `index`: the exported ones, and its GPUs where a filter chose some of them."""
     slots = remote.hosts[index].slots
-    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if slots != tuple(range(len(slots))) else {}
+    chosen = {accelerator.VISIBLE: ",".join(map(str, slots))} if slots != tuple(range(len(slots))) else {}
     return {**(remote.exported or {}), **chosen}
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.cli.planning.tables import print_table
+from plait.cluster import accelerator
 from plait.cluster.machines import Topology
 from plait.cluster.topology import discover
 from plait.errors import InputError
@@ -42,8 +42,8 @@ def live_devices() -> tuple[Topology, str]:
     """The machines of the processes that run now, and what their devices call themselves."""
     topology = discover()
     name = "cpu"
-    if topology.device_type == "cuda":
-        name = torch.cuda.get_device_name()
+    if topology.device_type == accelerator.NAME:
+        name = accelerator.model_name()
     return topology, name
 
 

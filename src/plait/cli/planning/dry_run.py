@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from plait.cli.planning.tables import print_table
-from plait.cluster.mesh import default_device_type
+from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ConfigError, InputError, Problem, first_line
@@ -182,7 +182,7 @@ def _enough(resolved: Resolved) -> int:
 
 def _priced(request: Request, layout: Mapping[str, Any], *, on_device: bool) -> tuple[Any, Any]:
     """(job, states) for the operators of the device type that the dry run runs on."""
-    if default_device_type() == "cpu" and not on_device:
+    if accelerator.available_type() == "cpu" and not on_device:
         family = device("cpu").family
         cluster = replace(request.cluster, device=replace(request.cluster.device, family=family))
         request = replace(request, cluster=cluster)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.planning.calibrations import from_history, live_devices, runs_of_table
+from plait.cluster import accelerator
 from plait.cluster.machines import load
 from plait.cluster.topology import machine_name
 from plait.config.dialects.examine import at_path, examine
@@ -195,7 +196,7 @@ def cluster_for(
             if count is not None:
                 raise InputError(f"{name} {count}: --cluster {file} sets their number; leave one of the two out")
         topology = load(file)
-        if gpu is None and topology.device_type == "cuda":
+        if gpu is None and topology.device_type == accelerator.NAME:
             raise InputError(f"{file}: a cluster file does not name the GPU model; add --gpu, for example --gpu h100")
         return hardware.cluster_of(topology, gpu or "cpu", **changes)
     if gpu is not None:

@@ -297,10 +297,7 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
         "parallel.activation_offload.device": offload.device,
         "parallel.activation_offload.path": offload.path or "none",
     },
-    "nccl": lambda nccl: {
-        "parallel.nccl_algorithm": nccl.algorithm or "NCCL decides",
-        "parallel.nccl_protocol": nccl.protocol or "NCCL decides",
-    },
+    "library": lambda library: library.explained(),
     "parameter_offload": lambda offload: {
         "zero_optimization.offload_param.device": _said(offload),
         "zero_optimization.offload_param.nvme_path": offload.path or "none",

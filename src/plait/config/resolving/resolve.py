@@ -15,7 +15,7 @@ from pydantic import SerializeAsAny
 from torch import nn
 
 from plait.cluster.layout import Layout
-from plait.cluster.nccl import Nccl
+from plait.cluster.nccl import Library
 from plait.config.dialects import megatron
 from plait.config.dialects.examine import Examined, examine
 from plait.config.reading.source import Document, Source, parse_override, read
@@ -68,8 +68,8 @@ class Resolved(Policy):
     """Where optimizer states and gradients live."""
     parameter_offload: ParameterOffload
     """Where the shards of parameters live."""
-    nccl: Nccl = Nccl()
-    """NCCL's settings."""
+    library: Library = Library()
+    """Settings of the GPUs' own library of collectives."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
     added: tuple[SerializeAsAny[Technique], ...] = ()
@@ -255,7 +255,7 @@ def outline(
     known: dict[str, Any] = {
         "tensor_parallel": tensor,
         "compile": compiled,
-        "nccl": Nccl(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
+        "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
         "blocks": config.parallel.blocks,
         "gradient_clipping": clipping,

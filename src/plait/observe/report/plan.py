@@ -13,6 +13,7 @@ from string import ascii_lowercase, ascii_uppercase
 
 from markupsafe import Markup
 
+from plait.cluster import accelerator
 from plait.cluster.layout import Layout
 from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
@@ -264,7 +265,7 @@ def ranks_section(story: Story) -> Markup:
     layout = Layout(**{field.name: int(at[field.name]) for field in fields(Layout)})
     per_node = min(cluster.devices, int(cluster.device.devices_per_node))
     nodes = tuple(Node(f"machine {index}", per_node) for index in range(cluster.nodes))
-    return rank_grid(layout, Topology(nodes, "cuda"))
+    return rank_grid(layout, Topology(nodes, accelerator.NAME))
 
 
 def candidates_section(story: Story) -> Markup:

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from plait._torch.storage import version_of
+from plait.cluster import accelerator
 from plait.errors import ModelError, PlaitError
 from plait.parallel.offload.folders import require_writable
 from plait.units import MIB, format_bytes
@@ -70,9 +70,9 @@ class HostStore:
         self._free: defaultdict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
         self._held = self._used = self._most = 0
         """Bytes of all buffers, of those in use, and the most that were."""
-        cuda = device.type == "cuda"
-        self.out = torch.cuda.Stream(device) if cuda else None
-        self.back = torch.cuda.Stream(device) if cuda else None
+        behind = accelerator.is_one(device)
+        self.out = accelerator.new_stream(device) if behind else None
+        self.back = accelerator.new_stream(device) if behind else None
 
     def begin(self) -> None:
         """Another forward begins: groups that were opened before are not prefetched ahead of those opened now."""
@@ -109,7 +109,7 @@ class HostStore:
             return buffer
         self._drop(self._held + room - self._most)
         self._held += room
-        return torch.empty(room, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return torch.empty(room, dtype=torch.uint8, pin_memory=accelerator.is_one(self.device))
 
     def _drop(self, surplus: int) -> None:
         """Free at least so many bytes that nothing uses; torch keeps pinned memory until copies that read it are done."""
@@ -146,8 +146,8 @@ class HostGroup:
         """Copy out, behind what the device is computing now."""
         buffer, stream = self._store.buffer(flat.numel()), self._store.out
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._store.device))
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            stream.wait_stream(accelerator.current_stream(self._store.device))
+        with accelerator.on_stream(stream):
             self._values.append(buffer[: flat.numel()].copy_(flat, non_blocking=True))
         if stream is not None:
             flat.record_stream(stream)  # its memory is not given to others before the copy is done
@@ -163,7 +163,7 @@ class HostGroup:
         stream = self._store.back
         if stream is not None and self._left is not None:
             stream.wait_event(self._left)
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with accelerator.on_stream(stream):
             self._returned = {
                 index: torch.empty_like(value, device=self._store.device).copy_(value, non_blocking=True)
                 for index, value in enumerate(self._values)
@@ -182,7 +182,7 @@ class HostGroup:
             value = self._values[handle]
             return torch.empty_like(value, device=self._store.device).copy_(value)
         if self._arrived is not None:
-            current = torch.cuda.current_stream(self._store.device)
+            current = accelerator.current_stream(self._store.device)
             current.wait_event(self._arrived)
             flat.record_stream(current)
         return flat
@@ -313,11 +313,11 @@ class DiskGroup:
 
 def _to_host(flat: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """The bytes in host memory, and the event after which they are there."""
-    if flat.device.type != "cuda":
+    if not accelerator.is_one(flat.device):
         return flat, None
     host = torch.empty_like(flat, device="cpu", pin_memory=True)
     host.copy_(flat, non_blocking=True)
-    return host, torch.cuda.current_stream(flat.device).record_event()
+    return host, accelerator.current_stream(flat.device).record_event()
 
 
 def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], event: Any, version: int) -> None:
@@ -346,7 +346,7 @@ def _write(store: DiskStore, file: Any, offset: int, host: list[torch.Tensor], e
 
 def _read(store: DiskStore, file: Any, extent: _Extent) -> torch.Tensor:
     extent.write.result()
-    host = torch.empty(extent.size, dtype=torch.uint8, pin_memory=store.device.type == "cuda")
+    host = torch.empty(extent.size, dtype=torch.uint8, pin_memory=accelerator.is_one(store.device))
     left, offset = memoryview(host.numpy()), extent.offset  # type: ignore[arg-type]
     while left:
         done = os.preadv(file.fileno(), [left], offset)

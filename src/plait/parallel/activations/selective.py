@@ -15,6 +15,7 @@ import torch
 
 from plait._torch.operators import TorchDispatchMode, operator_named, schema_of, tree_leaves, tree_map
 from plait._torch.storage import storage_id
+from plait.cluster import accelerator
 from plait.errors import ConfigError, Problem
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -180,11 +181,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _generator_state(device: torch.device | None) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else torch.get_rng_state()
+    return _generator(device).get_state()
 
 
 def _set_generator_state(device: torch.device | None, state: torch.Tensor) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    _generator(device).set_state(state)
+
+
+def _generator(device: torch.device | None) -> torch.Generator:
+    return accelerator.generator(device) if device is not None and accelerator.is_one(device) else torch.default_generator

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from plait.cluster import accelerator
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, Problem
 from plait.model.facts import ModelFacts, model_facts
@@ -51,7 +52,7 @@ class OptimizerOffload(Technique):
         if self.device == "none":
             return parts
         on_host = self.device == "cpu"
-        pinned = on_host and self.pin_memory and mesh.device.type == "cuda"
+        pinned = on_host and self.pin_memory and accelerator.is_one(mesh.device)
         chosen = offloaded_units(model_facts(parts.model, parts.blocks), self.ratio)
         units = frozenset(parts.blocks[unit] if unit >= 0 else "" for unit in chosen)
         return parts.with_shard(master_weights_on_host=on_host, pin_master_weights=pinned, offloaded_units=units)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from plait._torch.operators import FakeTensor
+from plait.cluster import accelerator
 from plait.errors import ModelError
 
 _WORD = (1 << 64) - 1
 _OFFSET = 4
-"""The step of a CUDA generator's offset."""
+"""The step of a GPU's generator's offset."""
 
 
 @dataclass
@@ -79,8 +80,8 @@ def _generator(like: torch.Tensor) -> torch.Generator | None:
     """What dropout on the device of `like` draws from; None where nothing is computed."""
     if isinstance(like, FakeTensor) or like.is_meta:
         return None
-    if like.device.type == "cuda":
-        return torch.cuda.default_generators[like.device.index]
+    if accelerator.is_one(like.device):
+        return accelerator.generator(like.device)
     return torch.default_generator if like.device.type == "cpu" else None
 
 

@@ -1,0 +1,56 @@
+"""Another kind of accelerator is a change of two files: nothing else in the package names this one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "plait"
+ONE_PLACE = ("cluster/accelerator.py", "cluster/nccl.py")
+NAMES_IT = re.compile("cuda|nccl", re.IGNORECASE)
+ELSEWHERE = {
+    "config/schema/config.py": (2, "the fields parallel.nccl_algorithm and parallel.nccl_protocol"),
+    "config/resolving/resolve.py": (2, "reads these fields"),
+    "config/dialects/deepspeed.py": (2, "what fields of DeepSpeed's files mean"),
+    "config/dialects/megatron_flags.py": (1, "what flags of Megatron-LM mean"),
+    "cli/doctor.py": (6, "the option --nccl, its help and what contradicts it"),
+}
+"""File to uses that it needs, and for what."""
+
+
+def uses(tree: ast.Module) -> Iterator[str]:
+    """Names, attributes, arguments and texts of a module that name it. What a docstring or a comment says is prose."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.keyword(arg=str(text)):
+                pass
+            case ast.FunctionDef(name=text) | ast.ClassDef(name=text):
+                pass
+            case ast.Constant(value=str(text)) if id(node) not in prose:
+                pass
+            case _:
+                continue
+        if NAMES_IT.search(text):
+            yield f"line {getattr(node, 'lineno', 0)}: {text}"
+
+
+def test_one_file_names_the_accelerator() -> None:
+    """Elsewhere only what a file or a command is written with, counted; take a use away, and lower its count here."""
+    found = {
+        path.relative_to(SOURCE).as_posix(): named
+        for path in sorted(SOURCE.rglob("*.py"))
+        if (named := list(uses(ast.parse(path.read_text()))))
+    }
+    elsewhere = Counter({file: len(named) for file, named in found.items() if file not in ONE_PLACE})
+    expected = Counter({file: count for file, (count, _) in ELSEWHERE.items()})
+    wrong = {file: found.get(file, []) for file in elsewhere.keys() | expected.keys() if elsewhere[file] != expected[file]}
+    assert not wrong, f"use plait.cluster.accelerator: {wrong}"
+
+
+def test_what_counts() -> None:
+    """A use in code does, prose does not."""
+    assert len(list(uses(ast.parse('"""CUDA."""\nx = torch.cuda.is_available()  # CUDA\ny = "cuda:0"')))) == 2

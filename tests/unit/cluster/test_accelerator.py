@@ -1,0 +1,28 @@
+"""What a machine without an accelerator is told of it; the rest is tested on a simulated one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.cluster import accelerator
+
+CPU = torch.device("cpu")
+
+
+def test_collectives_of_a_device() -> None:
+    """Offloaded tensors are gathered through gloo."""
+    assert accelerator.backend(CPU, host_tensors=True) == "gloo"
+    assert accelerator.backend(torch.device("cuda"), host_tensors=False) == "nccl"
+    assert accelerator.backend(torch.device("cuda"), host_tensors=True) == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+def test_a_machine_without_one() -> None:
+    """Nothing waits, and nothing fails."""
+    assert accelerator.count() == 0 and accelerator.available_type() == "cpu"
+    assert not accelerator.is_one(CPU) and not accelerator.is_one(torch.device("meta"))
+    accelerator.synchronize(CPU)
+    accelerator.reset_peak(CPU)
+    with accelerator.on_stream(None):
+        assert float(torch.ones(())) == 1

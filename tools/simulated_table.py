@@ -1,0 +1,83 @@
+"""docs/simulated_device.md: every configuration that ran on the simulated device, with its largest difference and its races.
+
+    python tools/simulated_table.py build/results/simulated.xml     take the results (junit) of `make simulated-docs`, and write the page
+
+The numbers are the tests' own records: each test records what it compared, and the device counts the races.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "simulated_device.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test."""
+
+    configuration: str
+    devices: int
+    compared_with: str
+    difference: float
+    races: int
+    outcome: str
+
+
+def rows(results: Iterable[Path]) -> list[Row]:
+    """Of tests that record a configuration; a test that failed before it did has its name instead."""
+    found = []
+    for path in results:
+        for case in ElementTree.parse(path).iter("testcase"):
+            kept = {entry.get("name", ""): entry.get("value", "") for entry in case.iter("property")}
+            failed = case.find("failure") is not None or case.find("error") is not None
+            if "configuration" not in kept and not failed:
+                continue
+            found.append(
+                Row(
+                    kept.get("configuration", case.get("name", "")),
+                    int(kept.get("devices", 0)),
+                    kept.get("compared with", ""),
+                    float(kept.get("difference", "nan")),
+                    int(kept.get("races", 0)),
+                    "failed" if failed else "passed",
+                )
+            )
+    return sorted(found, key=lambda row: (row.devices, row.configuration))
+
+
+def page(found: list[Row]) -> str:
+    """The text."""
+    worst = max((row.difference for row in found if row.compared_with.startswith("one process")), default=float("nan"))
+    counts = ", ".join(f"{sum(row.devices == count for row in found)} on {count}" for count in sorted({row.devices for row in found}))
+    lines = [
+        "# On simulated GPUs",
+        "",
+        "Written by `make simulated-docs` from the records of its tests; do not edit. Every row is a training run on devices of the kind",
+        "`cuda` with NCCL's streams and order of calls, simulated on the CPU (`tests/simulated_device`): copies and collectives are",
+        "deferred until somebody waits for them, memory that was not written holds NaN, and two accesses that no wait orders are counted",
+        "as a race. It shows that the program orders what GPUs do; it says nothing of their speed, nor of their kernels' rounding.",
+        "",
+        f"**{len(found)} configurations ({counts} devices), {sum(row.races for row in found)} races, "
+        f"{sum(row.outcome != 'passed' for row in found)} failures.** The largest difference to one process on the CPU, in float64, is",
+        f"{worst:.1e} of the largest value of its tensor. torch {version('torch')}, Python {platform.python_version()}.",
+        "",
+        "| devices | configuration | compared with | largest difference | races | |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.devices} | {row.configuration} | {row.compared_with} | {row.difference:.1e} | {row.races} | {row.outcome} |"
+        for row in found
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(rows(map(Path, sys.argv[1:]))), encoding="utf-8")
