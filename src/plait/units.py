@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
+
+from plait.errors import InputError
 
 KIB = 1024
 MIB = 1024**2
@@ -47,3 +51,13 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def bytes_of(text: str, name: str) -> int:
+    """`2GiB`, `512 MiB` or `100000` to bytes. Raises InputError, with the name of the option, for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB|TiB|B)?", text.strip(), flags=re.IGNORECASE)
+    scale = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB}
+    found = int(float(match[1]) * scale[(match[2] or "B").lower()]) if match is not None else 0
+    if found < 1:
+        raise InputError(f"{name} {text}: give a size such as 2GiB, 512MiB or a number of bytes")
+    return found

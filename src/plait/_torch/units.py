@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,19 @@ def drop_gradients(model: nn.Module) -> None:
 
 def _gathered(model: nn.Module) -> list[Any]:
     return [p for module in sharded_modules(model) for p in sharded_parameters(module) if hasattr(p, "_unsharded_param")]
+
+
+@contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[None]:
+    """What a forward gathers stays gathered, until the caller reshards it. At the end, units free what they freed before."""
+    groups = [(group, group.post_forward_mesh_info) for module in sharded_modules(model) for group in parameter_groups(module)]
+    for group, _ in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, info in groups:
+            group.post_forward_mesh_info = info
 
 
 def unsharded_parameter_bytes(model: nn.Module) -> int:

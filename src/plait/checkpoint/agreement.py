@@ -24,9 +24,10 @@ def together(
     device: torch.device,
     doing: str,
     group: dist.ProcessGroup | None = None,
+    raising: type[PlaitError] = CheckpointError,
 ) -> tuple[T, list[bytes]]:
     """This rank's result of `work`, and what all ranks bring of theirs (at most 32 bytes each). Where a rank's work failed, all raise
-    CheckpointError with the message of the first of them. Collective over `group`, of all ranks."""
+    `raising` with the message of the first of them. Collective over `group`, of all ranks."""
     result: T | None = None
     failed: BaseException | None = None
     try:
@@ -41,7 +42,7 @@ def together(
         if length:
             words = row[2 + _BROUGHT : 2 + _BROUGHT + length].decode(errors="replace")
             where = f"rank {rank}, " if len(rows) > 1 else ""
-            raise CheckpointError(f"{where}{doing}: {words}") from failed
+            raise raising(f"{where}{doing}: {words}") from failed
     assert failed is None
     return result, [row[2 : 2 + _BROUGHT] for row in rows]  # type: ignore[return-value]
 

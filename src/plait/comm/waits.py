@@ -33,6 +33,10 @@ class Waits:
         finally:
             self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - began
 
+    def put_back(self, taken: dict[str, float]) -> None:
+        """What was taken, in place of what was counted since."""
+        self._seconds = taken
+
     def take(self) -> dict[str, float]:
         """What was counted, and begin anew."""
         found, self._seconds = self._seconds, {}

@@ -21,6 +21,8 @@ from plait.comm.pending import Pending
 from plait.engine.facts import EngineFacts
 from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
+from plait.inference.generate import generate
+from plait.inference.requests import Generation
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
 from plait.sharded.guard import checked_loss
@@ -143,6 +145,16 @@ class Engine(EngineFacts):
         Collective. Several in a row are faster inside `evaluating`. `cache`: see `ShardedModel.predict`."""
         self._recover()
         return self.sharded.predict(batch, cache=cache)
+
+    def new_cache(self) -> Any:
+        """An empty cache for `predict`; None for a model that takes none."""
+        return self.sharded.new_cache()
+
+    def generate(self, prompts: Any, **settings: Any) -> list[Generation]:
+        """What the model adds to prompts, on the layout that it is trained on; nothing of the training changes. Collective. See
+        `inference.generate.generate` for all arguments."""
+        self._recover()
+        return generate(self.sharded, prompts, **settings)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from plait.sharded.check import CheckedModel
 from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, warn_of_no_blocks
 
+Filler = Callable[..., None]
+"""(model, filled=): gives every parameter and persistent buffer its values, and calls `filled` with each."""
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 
 
@@ -65,7 +68,7 @@ def resolved_for(model: nn.Module, config: ConfigLike, *, total_steps: int | Non
 def shard(
     checked: CheckedModel,
     *,
-    weights: str | Path | None,
+    weights: str | Path | Filler | None,
     mean: bool = False,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
@@ -84,7 +87,7 @@ def shard(
         if weights is None:
             materialise.initialise(model, template, checked.blocks, seed=resolved.seed, filled=filled)
         else:
-            load_weights(model, weights, filled=filled)
+            (weights if callable(weights) else partial(load_weights, folder=weights))(model, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.evict_parameters()
@@ -97,7 +100,7 @@ def shard(
 def split(
     checked: CheckedModel,
     *,
-    weights: str | Path | None = None,
+    weights: str | Path | Filler | None = None,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
 ) -> tuple[Mesh, Parts, int]:

@@ -7,7 +7,7 @@ loading is refused with the names that differ).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -38,9 +38,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
     raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
 
 
-def load_weights(model: nn.Module, folder: str | Path, *, filled: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+def load_weights(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    filled: Callable[[torch.Tensor], None] = lambda _: None,
+    leaving: Collection[str] = (),
+) -> None:
     """Fill every parameter and persistent buffer of `model` (allocated, sharded or not), converting to its dtype. `filled` is called with
-    every tensor that has its values.
+    every tensor that has its values. The names in `leaving` are in the files, and are not read.
 
     Each rank reads its own slices only. Raises CheckpointError naming what is missing, left over or of another shape.
     """
@@ -54,7 +60,7 @@ def load_weights(model: nn.Module, folder: str | Path, *, filled: Callable[[torc
     with torch.no_grad():
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
-                for name in names:
+                for name in (name for name in names if name not in leaving):
                     _read(file.get_slice(source[name]), wanted[name], name, path)
                     filled(wanted[name])
 

@@ -16,6 +16,7 @@ from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError, ModelError, warn
 from plait.optim.optimizer import needs_closure, refuse_sharded
 from plait.parallel.hooks import StepHook
+from plait.parallel.pipeline.stage_cache import StageCaches
 from plait.parallel.technique import Parts
 
 _LARGEST_SEED = 1 << 32
@@ -54,13 +55,13 @@ def check_placement(resolved: Resolved) -> None:
         warn(note)
 
 
-def refuse_cache(parts: Parts, mesh: Mesh) -> None:
-    """A cache belongs to a model that has all of its blocks, and to full sequences."""
+def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
+    """A cache belongs to full sequences, and under a pipeline to the stages of this rank."""
     pp = mesh.layout.pp
-    if pp > 1:
+    if pp > 1 and not isinstance(cache, StageCaches):
         raise InputError(
-            f"parallel.pp = {pp}: predict(cache=...) needs all blocks in one process, and each of {pp} stages computes keys and values of "
-            "its own blocks only; use parallel.pp = 1, or call predict with the full sequence"
+            f"parallel.pp = {pp}: predict(cache=...) got a {type(cache).__name__}, and each of {pp} stages computes keys and values of its "
+            "own blocks only; pass what engine.new_cache() returns"
         )
     refuse_own_batches(parts, "predict(cache=...)")
 

@@ -31,6 +31,7 @@ from plait.parallel.pipeline.pipeline_parallel import PipelineRank
 from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
+from plait.sharded.cache import new_cache
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
 from plait.sharded.step import Outcome, Stepper
@@ -165,13 +166,17 @@ class ShardedModel:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
         Where a technique cuts the batch, it is of this rank's part. Collective. Several in a row are faster inside `evaluating`.
 
-        `cache`, such as Transformers' `DynamicCache()`, is what the model keeps of the tokens before those of `batch`, a mapping; the model
-        adds to it. Raises InputError where the layout has no place for one.
+        `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a mapping; the model adds to it. Raises
+        InputError where the layout has no place for one.
         """
         if cache is not None:
-            refuse_cache(self.parts, self.mesh)
+            refuse_cache(self.parts, self.mesh, cache)
             batch = with_cache(batch, cache)
         return self.output(self.prepared(batch))
+
+    def new_cache(self) -> Any:
+        """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a stage cannot keep one."""
+        return new_cache(self.model, self.pipeline.runtime.staged if self.pipeline is not None else None)
 
     @torch.no_grad()
     def output(self, piece: Any) -> Any:

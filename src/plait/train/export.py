@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
 
-from plait import exact
+from plait.checkpoint.described import described_model
 from plait.checkpoint.folder import Found
 from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START
@@ -57,7 +56,7 @@ def export(
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     reader = Reader(found)
     reader.verify("full")
-    model = _described(found)
+    model = described_model(found)
     stored = dict(reader.under(START))
     doubles = {name for group in tied_names(model) for name in sorted(group, key=list(model.state_dict()).index)[1:]}
     names = [name for name in stored if name not in doubles]
@@ -113,23 +112,6 @@ def compare_reloaded(found: Found, out: Path) -> int:
             raise CheckpointError(f"{out}: {name} is not what the checkpoint holds after Transformers has loaded it")
         count += 1
     return count
-
-
-def _described(found: Found) -> nn.Module:
-    """The model of a run of `plait train`, on meta."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    client = exact.decode(found.manifest.metadata["client_state"], where="client_state")
-    identity = client.get("identity") if isinstance(client, dict) else None
-    if not isinstance(identity, dict):
-        raise CheckpointError(
-            f"{found.path} was not written by plait train, so it does not say which model it is; plait.load_trained(model, folder) loads "
-            "its weights into yours"
-        )
-    fields = {name.removeprefix("model."): value for name, value in identity.items() if name.startswith("model.") and name != "model.dtype"}
-    config = AutoConfig.for_model(fields.pop("model_type"), **{name: value for name, value in fields.items() if value is not None})
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from plait.model.dataflow import Origin, Skeleton, Trace, Untraceable
 from plait.model.stages import StageCut, stages_needed
 from plait.model.unavailable import output_fields, without
 from plait.parallel.containers import entries, rebuilt
+from plait.parallel.pipeline.stage_cache import with_empty_cache
 
 LossFunction = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 
@@ -51,11 +52,12 @@ class CutCheck:
 
     def _ask(self, piece: Any, forward: Callable[[nn.Module, Any], Any], loss: LossFunction | None, training: bool) -> CutResult:
         name = type(self.skeleton.model).__name__
-        here = _on_cpu(piece)
+        cpu = _on_cpu(piece)
         missing: dict[str | int, str] = {}
 
         def run(model: nn.Module, trace: Trace) -> None:
             missing.clear()
+            here = with_empty_cache(cpu)
             output = forward(model, here)
             fields = output_fields(output)
             missing.update({entry: why for entry, leaves in fields.items() if (why := self._why_missing(entry, leaves, trace))})

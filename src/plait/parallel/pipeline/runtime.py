@@ -8,7 +8,7 @@ for every new shape of a batch, and with every micro-batch where it may follow f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from plait.parallel.containers import tensors_in
 from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
 from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
+from plait.parallel.pipeline.stage_cache import CACHE, StageCaches, for_stage
 from plait.parallel.schedules.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
 
 Forward = Callable[[torch.nn.Module, Any], Any]
@@ -30,6 +31,7 @@ Forward = Callable[[torch.nn.Module, Any], Any]
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output, micro-batch) -> what backward starts from, a 0-dimensional tensor."""
 Signature = tuple[Any, ...]
+MASK = "attention_mask"
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ class _Pass:
     # ---- computations ---------------------------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        stage, piece = self.runtime.staged.stages[action.stage], self.pieces[action.microbatch]
+        stage = self.runtime.staged.stages[action.stage]
+        piece = for_stage(self.pieces[action.microbatch], action.stage)
         received, boundary = [], None
         if not stage.first:
             received = list(self._take(Message(Payload.ACTIVATION, action.stage - 1, action.microbatch)))
@@ -319,7 +322,9 @@ class _Pass:
 
 
 def _signature(piece: Any) -> Signature:
-    """What the shapes between stages follow from."""
+    """What the shapes between stages follow from. Those of single tokens do not follow from the mask over all tokens before them."""
+    if isinstance(piece, Mapping) and isinstance(piece.get(CACHE), StageCaches):
+        piece = {key: entry for key, entry in piece.items() if key not in (CACHE, MASK)}
     tensors = [tensor for leaf in tree_leaves(piece) for tensor in tensors_in(leaf)]
     return (torch.is_grad_enabled(), *((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 

@@ -1,0 +1,325 @@
+"""`plait generate`: text from a folder of Transformers or a checkpoint of `plait train`. Runs `plait.inference`.
+
+The command that a person types checks everything, decides the layout, and starts the processes where there are several; each of them runs
+this module again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from plait.cli import launch
+from plait.cli.launching.settings import Settings
+from plait.cli.options import in_panel, refuse_given
+from plait.cli.progress import progress_bar
+from plait.cluster.topology import default_processes, device_count, place
+from plait.errors import InputError
+from plait.units import bytes_of, format_bytes
+
+if TYPE_CHECKING:
+    from plait.inference.prompt_file import Line
+    from plait.inference.source import Source
+    from plait.sharded.model import ShardedModel
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+AUTO = "auto"
+DEFAULT_TOKENS = 1024
+"""Of keys and values of a request, where the command chooses a layout before it knows the prompts (a chat)."""
+
+
+class Dtype(StrEnum):
+    """Of the weights, and of the computation."""
+
+    stored = "stored"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a process of the command gets."""
+
+    model: str
+    dtype: str
+    tp: int
+    pp: int
+    prompt: str | None
+    prompts: str | None
+    out: str | None
+    batch_size: int
+    seed: int | None
+    budget_bytes: int | None = None
+    """Where weights are streamed."""
+    other_bytes: int = 0
+    """Of it, for keys, values and activations."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_layout = in_panel("Layout")
+_tokens = in_panel("Choice of tokens")
+
+
+@app.command()
+def generate_command(
+    model: Annotated[Path, typer.Option(metavar="FOLDER", help="One of save_pretrained, or a run's folder, or one of its checkpoints.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; the answer goes to standard output.")] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL: each line has prompt, token_ids or messages.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL to write, one line for each of --prompts.")] = None,
+    max_new_tokens: Annotated[int | None, _tokens(min=1, metavar="N", help="At most. (default: the model's, else 128)")] = None,
+    temperature: Annotated[float | None, _tokens(metavar="T", help="0 takes the likeliest token. (default: the model's)")] = None,
+    top_k: Annotated[int | None, _tokens(metavar="N", help="Draw among the N likeliest.")] = None,
+    top_p: Annotated[float | None, _tokens(metavar="P", help="Draw among the likeliest that have probability P together.")] = None,
+    min_p: Annotated[float | None, _tokens(metavar="P", help="Draw among those with P times the likeliest one's probability.")] = None,
+    repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
+    stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
+    seed: Annotated[int | None, _tokens(metavar="N", help="Of the first prompt; the next has N + 1. (default: a new one)")] = None,
+    tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices that hold the model.")] = AUTO,
+    pp: Annotated[str, _layout(metavar="N", help="Pipeline stages; or auto.")] = AUTO,
+    nproc_per_node: Annotated[
+        int | None, _layout(min=1, metavar="N", help="Devices of this machine to use at most. (default: all)")
+    ] = None,
+    dtype: Annotated[Dtype, _layout(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
+    cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Memory to use, such as 2GiB; the rest is read from disk.")] = None,
+    batch_size: Annotated[int, _layout(min=1, metavar="N", help="Prompts that are decoded together.")] = 16,
+) -> None:
+    """Generate text from a model, on as many devices as it needs.
+
+    With --prompt or --prompts it ends when they are answered; with neither it is a chat in the terminal, which an empty line ends. Sampling
+    options that are not given are those of the model's generation_config.json.
+    """
+    from plait.inference.prompt_file import read_prompts
+    from plait.inference.source import open_source
+
+    if prompt is not None and prompts is not None:
+        raise InputError("--prompt and --prompts: give one of them")
+    if (prompts is None) != (out is None):
+        raise InputError("--prompts and --out belong together: give both, or neither")
+    if out is not None and out.exists():
+        raise InputError(f"--out {out}: exists; give another name, or remove it first")
+    lines = read_prompts(prompts) if prompts is not None else []
+    source = open_source(model)
+    if source.tokenizer_folder is None and not (lines and all("token_ids" in line.fields for line in lines)):
+        raise InputError(f"--model {model}: has no tokenizer, so prompts have to be token_ids in a file of --prompts")
+    chosen = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop_strings": list(stop) if stop else None,
+    }
+    settings = {name: value for name, value in chosen.items() if value is not None}
+    budget = None if cpu_budget is None else bytes_of(cpu_budget, "--cpu-budget")
+    work = Work(source, dtype, _tokens_of(lines, settings, source), min(batch_size, len(lines) or 1))
+    if budget is None:
+        degrees, other = _placed(work, tp=tp, pp=pp, devices=nproc_per_node), 0
+    else:
+        given = {"--tp": None if tp == AUTO else tp, "--pp": None if pp == AUTO else pp, "--nproc-per-node": nproc_per_node}
+        refuse_given(given, "chooses a layout of several devices, and --cpu-budget streams weights in one process", "leave one of them out")
+        degrees, other = (1, 1), _streamed(work, budget)
+    asked = Asked(
+        str(model),
+        dtype.value,
+        *degrees,
+        prompt,
+        None if prompts is None else str(prompts),
+        None if out is None else str(out),
+        batch_size,
+        seed,
+        budget,
+        other,
+        settings,
+    )
+    if asked.tp * asked.pp == 1:
+        raise typer.Exit(_work(asked))
+    raise typer.Exit(launch.run(["plait.cli.generate", json.dumps(asdict(asked))], Settings(asked.tp * asked.pp)))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What decides the layout."""
+
+    source: Source
+    dtype: Dtype
+    tokens: int
+    """Of the longest request, its new ones included."""
+    requests: int
+    """At once."""
+
+
+def _tokens_of(lines: list[Line], settings: dict[str, Any], source: Source) -> int:
+    from plait.inference.requests import token_ids
+    from plait.inference.settings import settings_of
+
+    if not lines:
+        return DEFAULT_TOKENS
+    found, tokenizer = settings_of(source.model(), settings), source.tokenizer()
+    return max(len(ids) + found.new_tokens(len(ids)) for ids in token_ids([line.prompt for line in lines], tokenizer))
+
+
+def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, int]:
+    """(tp, pp), said on standard error."""
+    import torch
+
+    from plait.inference.capacity import free_bytes
+    from plait.inference.load import needs_of
+    from plait.inference.placement import place_model
+
+    wanted = {name: None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))}
+    on_gpus = bool(device_count())
+    here = devices or default_processes()
+    if not on_gpus and devices is None:  # processes of one machine share its memory, so more of them hold no more
+        here = (wanted["--tp"] or 1) * (wanted["--pp"] or 1)
+    free = free_bytes(torch.device("cuda" if on_gpus else "cpu"), 1 if on_gpus else here)
+    placed = place_model(
+        needs_of(work.source.model(_torch_dtype(work.dtype)), tokens=work.tokens * work.requests),
+        machines=1,
+        per_machine=here,
+        device_bytes=free if free is not None else 1 << 62,
+        tp=wanted["--tp"],
+        pp=wanted["--pp"],
+    )
+    each = " on each" if placed.devices > 1 else ""
+    print(f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}", file=sys.stderr)
+    return placed.tp, placed.pp
+
+
+def _streamed(work: Work, budget: int) -> int:
+    """Bytes of the budget for other things than weights; what is streamed is said on standard error."""
+    from plait.cluster.layout import Layout
+    from plait.inference.capacity import activation_bytes, cache_bytes
+    from plait.inference.streamed import plan, tensors_of
+
+    model = work.source.model(_torch_dtype(work.dtype))
+    config, itemsize, tokens = getattr(model, "config", None), next(model.parameters()).element_size(), work.tokens * work.requests
+    other = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize) + activation_bytes(
+        config, tokens=tokens, requests=work.requests, itemsize=itemsize
+    )
+    found = plan(model, tensors_of(work.source), budget_bytes=budget, other_bytes=other)
+    print(
+        f"{format_bytes(found.resident_bytes)} of weights stay in memory, {len(found.streamed)} layers "
+        f"({format_bytes(found.streamed_bytes)}) are read for every token; {format_bytes(other)} for keys, values and activations",
+        file=sys.stderr,
+    )
+    return other
+
+
+def _degree(name: str, value: str) -> int:
+    if not value.isdigit() or not int(value):
+        raise InputError(f"{name} {value}: give a number of devices, or auto")
+    return int(value)
+
+
+def _torch_dtype(dtype: Dtype) -> Any:
+    import torch
+
+    return None if dtype is Dtype.stored else getattr(torch, dtype.value)
+
+
+def _work(asked: Asked) -> int:
+    """On each process."""
+    from plait.inference.load import load_model
+    from plait.inference.source import open_source
+    from plait.inference.streamed import load_streamed
+
+    source = open_source(Path(asked.model))
+    dtype = _torch_dtype(Dtype(asked.dtype))
+    if asked.budget_bytes is None:
+        sharded = load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype)
+    else:
+        sharded, _ = load_streamed(source, budget_bytes=asked.budget_bytes, other_bytes=asked.other_bytes, dtype=dtype)
+    tokenizer, first = source.tokenizer(), place().rank == 0
+    try:
+        if asked.prompts is not None and asked.out is not None:
+            _answer_file(asked, sharded, tokenizer, first=first)
+        elif asked.prompt is not None:
+            _answer(asked, sharded, tokenizer, asked.prompt, first=first)
+        else:
+            _chat(asked, sharded, tokenizer, first=first)
+    finally:
+        sharded.close()
+    return 0
+
+
+def _answer_file(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -> None:
+    from contextlib import nullcontext
+
+    from plait.inference.generate import generate
+    from plait.inference.prompt_file import read_prompts, results_file
+
+    assert asked.prompts is not None and asked.out is not None
+    lines = read_prompts(Path(asked.prompts))
+    count = 0
+    with results_file(Path(asked.out)) if first else nullcontext(lambda lines, made: None) as write, progress_bar("generate") as progress:
+        for start in range(0, len(lines), asked.batch_size):
+            some = lines[start : start + asked.batch_size]
+            seed = None if asked.seed is None else asked.seed + start
+            made = generate(sharded, [line.prompt for line in some], tokenizer=tokenizer, seed=seed, **asked.settings)
+            write(some, made)
+            count += sum(len(one.token_ids) for one in made)
+            progress(start + len(some), len(lines))
+    if first:
+        print(f"wrote {asked.out}: {len(lines)} answers, {count:,} tokens", file=sys.stderr)
+
+
+def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *, first: bool) -> str:
+    """One prompt; its text is printed as it comes."""
+    from plait.inference.generate import generate
+    from plait.inference.text_stream import TextStream
+
+    stream = TextStream(tokenizer)
+
+    def show(_: int, token: int) -> None:
+        if first:
+            print(stream.add(token), end="", flush=True)
+
+    (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, **asked.settings)
+    if first:
+        print(stream.rest(), flush=True)
+    return made.text or ""
+
+
+def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -> None:
+    """Until an empty line. A model without a chat template goes on from the text alone."""
+    import torch.distributed as dist
+
+    turns: list[dict[str, str]] = []
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    for said in _said(first):
+        box = [said]
+        if asked.tp * asked.pp > 1:
+            dist.broadcast_object_list(box, src=0)
+        if not box[0]:
+            return
+        turns.append({"role": "user", "content": box[0]})
+        answer = _answer(asked, sharded, tokenizer, list(turns) if has_template else box[0], first=first)
+        turns.append({"role": "assistant", "content": answer})
+
+
+def _said(first: bool) -> Iterator[str]:
+    """Lines of the person; "" on other processes, and at the end."""
+    console = Console(stderr=True, highlight=False)
+    while True:
+        if not first:
+            yield ""
+            continue
+        if sys.stdin.isatty():
+            console.print("> ", end="")
+        yield sys.stdin.readline().strip()
+
+
+if __name__ == "__main__":
+    from plait.cluster.ending import end_process
+
+    end_process(_work(Asked(**json.loads(sys.argv[1]))))

@@ -1,0 +1,92 @@
+"""What a generation needs of memory, asked before its first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from plait._torch.units import sharded_modules, sharded_parameters
+from plait.cluster.host_memory import free_host_bytes
+from plait.cluster.layout import Layout
+from plait.errors import InputError
+from plait.units import format_bytes
+
+ROOM = 0.8
+"""The part of the free memory that full parameters may take: activations and the allocator need some."""
+
+
+def cache_bytes(config: Any, layout: Layout, *, tokens: int, itemsize: int) -> int:
+    """Keys and values of `tokens` tokens on a rank, of a model of Transformers whose layers all see all tokens (an upper bound for those
+    with a window); 0 where the configuration does not say."""
+    if config is None:
+        return 0
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if heads is None or layers is None:
+        return 0
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * -(-layers // layout.pp) * max(1, -(-heads // layout.tp)) * width * tokens * itemsize
+
+
+def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
+    """Of one forward over `tokens` tokens of all requests together: a block's widest tensors (hidden states, three of the MLP's, queries,
+    keys and values), a mask, and logits of the last position in float32 with what a choice makes of them."""
+    if config is None:
+        return 0
+    config = config.get_text_config(decoder=True)
+    hidden = getattr(config, "hidden_size", 0)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    vocabulary = getattr(config, "vocab_size", 0)
+    longest = -(-tokens // max(requests, 1))
+    return tokens * (6 * hidden + 3 * inner) * itemsize + requests * longest * longest * 2 + requests * vocabulary * (itemsize + 3 * 4)
+
+
+def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:
+    """All parameters that the model's units gather, in the dtype that they compute in; None is their own."""
+    held = [one.sharded_param for unit in sharded_modules(model) for one in sharded_parameters(unit)]
+    return sum(parameter.numel() * (compute or parameter.dtype).itemsize for parameter in held)
+
+
+def free_bytes(device: torch.device, ranks_here: int) -> int | None:
+    """Memory for tensors of this rank: free on its device, or its share of the host's; None where that is not known."""
+    if device.type == "cpu":
+        found = free_host_bytes()
+        return None if found is None else found // ranks_here
+    free, _ = torch.accelerator.get_memory_info(device)
+    reserved = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return int(free + reserved)
+
+
+def check_cache(needed: int, free: int | None, *, requests: int, tokens: int) -> None:
+    """Raise InputError where keys and values do not fit."""
+    if free is not None and needed > free:
+        raise InputError(
+            f"generate: keys and values of {requests} requests of up to {tokens:,} tokens take {format_bytes(needed)} on this rank, and "
+            f"{format_bytes(free)} are free; ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)"
+        )
+
+
+def check_positions(config: Any, longest: int) -> None:
+    """Raise InputError where a request may get longer than the positions that the model knows."""
+    if config is None:
+        return
+    config = config.get_text_config(decoder=True)
+    known = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    grows = any(
+        "dynamic" in str(kind) for kind in (rope.get("rope_type"), *(v.get("rope_type") for v in rope.values() if isinstance(v, dict)))
+    )
+    if isinstance(known, int) and longest > known and not grows:
+        raise InputError(
+            f"generate: the longest request may have {longest:,} tokens (its prompt and max_new_tokens), and the model's positions end at "
+            f"{known:,} (max_position_embeddings); ask for fewer new tokens, or shorten the prompt"
+        )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a forward gathers parameters."""
+    return isinstance(model, FSDPModule)

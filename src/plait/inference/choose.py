@@ -1,0 +1,116 @@
+"""The next token of every request, from the logits of the last position.
+
+A request draws from its own generator, one number a token, and takes the token at which the cumulative probability passes it. So its
+tokens follow from its seed and its logits alone, whatever is in the batch beside it and whatever layout computes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plait.errors import InputError
+from plait.inference.requests import Request
+from plait.inference.settings import Settings
+
+
+class Chooser:
+    """Of the requests of one batch. Only the rank that chooses has one."""
+
+    def __init__(self, requests: Sequence[Request], settings: Settings, tokenizer: Any) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self._known = [list(request.token_ids) for request in requests]
+        """Of every request: the prompt and the tokens since."""
+        self._prompts = [len(request.token_ids) for request in requests]
+        self._limits = [request.new_tokens for request in requests]
+        self._generators = [None if request.seed is None else torch.Generator().manual_seed(request.seed) for request in requests]
+        self._processors = [_processors(settings, prompt) for prompt in self._prompts]
+        self._vocabulary = len(tokenizer) if tokenizer is not None else None
+        self.finished = [False] * len(requests)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` [requests, vocabulary]. Returns float64 [3, requests] on the CPU: token, its log probability, whether it is the
+        request's last. Requests that have ended get padding."""
+        if self._vocabulary is not None and self._vocabulary < logits.shape[-1]:
+            logits = logits[:, : self._vocabulary]  # rows that pad the embedding are no tokens
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        if not any(self._processors) and not self._settings.do_sample:
+            tokens = logits.argmax(dim=-1).tolist()
+        else:
+            scores = logits.float().cpu()
+            tokens = [0 if self.finished[row] else self._choose(row, scores[row]) for row in range(len(self._known))]
+        chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device).unsqueeze(1))[:, 0].double().tolist()
+        for row, token in enumerate(tokens):
+            if self.finished[row]:
+                tokens[row], chosen[row] = self._settings.pad_token_id, 0.0
+                continue
+            self._known[row].append(token)
+            self.finished[row] = len(self._known[row]) - self._prompts[row] >= self._limits[row] or self.stops(row)
+        return torch.tensor([tokens, chosen, self.finished], dtype=torch.float64)
+
+    def stops(self, row: int) -> bool:
+        """Whether the last token of a request ends it, before its limit."""
+        new = self._known[row][self._prompts[row] :]
+        if new and new[-1] in self._settings.eos_token_id:
+            return True
+        if not self._settings.stop_strings:
+            return False
+        text = self._tokenizer.decode(new)
+        return any(stop in text for stop in self._settings.stop_strings)
+
+    def _choose(self, row: int, scores: torch.Tensor) -> int:
+        known = torch.tensor([self._known[row]])
+        scores = scores.unsqueeze(0)
+        for process in self._processors[row]:
+            scores = process(known, scores)
+        if not bool(torch.isfinite(scores.max())):
+            raise InputError(f"generate: request {row} has no token left to choose, or its logits are not finite (NaN weights?)")
+        generator = self._generators[row]
+        if not self._settings.do_sample or generator is None:
+            return int(scores.argmax())
+        passed = torch.softmax(scores[0].double(), dim=0).cumsum(0)
+        number = torch.rand((), generator=generator, dtype=torch.float64) * passed[-1]
+        return min(int(torch.searchsorted(passed, number, right=True)), len(passed) - 1)
+
+
+def _processors(s: Settings, prompt: int) -> list[Any]:
+    """Transformers' own, in its order: penalties and bans, then, for a draw, temperature and limits. Empty where nothing is asked for."""
+    wanted: list[tuple[str, bool, Any]] = [
+        ("RepetitionPenaltyLogitsProcessor", s.repetition_penalty != 1, lambda make: make(penalty=s.repetition_penalty)),
+        ("NoRepeatNGramLogitsProcessor", s.no_repeat_ngram_size > 0, lambda make: make(s.no_repeat_ngram_size)),
+        (
+            "NoBadWordsLogitsProcessor",
+            bool(s.bad_words_ids),
+            lambda make: make([list(word) for word in s.bad_words_ids], list(s.eos_token_id) or None),
+        ),
+        (
+            "MinNewTokensLengthLogitsProcessor",
+            s.min_new_tokens > 0 and bool(s.eos_token_id),
+            lambda make: make(prompt, s.min_new_tokens, list(s.eos_token_id)),
+        ),
+        ("SuppressTokensLogitsProcessor", bool(s.suppress_tokens), lambda make: make(list(s.suppress_tokens))),
+        ("SuppressTokensAtBeginLogitsProcessor", bool(s.begin_suppress_tokens), lambda make: make(list(s.begin_suppress_tokens), prompt)),
+    ]
+    if s.do_sample:
+        wanted += [
+            ("TemperatureLogitsWarper", s.temperature != 1, lambda make: make(float(s.temperature))),
+            ("TopKLogitsWarper", s.top_k > 0, lambda make: make(top_k=s.top_k)),
+            ("TopPLogitsWarper", s.top_p < 1, lambda make: make(top_p=float(s.top_p))),
+            ("MinPLogitsWarper", bool(s.min_p), lambda make: make(min_p=s.min_p)),
+            ("TypicalLogitsWarper", s.typical_p < 1, lambda make: make(mass=s.typical_p)),
+            ("EpsilonLogitsWarper", 0 < s.epsilon_cutoff < 1, lambda make: make(epsilon=s.epsilon_cutoff)),
+            ("EtaLogitsWarper", 0 < s.eta_cutoff < 1, lambda make: make(epsilon=s.eta_cutoff)),
+        ]
+    names = [(name, make) for name, used, make in wanted if used]
+    if not names:
+        return []
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(
+            "generate: sampling, penalties and bans are computed by Transformers, which is not installed; pip install 'plait[hf]', or "
+            "decode greedily (do_sample=False)"
+        ) from None
+    return [make(getattr(transformers, name)) for name, make in names]

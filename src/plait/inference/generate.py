@@ -1,0 +1,184 @@
+"""`generate`: text from a model on any layout, with nothing exported and training left as it was."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait._torch.units import kept_gathered
+from plait.checkpoint.agreement import together
+from plait.errors import InputError
+from plait.inference.capacity import ROOM, cache_bytes, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
+from plait.inference.decode import Decoder, OnToken
+from plait.inference.requests import Generation, Request, token_ids
+from plait.inference.settings import Settings, settings_of
+from plait.inference.untouched import untouched
+from plait.sharded.cache import arguments_of, new_cache
+from plait.sharded.model import ShardedModel
+from plait.units import dtype_of
+
+
+def generate(
+    sharded: ShardedModel,
+    prompts: Any,
+    *,
+    tokenizer: Any = None,
+    generation_config: Any = None,
+    seed: int | Sequence[int] | None = None,
+    batch_size: int | None = None,
+    prefill_tokens: int | None = None,
+    on_token: OnToken | None = None,
+    **settings: Any,
+) -> list[Generation]:
+    """What the model adds to each of `prompts`, in their order.
+
+    `prompts` are this data-parallel rank's own, and may be none: texts or conversations (with `tokenizer`), or token ids. Of the ranks that
+    hold parts of one model (tp, pp), the first one's are taken. `settings` are Transformers' (`max_new_tokens`, `temperature`, `top_k`,
+    `eos_token_id`, `stop_strings` ...), see `inference.settings`. A request draws from a generator of its own: the first of seed `seed`,
+    the next of `seed + 1`; or `seed` has one for each; None takes new ones. `batch_size` requests are decoded at once (all), and prompts
+    are read in pieces of `prefill_tokens` (whole). `on_token(request, token)` is called on the ranks that have the request.
+
+    Parameters that are sharded are gathered once where they fit, and in every forward elsewhere. Training goes on as if nothing had
+    happened. Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
+    """
+    model, mesh = sharded.model, sharded.mesh
+
+    def prepared() -> tuple[list[Request], Settings, bool]:
+        _check_model(sharded)
+        found = settings_of(model, settings, generation_config, pad=getattr(tokenizer, "pad_token_id", None))
+        if found.stop_strings and tokenizer is None:
+            raise InputError("generate: stop_strings needs tokenizer=, to see what tokens say")
+        for name, value in (("batch_size", batch_size), ("prefill_tokens", prefill_tokens)):
+            if value is not None and value < 1:
+                raise InputError(f"generate: {name} = {value} must be at least 1")
+        requests = _requests(token_ids(prompts, tokenizer), found, seed)
+        return requests, found, _fits(sharded, requests, batch_size, found.use_cache)
+
+    (requests, found, _), brought = together(
+        prepared, lambda result: bytes([result[2]]), device=mesh.device, doing="generate", raising=InputError
+    )
+    gathers = is_sharded(model)
+    holds = gathers and all(row[0] for row in brought)
+    requests = _of_first_rank(sharded, requests)
+    use_cache = found.use_cache and _keeps(model, requests)
+    decoder = Decoder(sharded, found, tokenizer=tokenizer, use_cache=use_cache, prefill_tokens=prefill_tokens, on_token=on_token)
+    tokens: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[float]] = [[] for _ in requests]
+
+    def work() -> Iterator[None]:
+        size = batch_size or len(requests) or 1
+        for first in range(0, len(requests), size):
+            yield from decoder.forwards(requests[first : first + size], first, tokens, logprobs)
+
+    before = sharded.waits.take()
+    with untouched(model, mesh.device), ExitStack() as stack:
+        stack.enter_context(sharded.evaluating())
+        if holds:
+            stack.enter_context(kept_gathered(model))
+        _run(work(), decoder.idle, _anybody(sharded, apart=not gathers))
+    sharded.waits.put_back(before)
+    return [_generation(request, new, of, found, tokenizer) for request, new, of in zip(requests, tokens, logprobs, strict=True)]
+
+
+def _run(work: Iterator[None], idle: Callable[[], None], anybody: Callable[[bool], bool]) -> None:
+    """All forwards of this rank, and idle ones while others have some. `work` yields before each."""
+    nothing = object()
+    busy = next(work, nothing) is not nothing
+    while anybody(busy):
+        if busy:
+            busy = next(work, nothing) is not nothing
+        else:
+            idle()
+
+
+def _anybody(sharded: ShardedModel, *, apart: bool) -> Callable[[bool], bool]:
+    """Whether any of the ranks that gather parameters together has a forward to run."""
+    group = sharded.mesh.group("dp_shard")
+    if apart or group is None:
+        return lambda busy: busy
+
+    def ask(busy: bool) -> bool:
+        flag = torch.tensor(int(busy), dtype=torch.int32, device=sharded.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        return bool(flag)
+
+    return ask
+
+
+def _check_model(sharded: ShardedModel) -> None:
+    model = sharded.model
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"generate: {type(model).__name__} has an encoder and a decoder; generate is for models that go on from a text")
+    can = getattr(model, "can_generate", None)
+    if callable(can) and not can():
+        raise InputError(f"generate: {type(model).__name__} has no head for the next token; load its ...ForCausalLM class")
+    if sharded.parts.hooks.transform:
+        raise InputError(
+            "generate: a technique of this layout changes every micro-batch (its part of the sequence); use a layout without it"
+        )
+
+
+def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Sequence[int] | None) -> list[Request]:
+    if isinstance(seed, Sequence) and len(seed) != len(prompts):
+        raise InputError(f"generate: seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
+    found = []
+    for index, ids in enumerate(prompts):
+        new = settings.new_tokens(len(ids))
+        if new < 1:
+            raise InputError(f"generate: prompt {index} has {len(ids)} tokens, and max_length = {settings.max_length} leaves none to add")
+        own = None
+        if settings.do_sample:
+            own = secrets.randbits(62) if seed is None else seed[index] if isinstance(seed, Sequence) else seed + index
+        found.append(Request(ids, new, own))
+    return found
+
+
+def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | None, use_cache: bool) -> bool:
+    """Whether all parameters may stay gathered. Raises InputError where keys and values do not fit."""
+    config, mesh = getattr(sharded.model, "config", None), sharded.mesh
+    lengths = [len(request.token_ids) + request.new_tokens for request in requests]
+    check_positions(config, max(lengths, default=0))
+    free = free_bytes(mesh.device, mesh.ranks_here)
+    at_once = min(batch_size or len(requests), len(requests))
+    compute = dtype_of(sharded.config.precision.compute) if sharded.config.precision.compute else None
+    dtype = compute or next(sharded.model.parameters()).dtype
+    keys = cache_bytes(config, mesh.layout, tokens=at_once * max(lengths, default=0), itemsize=dtype.itemsize) if use_cache else 0
+    check_cache(keys, free, requests=at_once, tokens=max(lengths, default=0))
+    if not is_sharded(sharded.model) or sharded.config.parameter_offload.device != "none":
+        return False
+    return free is None or gathered_bytes(sharded.model, compute) + keys <= ROOM * free
+
+
+def _keeps(model: torch.nn.Module, requests: Sequence[Request]) -> bool:
+    """Whether the model takes a cache, and requests of several lengths with one."""
+    if new_cache(model, None) is None:
+        return False
+    return "attention_mask" in arguments_of(model) or len({len(request.token_ids) for request in requests}) == 1
+
+
+def _of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Request]:
+    box = [requests]
+    mesh = sharded.mesh
+    for axis in ("tp", "pp"):
+        if (group := mesh.group(axis)) is not None and (axis == "pp" or mesh.coordinates["pp"] == 0):
+            dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
+def _generation(request: Request, tokens: list[int], logprobs: list[float], settings: Settings, tokenizer: Any) -> Generation:
+    text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else None
+    return Generation(list(request.token_ids), tokens, logprobs, _reason(request, tokens, settings, tokenizer), text)
+
+
+def _reason(request: Request, tokens: list[int], settings: Settings, tokenizer: Any) -> str:
+    if tokens[-1] in settings.eos_token_id:
+        return "stop"
+    if settings.stop_strings and any(stop in tokenizer.decode(tokens) for stop in settings.stop_strings):
+        return "stop"
+    return "length"

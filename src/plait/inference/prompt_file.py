@@ -1,0 +1,87 @@
+"""Prompts from a JSONL file, and what the model adds to them in another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.errors import InputError
+from plait.inference.requests import Generation
+
+KEYS = ("prompt", "token_ids", "messages")
+"""One of them is in every line: a text, a list of token ids, or a conversation."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file."""
+
+    prompt: Any
+    fields: dict[str, Any]
+    """All of it; what is not a prompt is passed on."""
+
+
+def read_prompts(path: Path) -> list[Line]:
+    """Raises InputError, naming the line, for what is no prompt."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts {path}: {getattr(error, 'strerror', None) or error}; name a readable JSONL file") from None
+    found = [_line(row, f"--prompts {path}, line {number}") for number, row in enumerate(text.splitlines(), 1) if row.strip()]
+    if not found:
+        raise InputError(f'--prompts {path}: has no line; write one JSON object a line, such as {{"prompt": "Once"}}')
+    return found
+
+
+def _line(row: str, where: str) -> Line:
+    try:
+        fields = json.loads(row)
+    except ValueError as error:
+        raise InputError(f"{where}: is not JSON: {error}") from None
+    if not isinstance(fields, dict) or len(given := [key for key in KEYS if key in fields]) != 1:
+        raise InputError(f"{where}: needs exactly one of {', '.join(KEYS)}")
+    prompt, key = fields[given[0]], given[0]
+    right = {
+        "prompt": isinstance(prompt, str),
+        "token_ids": isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt),
+        "messages": isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, dict) and "role" in turn for turn in prompt),
+    }[key]
+    if not right:
+        kind = {"prompt": "a text", "token_ids": "a list of token ids", "messages": "a list of {role, content}"}[key]
+        raise InputError(f"{where}: {key} must be {kind}, not {json.dumps(prompt)[:60]}")
+    return Line(prompt, fields)
+
+
+@contextmanager
+def results_file(path: Path) -> Iterator[Callable[[Sequence[Line], Sequence[Generation]], None]]:
+    """A function that adds lines; the file has its name when all are written. Raises InputError where it cannot be."""
+    if path.exists():
+        raise InputError(f"--out {path}: exists; give another name, or remove it first")
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        file = temporary.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror}; give a file in a folder that can be written to") from None
+
+    def add(lines: Sequence[Line], made: Sequence[Generation]) -> None:
+        for line, one in zip(lines, made, strict=True):
+            text = {} if one.text is None else {"text": one.text}
+            row = {key: value for key, value in line.fields.items() if key != "token_ids"}
+            file.write(
+                json.dumps({**row, **text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}, ensure_ascii=False) + "\n"
+            )
+        file.flush()
+
+    try:
+        with file:
+            yield add
+        temporary.rename(path)
+    except OSError as error:
+        raise InputError(f"--out {path}: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

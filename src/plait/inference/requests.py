@@ -1,0 +1,79 @@
+"""Prompts as a caller gives them, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plait.errors import InputError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt."""
+
+    token_ids: tuple[int, ...]
+    new_tokens: int
+    """At most."""
+    seed: int | None
+    """Of its draws; None without sampling."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the model adds to one prompt."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """New tokens, with the one that ended the request."""
+    logprobs: list[float]
+    """Of every new token, the logarithm of its probability in the model's own distribution: before temperature, penalties and limits."""
+    finish_reason: str
+    """`stop`: an end-of-text token or a stop string; `length`: as many tokens as were asked for."""
+    text: str | None
+    """New tokens as text without special tokens; None without a tokenizer."""
+
+
+def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Of a text, a conversation, or token ids, or of several of them. Raises InputError for anything else, and for an empty prompt."""
+    if isinstance(prompts, str) or _is_conversation(prompts):
+        prompts = [prompts]
+    elif isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist() if prompts.ndim == 2 else [prompts.tolist()] if prompts.ndim == 1 else prompts
+    elif isinstance(prompts, Sequence) and prompts and all(isinstance(token, int) for token in prompts):
+        prompts = [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, dict | torch.Tensor):
+        raise InputError(
+            f"generate takes texts, conversations or token ids, one or a list, not {type(prompts).__name__}; pass a tokenizer's "
+            "`input_ids` as lists without padding"
+        )
+    return [_ids(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:
+    if isinstance(prompt, str) or _is_conversation(prompt):
+        if tokenizer is None:
+            raise InputError(f"prompt {index} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
+        if isinstance(prompt, str):
+            found = tokenizer(prompt)["input_ids"]
+        elif getattr(tokenizer, "chat_template", None) is None:
+            raise InputError(f"prompt {index} is a conversation, and the tokenizer has no chat template; pass a text, or token ids")
+        else:
+            found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1:
+        found = prompt.tolist()
+    elif isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        found = prompt
+    else:
+        raise InputError(f"prompt {index} is a {type(prompt).__name__}, and not a text, a conversation or a list of token ids")
+    if not found:
+        raise InputError(f"prompt {index} has no token; a model needs one to go on from (its beginning-of-text token)")
+    return tuple(int(token) for token in found)
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """[{"role": ..., "content": ...}, ...]."""
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(turn, dict) and "role" in turn for turn in prompt)

@@ -1,0 +1,154 @@
+"""How tokens are chosen and when a request ends: Transformers' names, with Transformers' precedence.
+
+Arguments of the call come before `generation_config=`, that before the model's own `generation_config`, that before the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from plait.errors import InputError
+
+NEW_TOKENS = 128
+"""Where neither the call nor the model's generation_config says how many."""
+TOP_K = 50
+"""Of sampling where nothing says another: Transformers' default."""
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""What only a draw uses."""
+NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    "guidance_scale": 1,
+    "renormalize_logits": False,
+}
+"""Values of settings that are not supported, at which they change nothing; besides None, False, 0 and empty ones."""
+UNRELATED = frozenset(
+    {
+        *("bos_token_id", "decoder_start_token_id", "transformers_version", "cache_implementation", "cache_config", "return_legacy_cache"),
+        *("early_stopping", "length_penalty", "diversity_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size"),
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind"),
+        *("target_lookbehind", "assistant_early_exit", "max_matching_ngram_size", "prompt_lookup_num_tokens", "is_assistant"),
+        *("compile_config", "disable_compile", "prefill_chunk_size", "remove_invalid_values", "min_length"),
+        *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    }
+)
+"""Settings in files of models that change no token here: of beams, encoders, other caches and drafts, and of what Transformers returns."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one call, for all of its requests."""
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    """Prompt and new tokens together; used where `max_new_tokens` is None."""
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = TOP_K
+    """0 for no limit."""
+    top_p: float = 1.0
+    min_p: float | None = None
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    eos_token_id: tuple[int, ...] = ()
+    """Each of them ends a request."""
+    pad_token_id: int = 0
+    stop_strings: tuple[str, ...] = ()
+    """Each of them ends a request, and stays in its text."""
+    use_cache: bool = True
+
+    def new_tokens(self, prompt: int) -> int:
+        """How many tokens a request with a prompt of that length may get."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return NEW_TOKENS if self.max_length is None else self.max_length - prompt
+
+
+NAMES = tuple(field.name for field in fields(Settings))
+
+
+def settings_of(model: nn.Module, arguments: Mapping[str, Any], generation_config: Any = None, *, pad: int | None = None) -> Settings:
+    """The settings of a call. `arguments` are its own; `pad` is the tokenizer's token for padding, where nothing else says one.
+
+    `temperature=0` is greedy, and a sampling argument of the call (`temperature`, `top_k`, `top_p` ...) samples unless it says `do_sample`.
+    Raises InputError for a value out of range, an unknown name, or a setting that is not supported and would change tokens.
+    """
+    if unknown := [name for name in arguments if name not in NAMES]:
+        raise InputError(f"generate has no setting `{unknown[0]}`; it has {', '.join(NAMES)}")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    found: dict[str, Any] = {}
+    for whose, values in (
+        ("the model's generation_config", _plain(getattr(model, "generation_config", None))),
+        ("generation_config", _plain(generation_config)),
+    ):
+        _refuse_unsupported(values, whose)
+        found |= {name: value for name, value in values.items() if name in NAMES}
+        if "max_length" in values and "max_new_tokens" not in values:
+            found.pop("max_new_tokens", None)
+    if "max_length" in given and "max_new_tokens" not in given:
+        found.pop("max_new_tokens", None)
+    found |= given
+    if found.get("temperature") == 0:
+        found |= {"do_sample": False, "temperature": 1.0}
+    elif "do_sample" not in given and any(name in given for name in SAMPLING):
+        found["do_sample"] = True
+    found["eos_token_id"] = _several(found.get("eos_token_id"))
+    found["stop_strings"] = _several(found.get("stop_strings"))
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        found[name] = tuple(found.get(name) or ())
+    found["bad_words_ids"] = tuple(tuple(word) for word in found.get("bad_words_ids") or ())
+    if found.get("pad_token_id") is None:
+        found["pad_token_id"] = pad if pad is not None else next(iter(found["eos_token_id"]), 0)
+    settings = Settings(**found)
+    _check(settings)
+    return settings
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    return {str(name): value for name, value in values.items() if value is not None and not str(name).startswith("_")}
+
+
+def _refuse_unsupported(values: Mapping[str, Any], whose: str) -> None:
+    for name, value in values.items():
+        if name in NAMES or name in UNRELATED or not value or value == NEUTRAL.get(name):
+            continue
+        raise InputError(f"{whose}: {name} = {value!r} is not supported by generate and would change tokens; leave it out")
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple | set | frozenset) else (value,)
+
+
+def _check(s: Settings) -> None:
+    rules = (
+        ("max_new_tokens", s.max_new_tokens, s.max_new_tokens is None or s.max_new_tokens >= 1, "at least 1"),
+        ("max_length", s.max_length, s.max_length is None or s.max_length >= 1, "at least 1"),
+        ("min_new_tokens", s.min_new_tokens, s.min_new_tokens >= 0, "0 or more"),
+        ("temperature", s.temperature, s.temperature > 0, "0 (greedy) or more"),
+        ("top_k", s.top_k, s.top_k >= 0, "0 (no limit) or more"),
+        ("top_p", s.top_p, 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("min_p", s.min_p, s.min_p is None or 0 <= s.min_p <= 1, "between 0 and 1"),
+        ("typical_p", s.typical_p, 0 < s.typical_p <= 1, "above 0, at most 1"),
+        ("repetition_penalty", s.repetition_penalty, s.repetition_penalty > 0, "above 0 (1 is none)"),
+        ("no_repeat_ngram_size", s.no_repeat_ngram_size, s.no_repeat_ngram_size >= 0, "0 (none) or more"),
+    )
+    for name, value, right, rule in rules:
+        if not right:
+            raise InputError(f"generate: {name} = {value!r} must be {rule}")

@@ -1,0 +1,148 @@
+"""A model that is larger than the memory it may take: which of its blocks are streamed, and the model with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plait._torch.modules import own_parameters
+from plait.cluster.topology import device_count
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import InputError
+from plait.inference.source import Source
+from plait.inference.stream import SLOTS, Stored, WeightStream, block_bytes, stored_tensors
+from plait.model.blocks import find_blocks
+from plait.model.tied import tied_names
+from plait.parallel import materialise
+from plait.parallel.full_state import accept_full_tensors
+from plait.parallel.hooks import Hooks, StepHook
+from plait.parallel.micro_batches import default_forward
+from plait.parallel.order import attach_all
+from plait.sharded.assemble import leaving_no_group, split
+from plait.sharded.check import checked_model
+from plait.sharded.load_weights import load_weights, weight_files
+from plait.sharded.model import ShardedModel
+from plait.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one process."""
+
+    streamed: tuple[str, ...]
+    """Blocks, in the order in which they run; those that stay in memory lie between them, so that reading has their time, too."""
+    resident_bytes: int
+    """Of weights that stay."""
+    slot_bytes: int
+    """Of the places that streamed blocks are read into."""
+    streamed_bytes: int
+    """Read for every token, or for every piece of the prompts."""
+
+
+class Streaming(StepHook):
+    """Ends the stream with the model."""
+
+    def __init__(self, stream: WeightStream) -> None:
+        self.stream = stream
+
+    def close(self) -> None:
+        """The thread and the files."""
+        self.stream.close()
+
+
+def tensors_of(source: Source) -> dict[str, Stored]:
+    """Where the weights of a folder of Transformers lie. Raises InputError for a checkpoint of training."""
+    if source.checkpoint is not None:
+        raise InputError(
+            f"{source.name} is a checkpoint of training, whose tensors lie in parts; write a folder to stream from: "
+            "plait export FOLDER --out NEW"
+        )
+    files = weight_files(source.folder)
+    found: dict[str, Stored] = {}
+    for path in dict.fromkeys(files.values()):
+        found |= stored_tensors(path)
+    return found
+
+
+def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, other_bytes: int) -> Plan:
+    """`model` is on meta. `other_bytes` of the budget are for other things than weights: keys and values, activations. Raises InputError,
+    with the numbers, where the budget is too small."""
+    blocks = find_blocks(model)
+    tied = {name for group in tied_names(model) for name in group}
+    sizes = {name: sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in blocks}
+    movable = [name for name in blocks if not any(f"{name}.{leaf}" in tied for leaf, _ in model.get_submodule(name).named_parameters())]
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    if total + other_bytes <= budget_bytes:
+        return Plan((), total, 0, 0)
+    largest = max((block_bytes(model, name, stored) for name in movable), default=0)
+    slots = min(SLOTS, len(movable)) * largest
+    outside = total - sum(sizes[name] for name in movable)
+    room = budget_bytes - outside - other_bytes - slots
+    if room < 0 or not movable:
+        raise InputError(
+            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the repeated layers take {format_bytes(outside)}, "
+            f"{SLOTS} layers {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)}; give at least "
+            f"{format_bytes(outside + slots + other_bytes)}, or ask for fewer tokens or prompts at once"
+        )
+    size = max(sizes[name] for name in movable)
+    count = min(len(movable), max(1, -(-(sum(sizes[name] for name in movable) - room) // size)))
+    chosen = tuple(movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count))
+    streamed = sum(sizes[name] for name in chosen)
+    return Plan(chosen, total - streamed, slots, streamed)
+
+
+@leaving_no_group()
+def load_streamed(source: Source, *, budget_bytes: int, other_bytes: int, dtype: torch.dtype | None = None) -> tuple[ShardedModel, Plan]:
+    """The model in one process, within the budget. Raises InputError where it cannot be."""
+    if device_count():
+        raise InputError(
+            "streaming weights to a GPU has not been run on one yet, so it is refused; use more devices (--nproc-per-node), or hide the "
+            "GPUs to compute on the CPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    model = source.model(dtype)
+    stored = tensors_of(source)
+    planned = plan(model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes)
+    _check_dtypes(model, planned.streamed, stored)
+    template = materialise.template_of(model)
+    resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
+    checked = checked_model(model, resolved)
+    mesh, parts, _ = split(checked, weights=source.folder)
+    left = _empty(model, planned.streamed)
+    materialise.allocate(model, mesh.device)
+    load_weights(model, source.folder, leaving=left)
+    materialise.fill_buffers(model, template)
+    parts = attach_all(resolved.techniques, parts, mesh)
+    accept_full_tensors(model)
+    model.requires_grad_(False)
+    if planned.streamed:
+        streaming = Streaming(WeightStream(model, planned.streamed, stored))
+        parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
+    return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate"), planned
+
+
+def _check_dtypes(model: nn.Module, blocks: Sequence[str], stored: dict[str, Stored]) -> None:
+    for block in blocks:
+        for leaf, parameter in model.get_submodule(block).named_parameters():
+            name = f"{block}.{leaf}"
+            if name not in stored:
+                raise InputError(f"{name} is not in the folder's files under that name, so its layer cannot be streamed")
+            if stored[name].dtype != parameter.dtype or stored[name].shape != tuple(parameter.shape):
+                raise InputError(
+                    f"{stored[name].path}: {name} is {stored[name].dtype} {list(stored[name].shape)}, and the model's is {parameter.dtype} "
+                    f"{list(parameter.shape)}; weights are streamed as they are stored: leave --dtype out"
+                )
+
+
+def _empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+    """Replace the parameters of streamed blocks by ones without memory; returns their names."""
+    names = [f"{block}.{leaf}" for block in blocks for leaf, _ in model.get_submodule(block).named_parameters()]
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        own = own_parameters(model.get_submodule(owner))
+        held = own[leaf]
+        assert held is not None
+        own[leaf] = nn.Parameter(torch.empty(0, dtype=held.dtype), requires_grad=False)
+    return frozenset(names)

@@ -1,0 +1,29 @@
+"""An empty cache of the kind that a model takes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from plait.parallel.pipeline.stage import StagedModel
+from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
+
+
+def arguments_of(model: nn.Module) -> frozenset[str]:
+    """Names of the arguments that a model's class takes."""
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def new_cache(model: nn.Module, staged: StagedModel | None) -> Any:
+    """Transformers' `DynamicCache`, with a layer for each of the model's (full, or with a sliding window); under a pipeline one for each of
+    this rank's stages. None for a model that takes none."""
+    config = getattr(model, "config", None)
+    if CACHE not in arguments_of(model) or config is None:
+        return None
+    from transformers import DynamicCache
+
+    if staged is None:
+        return DynamicCache(config=config)
+    return StageCaches(staged, lambda: DynamicCache(config=config))

@@ -1,0 +1,182 @@
+"""Tokens generated on a layout are those of one process by Transformers, and training goes on as if nothing had been generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import InputError
+from plait.verify.keep_float64 import keeping_float64
+from tests.parity import cases
+from tests.pool import Pool
+
+NEW = 12
+PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
+OFF: dict[str, Any] = {"sequence_parallel": False}
+TWO: dict[str, dict[str, Any]] = {
+    "ZeRO 1": {"zero_optimization": {"stage": 1}},
+    "ZeRO 3": {"zero_optimization": {"stage": 3}},
+    "tp": {"parallel": {"tp": 2, **OFF}},
+    "sequence parallel": {"parallel": {"tp": 2, "sequence_parallel": True}},
+    "pp": {"parallel": {"pp": 2}},
+    "pp, interleaved": {"parallel": {"pp": 2, "pipeline": {"schedule": "interleaved-1f1b"}}, "gradient_accumulation_steps": 2},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "tp x pp": {"parallel": {"pp": 2, "tp": 2, **OFF}},
+    "pp x ZeRO 3": {"parallel": {"pp": 2}, "zero_optimization": {"stage": 3}},
+}
+KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 6}, "qwen3": {}}
+
+
+def built(kind: str) -> torch.nn.Module:
+    """With weights, the same on every rank, and without an end."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = cases.transformers_config(kind, tied=kind == "gpt2", layers=4)
+    config.update({**KINDS[kind], "eos_token_id": None, "initializer_range": 0.3})
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def by_transformers(kind: str, **settings: Any) -> list[list[int]]:
+    """New tokens of PROMPTS."""
+    model = built(kind).eval()
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    with keeping_float64(model):
+        found = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **settings)
+    return found[:, longest:].tolist()
+
+
+def generated(rank: int, world: int, kinds: list[str], layouts: list[str]) -> dict[tuple[str, str], Any]:
+    """Tokens and log probabilities; a data-parallel rank has one prompt of the three, or two. Runs in a worker."""
+    found = {}
+    for kind in kinds:
+        for name in layouts:
+            model = built(kind)
+            with keeping_float64(model):
+                config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]}
+                engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+                try:
+                    mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
+                    made = engine.generate(mine, max_new_tokens=NEW)
+                    again = engine.generate(mine, max_new_tokens=NEW, use_cache=False, batch_size=1)
+                    assert [one.token_ids for one in again] == [one.token_ids for one in made], (kind, name)
+                    found[kind, name] = [(one.prompt_ids, one.token_ids, one.logprobs) for one in made]
+                finally:
+                    engine.close()
+    return found
+
+
+def compare(results: list[dict[tuple[str, str], Any]], kinds: list[str]) -> None:
+    expected = {kind: dict(zip(map(tuple, PROMPTS), by_transformers(kind), strict=True)) for kind in kinds}
+    for rank, found in enumerate(results):
+        for (kind, name), rows in found.items():
+            for prompt, tokens, logprobs in rows:
+                assert tokens == expected[kind][tuple(prompt)], (rank, kind, name, prompt)
+                assert len(logprobs) == len(tokens) and max(logprobs) <= 0
+
+
+def test_tokens_of_two_ranks(pool: Pool) -> None:
+    compare(pool.run(2, generated, ["llama"], list(TWO)), ["llama"])
+    compare(pool.run(2, generated, ["gemma2"], ["sequence parallel", "pp, interleaved"]), ["gemma2"])
+
+
+def test_tokens_of_four_ranks(pool: Pool) -> None:
+    compare(pool.run(4, generated, ["mistral"], list(FOUR)), ["mistral"])
+
+
+@pytest.mark.proof
+def test_tokens_of_every_kind_and_layout(pool: Pool) -> None:
+    compare(pool.run(2, generated, list(KINDS), list(TWO)), list(KINDS))
+    compare(pool.run(4, generated, list(KINDS), list(FOUR)), list(KINDS))
+
+
+def trained(rank: int, world: int, layouts: list[str]) -> None:
+    """Weights and losses of three steps with dropout, with and without texts between them. Runs in a worker."""
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
+    for name in layouts:
+        ends = []
+        for generates in (False, True):
+            model = built("gpt2")
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.1
+            config = {"train_micro_batch_size_per_gpu": 2, **TWO[name]}
+            count = config.get("gradient_accumulation_steps", 1)
+            engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+            losses = []
+            for _ in range(3):
+                losses.append(float(engine.train_batch([{"input_ids": ids, "labels": ids}] * count).loss))
+                if generates:  # ranks need not have as many prompts, and one has none
+                    made = engine.generate(
+                        PROMPTS[: 2 * rank] if engine.dp_size > 1 else PROMPTS, max_new_tokens=5, temperature=0.8, seed=3
+                    )
+                    assert len(made) == (2 * rank if engine.dp_size > 1 else 3)
+            assert model.training
+            ends.append((losses, [parameter.detach().clone() for parameter in map(local, model.parameters())]))
+            engine.close()
+        assert ends[0][0] == ends[1][0], name
+        assert all(torch.equal(one, other) for one, other in zip(ends[0][1], ends[1][1], strict=True)), name
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def between_micro_batches(rank: int, world: int, stage: int) -> None:
+    """Between the two micro-batches of a step. Runs in a worker."""
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
+    ends = []
+    for generates in (False, True):
+        model = built("llama")
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
+        engine = plait.initialize(model, config)
+        for _ in range(2):
+            for _ in range(2):
+                logits = engine(input_ids=ids).logits
+                engine.backward(logits.logsumexp(-1).mean())
+                if generates:
+                    engine.generate(PROMPTS, max_new_tokens=2)
+                engine.step()
+        ends.append([parameter.detach().clone() for parameter in map(local, model.parameters())])
+        engine.close()
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ZeRO 1", "ZeRO 3", "tp", "pp"])
+def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
+    pool.run(2, trained, [name])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_the_middle_of_a_step(pool: Pool, stage: int) -> None:
+    pool.run(2, between_micro_batches, stage)
+
+
+def wrong(rank: int, world: int) -> list[str]:
+    """What every rank hears when rank 1 is wrong. Runs in a worker."""
+    engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}})
+    heard = []
+    for prompts, settings in (
+        ([[1, 2]] if rank == 0 else [[]], {}),
+        ([[1, 2]], {"max_new_tokens": 5000} if rank else {"max_new_tokens": 4}),
+        ([[1, 2]], {"stop_strings": ["x"]}),
+    ):
+        with pytest.raises(InputError) as found:
+            engine.generate(prompts, **settings)
+        heard.append(str(found.value))
+    assert len(engine.generate([[1, 2]] * rank, max_new_tokens=3)) == rank
+    engine.close()
+    return heard
+
+
+def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
+    for empty, long, text in pool.run(2, wrong):
+        assert "rank 1, generate: prompt 0 has no token" in empty
+        assert "5,002 tokens" in long and "max_position_embeddings" in long and "rank 1" in long
+        assert "stop_strings needs tokenizer=" in text

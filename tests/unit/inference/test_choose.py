@@ -1,0 +1,115 @@
+"""One token of every request, from logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import InputError
+from plait.inference.choose import Chooser
+from plait.inference.requests import Request
+from plait.inference.settings import Settings
+
+
+def requests(*prompts: tuple[int, ...], new: int = 4, seed: int | None = None) -> list[Request]:
+    return [Request(prompt, new, None if seed is None else seed + index) for index, prompt in enumerate(prompts)]
+
+
+def logits(rows: int, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+
+
+def test_greedy_with_its_probability() -> None:
+    scores = logits(2)
+    tokens, logprobs, last = Chooser(requests((1,), (2,)), Settings(), None)(scores)
+    assert tokens.tolist() == scores.argmax(1).tolist() and not last.any()
+    expected = torch.log_softmax(scores, 1).max(1).values
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
+    scores = torch.zeros(2, 8)
+    scores[0, 3], scores[1, 5] = 1, 1
+    chooser = Chooser([Request((1,), 9, None), Request((1,), 2, None)], Settings(eos_token_id=(3, 4), pad_token_id=7), None)
+    assert chooser(scores)[2].tolist() == [1, 0]
+    tokens, logprobs, last = chooser(scores)
+    assert tokens.tolist() == [7, 5] and last.tolist() == [1, 1] and logprobs[0] == 0
+
+
+def test_draws_follow_from_the_seed_alone_whatever_is_beside_them() -> None:
+    settings = Settings(do_sample=True, top_k=0)
+    together = Chooser(requests((1,), (2,), (3,), seed=10), settings, None)
+    alone = Chooser([Request((2,), 4, 11)], settings, None)
+    state = torch.random.get_rng_state()
+    for step in range(4):
+        scores = logits(3, seed=step)
+        assert together(scores)[0, 1] == alone(scores[1:2])[0, 0]
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_draws_have_the_distribution() -> None:
+    scores = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2]]))
+    drawn = torch.zeros(4)
+    for seed in range(2000):
+        drawn[int(Chooser([Request((1,), 1, seed)], Settings(do_sample=True, top_k=0), None)(scores)[0, 0])] += 1
+    assert drawn[1] == 0 and (drawn / 2000 - scores.exp()[0]).abs().max() < 0.04
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": (4, 5, 6)},
+        {"min_new_tokens": 3, "eos_token_id": (2,)},
+        {"bad_words_ids": ((9,),)},
+    ],
+)
+def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None:
+    """Greedy tokens of a fake model, whose logits follow from the last token."""
+    transformers = pytest.importorskip("transformers")
+    table = logits(12, 12, seed=4)
+    prompt = (2, 9, 2)
+    config = transformers.LlamaConfig(vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+
+    class Table(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+            return transformers.modeling_outputs.CausalLMOutputWithPast(logits=table[input_ids])
+
+    given = {
+        key: list(map(list, value)) if key == "bad_words_ids" else list(value) if isinstance(value, tuple) else value
+        for key, value in chosen.items()
+    }
+    config.eos_token_id = None
+    expected = Table(config).generate(torch.tensor([prompt]), max_new_tokens=6, use_cache=False, do_sample=False, pad_token_id=0, **given)
+    chooser, last, found = Chooser([Request(prompt, 6, None)], Settings(**chosen), None), prompt[-1], []
+    while not all(chooser.finished):
+        last = int(chooser(table[last : last + 1])[0, 0])
+        found.append(last)
+    assert found == expected[0, len(prompt) :].tolist()
+
+
+def test_not_a_number() -> None:
+    with pytest.raises(InputError, match="request 0 has no token left to choose, or its logits are not finite"):
+        Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(torch.full((1, 60), torch.nan))
+
+
+class Words:
+    """A tokenizer of letters."""
+
+    def __len__(self) -> int:
+        return 26
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+
+def test_a_stop_string_ends_a_request_and_padded_rows_are_no_tokens() -> None:
+    chooser = Chooser(requests((1,), new=9), Settings(stop_strings=("bc",)), Words())
+    scores = torch.zeros(1, 40)
+    scores[0, 39] = 9
+    for token, ends in ((1, 0), (2, 1)):
+        scores[0, token] = token
+        assert chooser(scores)[:, 0].tolist()[::2] == [token, ends]

@@ -1,0 +1,54 @@
+"""Prompts in the forms that people have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import InputError
+from plait.inference.requests import token_ids
+
+
+class Tokenizer:
+    chat_template: str | None = "x"
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **settings: Any) -> list[int]:
+        assert settings == {"add_generation_prompt": True, "return_dict": False}
+        return [1, *(ord(turn["content"]) for turn in turns), 2]
+
+
+def test_one_or_several() -> None:
+    tokenizer = Tokenizer()
+    assert token_ids("ab", tokenizer) == [(97, 98)] and token_ids(["a", "b"], tokenizer) == [(97,), (98,)]
+    assert token_ids([3, 4], None) == [(3, 4)] == token_ids(torch.tensor([3, 4]), None) == token_ids([torch.tensor([3, 4])], None)
+    assert token_ids(torch.tensor([[3, 4], [5, 6]]), None) == [(3, 4), (5, 6)] == token_ids(([3, 4], (5, 6)), None)
+    assert token_ids([], None) == []
+    turns = [{"role": "user", "content": "a"}]
+    assert token_ids(turns, tokenizer) == [(1, 97, 2)] and token_ids([turns, [4]], tokenizer) == [(1, 97, 2), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ("a", "prompt 0 is a text, and generate was given no tokenizer"),
+        ([[1], []], "prompt 1 has no token"),
+        ([1.5], "prompt 0 is a float"),
+        ({"input_ids": [1]}, "takes texts, conversations or token ids, one or a list, not dict"),
+        (torch.zeros(1, 1, 1), "not Tensor"),
+    ],
+)
+def test_anything_else(prompts: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        token_ids(prompts, None)
+
+
+def test_a_conversation_needs_a_template() -> None:
+    tokenizer = Tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="has no chat template"):
+        token_ids([{"role": "user", "content": "a"}], tokenizer)

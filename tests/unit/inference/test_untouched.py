@@ -1,0 +1,50 @@
+"""What a forward changes of a model besides its output is put back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from plait.inference.untouched import untouched
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("count", torch.zeros(()))
+        self.seen, self.kept = 4, torch.ones(2)
+
+    def forward(self) -> None:
+        self.register_buffer("table", torch.arange(9.0), persistent=False)
+        self.count += 1
+        self.seen, self.kept = 9, torch.zeros(2)
+        self.training = False
+        torch.rand(3)
+
+
+def test_buffers_attributes_and_generators() -> None:
+    model = Changing()
+    table, kept, state = model.table, model.kept, torch.random.get_rng_state()
+    with untouched(model, torch.device("cpu")):
+        model()
+    assert model.table is table and model.count == 0 and model.seen == 4 and model.kept is kept
+    assert torch.equal(torch.random.get_rng_state(), state) and "table" not in model.state_dict()
+    assert not model.training  # the mode is not its business
+
+
+def test_dynamic_rotary_frequencies() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=8,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids, longer = torch.tensor([[1, 2, 3]]), torch.arange(11).repeat(1, 3)
+    with torch.no_grad():
+        before = model(ids).logits
+        with untouched(model, torch.device("cpu")):
+            model(longer)
+        assert torch.equal(model.model.rotary_emb.inv_freq, LlamaForCausalLM(config).model.rotary_emb.inv_freq)
+        assert torch.equal(model(ids).logits, before)
