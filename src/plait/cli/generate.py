@@ -23,7 +23,6 @@ from plait.cli.options import in_panel, refuse_given
 from plait.cli.progress import progress_bar
 from plait.cluster.topology import default_processes, device_count, place
 from plait.errors import InputError
-from plait.units import bytes_of, format_bytes
 
 if TYPE_CHECKING:
     from plait.inference.prompt_file import Line
@@ -99,6 +98,7 @@ def generate_command(
     """
     from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
+    from plait.units import bytes_of
 
     if prompt is not None and prompts is not None:
         raise InputError("--prompt and --prompts: give one of them")
@@ -169,12 +169,13 @@ def _tokens_of(lines: list[Line], settings: dict[str, Any], source: Source) -> i
 
 
 def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, int]:
-    """(tp, pp), said on standard error."""
+    """(tp, pp), printed on standard error."""
     import torch
 
     from plait.inference.capacity import free_bytes
     from plait.inference.load import needs_of
     from plait.inference.placement import place_model
+    from plait.units import format_bytes
 
     wanted = {name: None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))}
     on_gpus = bool(device_count())
@@ -196,10 +197,11 @@ def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, 
 
 
 def _streamed(work: Work, budget: int) -> int:
-    """Bytes of the budget for other things than weights; what is streamed is said on standard error."""
+    """Bytes of the budget for other things than weights; what is streamed is printed on standard error."""
     from plait.cluster.layout import Layout
     from plait.inference.capacity import activation_bytes, cache_bytes
     from plait.inference.streamed import plan, tensors_of
+    from plait.units import format_bytes
 
     model = work.source.model(_torch_dtype(work.dtype))
     config, itemsize, tokens = getattr(model, "config", None), next(model.parameters()).element_size(), work.tokens * work.requests

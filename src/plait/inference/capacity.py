@@ -65,7 +65,7 @@ def check_cache(needed: int, free: int | None, *, requests: int, tokens: int) ->
     """Raise InputError where keys and values do not fit."""
     if free is not None and needed > free:
         raise InputError(
-            f"generate: keys and values of {requests} requests of up to {tokens:,} tokens take {format_bytes(needed)} on this rank, and "
+            f"keys and values of {requests} requests of up to {tokens:,} tokens take {format_bytes(needed)} on this rank, and "
             f"{format_bytes(free)} are free; ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)"
         )
 
@@ -82,7 +82,7 @@ def check_positions(config: Any, longest: int) -> None:
     )
     if isinstance(known, int) and longest > known and not grows:
         raise InputError(
-            f"generate: the longest request may have {longest:,} tokens (its prompt and max_new_tokens), and the model's positions end at "
+            f"the longest request may have {longest:,} tokens (its prompt and max_new_tokens), and the model's positions end at "
             f"{known:,} (max_position_embeddings); ask for fewer new tokens, or shorten the prompt"
         )
 

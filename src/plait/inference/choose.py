@@ -66,7 +66,7 @@ class Chooser:
         for process in self._processors[row]:
             scores = process(known, scores)
         if not bool(torch.isfinite(scores.max())):
-            raise InputError(f"generate: request {row} has no token left to choose, or its logits are not finite (NaN weights?)")
+            raise InputError(f"request {row} has no token left to choose, or its logits are not finite (NaN weights?)")
         generator = self._generators[row]
         if not self._settings.do_sample or generator is None:
             return int(scores.argmax())

@@ -128,7 +128,7 @@ class _Cached:
             self._seen = high
             if self._cache.get_seq_length() != high:
                 raise InputError(
-                    f"generate: the model was given {high} tokens and its cache holds {self._cache.get_seq_length()}: forward= of "
+                    f"the model was given {high} tokens and its cache holds {self._cache.get_seq_length()}: forward= of "
                     "plait.initialize does not pass `past_key_values` to the model, or the model does not use it; use use_cache=False"
                 )
 

@@ -52,10 +52,10 @@ def generate(
         _check_model(sharded)
         found = settings_of(model, settings, generation_config, pad=getattr(tokenizer, "pad_token_id", None))
         if found.stop_strings and tokenizer is None:
-            raise InputError("generate: stop_strings needs tokenizer=, to see what tokens say")
+            raise InputError("stop_strings needs tokenizer=, to see what tokens say")
         for name, value in (("batch_size", batch_size), ("prefill_tokens", prefill_tokens)):
             if value is not None and value < 1:
-                raise InputError(f"generate: {name} = {value} must be at least 1")
+                raise InputError(f"{name} = {value} must be at least 1")
         requests = _requests(token_ids(prompts, tokenizer), found, seed)
         return requests, found, _fits(sharded, requests, batch_size, found.use_cache)
 
@@ -114,10 +114,10 @@ def _check_model(sharded: ShardedModel) -> None:
     model = sharded.model
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"generate: {type(model).__name__} has an encoder and a decoder; generate is for models that go on from a text")
+        raise InputError(f"{type(model).__name__} has an encoder and a decoder; generate is for models that go on from a text")
     can = getattr(model, "can_generate", None)
     if callable(can) and not can():
-        raise InputError(f"generate: {type(model).__name__} has no head for the next token; load its ...ForCausalLM class")
+        raise InputError(f"{type(model).__name__} has no head for the next token; load its ...ForCausalLM class")
     if sharded.parts.hooks.transform:
         raise InputError(
             "generate: a technique of this layout changes every micro-batch (its part of the sequence); use a layout without it"
@@ -126,12 +126,12 @@ def _check_model(sharded: ShardedModel) -> None:
 
 def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Sequence[int] | None) -> list[Request]:
     if isinstance(seed, Sequence) and len(seed) != len(prompts):
-        raise InputError(f"generate: seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
+        raise InputError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
     found = []
     for index, ids in enumerate(prompts):
         new = settings.new_tokens(len(ids))
         if new < 1:
-            raise InputError(f"generate: prompt {index} has {len(ids)} tokens, and max_length = {settings.max_length} leaves none to add")
+            raise InputError(f"prompt {index} has {len(ids)} tokens, and max_length = {settings.max_length} leaves none to add")
         own = None
         if settings.do_sample:
             own = secrets.randbits(62) if seed is None else seed[index] if isinstance(seed, Sequence) else seed + index

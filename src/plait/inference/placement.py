@@ -67,7 +67,8 @@ def place_model(
             continue
         weights = -(-(needs.split_bytes // one + (needs.weight_bytes - needs.split_bytes)) // stages)
         cache = -(-needs.cache_bytes // (min(one, needs.key_value_heads) * stages))
-        found = Placement(one, stages, weights, cache, _why(one, stages, machines, fast_links))
+        why = "as asked for" if tp is not None or pp is not None else _why(one, stages, fast_links)
+        found = Placement(one, stages, weights, cache, why)
         if weights + cache <= room:
             return found
         if closest is None or weights + cache < closest.weight_bytes + closest.cache_bytes:
@@ -112,7 +113,7 @@ def _check(needs: Needs, *, machines: int, per_machine: int, tp: int | None, pp:
         raise InputError(f"--tp {tp or 1} x --pp {pp or 1}: {(tp or 1) * (pp or 1)} devices, and there are {machines * per_machine}")
 
 
-def _why(tp: int, pp: int, machines: int, fast_links: bool) -> str:
+def _why(tp: int, pp: int, fast_links: bool) -> str:
     if tp == pp == 1:
         return "it fits on one device"
     if pp == 1:

@@ -151,4 +151,4 @@ def _check(s: Settings) -> None:
     )
     for name, value, right, rule in rules:
         if not right:
-            raise InputError(f"generate: {name} = {value!r} must be {rule}")
+            raise InputError(f"{name} = {value!r} must be {rule}")

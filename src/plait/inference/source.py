@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ class Source:
     def filler(self) -> Filler:
         """What gives a model its weights; each rank reads its own slices."""
         if self.checkpoint is None:
-            return lambda model, *, filled: load_weights(model, self.folder, filled=filled)
+            return partial(load_weights, folder=self.folder)
         reader = Reader(self.checkpoint)
 
-        def fill(model: nn.Module, *, filled: Any) -> None:
+        def fill(model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
             tensors, _ = content(model)
             lacking = [name for name in tensors if name not in reader.tensors]
             if lacking:

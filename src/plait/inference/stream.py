@@ -92,7 +92,7 @@ class WeightStream:
         self._free = list(range(len(self._slots)))
         self._files = {path: os.open(path, os.O_RDONLY) for path in {one.stored.path for parts in self._parts for one in parts}}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-weights")
-        self._reading: dict[int, Future[int]] = {}
+        self._reading: dict[int, tuple[Future[None], int]] = {}
         self._ended = threading.Event()
         self.bytes_read = 0
         self.handles = []
@@ -123,20 +123,31 @@ class WeightStream:
     def _before(self, index: int) -> None:
         if index not in self._reading:  # another order than the one that was read ahead in
             for other in list(self._reading):
-                self._free.append(self._wait(other))
+                self._wait(other)
+                self._release(other)
             self._ahead(index)
-        self._bind(index, self._wait(index, keep=True))
+        self._bind(index, self._wait(index))
 
     def _after(self, index: int) -> None:
         self._unbind(index)
-        if index in self._reading:
-            self._free.append(self._wait(index))
-        self._ahead(index + 1)
+        if self._release(index):
+            self._ahead(index + 1)
 
-    def _wait(self, index: int, *, keep: bool = False) -> int:
-        future = self._reading[index] if keep else self._reading.pop(index)
+    def _release(self, index: int) -> bool:
+        """Give the place of a block free, also of one that could not be read; not while it is being written to."""
+        future, slot = self._reading[index]
+        if not future.done():
+            return False
+        del self._reading[index]
+        self._free.append(slot)
+        return future.exception() is None
+
+    def _wait(self, index: int) -> int:
+        """The place that a block's weights are in."""
+        future, slot = self._reading[index]
         try:
-            return future.result(timeout=PATIENCE_SECONDS)
+            future.result(timeout=PATIENCE_SECONDS)
+            return slot
         except Late:
             where = next(iter(self._parts[index])).stored.path
             raise CheckpointError(
@@ -150,7 +161,8 @@ class WeightStream:
                 return
             index = (first + step) % len(self.blocks)
             if index not in self._reading:
-                self._reading[index] = self._reader.submit(self._read, index, self._free.pop())
+                slot = self._free.pop()
+                self._reading[index] = self._reader.submit(self._read, index, slot), slot
 
     def _bind(self, index: int, slot: int) -> None:
         buffer = self._slots[slot]
@@ -170,12 +182,11 @@ class WeightStream:
 
     # ---- the thread -------------------------------------------------------------------------------------------------------------------
 
-    def _read(self, index: int, slot: int) -> int:
+    def _read(self, index: int, slot: int) -> None:
         view = memoryview(self._slots[slot].numpy().data)
         for one in self._parts[index]:
             read_into(self._files[one.stored.path], view[one.start : one.start + one.stored.size], one.stored, self._ended)
             self.bytes_read += one.stored.size
-        return slot
 
 
 def read_into(file: int, view: memoryview, stored: Stored, ended: threading.Event) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait._torch.storage import version_of
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -17,7 +19,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """At the end, buffers, plain attributes of modules and torch's generators are as they were. A forward over a longer input changes some
     of them: frequencies of rotary embeddings that follow the length, and the length that they were made for."""
     buffers = [
-        (module, name, buffer, buffer.detach().clone(), buffer._version)
+        (module, name, buffer, buffer.detach().clone(), version_of(buffer))
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
@@ -27,7 +29,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
         finally:
             for module, name, buffer, before, version in buffers:
-                if buffer._version != version:
+                if version_of(buffer) != version:
                     buffer.detach().copy_(before)
                 if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)

@@ -35,7 +35,8 @@ from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, warn_of_no_blocks
 
 Filler = Callable[..., None]
-"""(model, filled=): gives every parameter and persistent buffer its values, and calls `filled` with each."""
+"""(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
+is the uncut model on meta."""
 ConfigLike = str | Path | Mapping[str, Any] | Sequence[str] | Config | Resolved
 
 
@@ -87,7 +88,7 @@ def shard(
         if weights is None:
             materialise.initialise(model, template, checked.blocks, seed=resolved.seed, filled=filled)
         else:
-            (weights if callable(weights) else partial(load_weights, folder=weights))(model, filled=filled)
+            (weights if callable(weights) else partial(load_weights, folder=weights))(model, whole=template, filled=filled)
             materialise.fill_buffers(model, template)
     if tier is not None:
         tier.evict_parameters()

@@ -44,16 +44,18 @@ def load_weights(
     *,
     filled: Callable[[torch.Tensor], None] = lambda _: None,
     leaving: Collection[str] = (),
+    whole: nn.Module | None = None,
 ) -> None:
     """Fill every parameter and persistent buffer of `model` (allocated, sharded or not), converting to its dtype. `filled` is called with
-    every tensor that has its values. The names in `leaving` are in the files, and are not read.
+    every tensor that has its values. The names in `leaving` are in the files, and are not read. `whole` is the
+    uncut model on meta, where `model` is a stage of it.
 
     Each rank reads its own slices only. Raises CheckpointError naming what is missing, left over or of another shape.
     """
     folder = Path(folder)
     files = weight_files(folder)
     wanted = model.state_dict(keep_vars=True)
-    source = _sources(model, wanted, files, folder)
+    source = _sources(whole if whole is not None else model, wanted, files, folder)
     by_file: dict[Path, list[str]] = {}
     for name, stored in source.items():
         by_file.setdefault(files[stored], []).append(name)
@@ -66,8 +68,9 @@ def load_weights(
 
 
 def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
-    """Model name to stored name: the same, or the other name of a tied parameter (safetensors stores one of them)."""
+    """Name in `wanted` to stored name: the same, or the other name of a tied parameter (safetensors stores one of them)."""
     ties = {name: group for group in tied_names(model) for name in group}
+    known = set(model.state_dict())
     source: dict[str, str] = {}
     missing = []
     for name in wanted:
@@ -76,7 +79,7 @@ def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str,
             missing.append(name)
         else:
             source[name] = stored
-    left = sorted(set(files) - set(source.values()) - {other for group in ties.values() for other in group})
+    left = sorted(set(files) - known - set(source.values()) - {other for group in ties.values() for other in group})
     if missing or left:
         raise CheckpointError(
             f"{folder} is not of this model: the files lack {len(missing)} of its tensors ({', '.join(missing[:3]) or 'none'}) and hold "

@@ -269,12 +269,7 @@ def _job(
     def write() -> str:
         assert section.sample is not None
 
-        def predict(tokens: torch.Tensor) -> torch.Tensor:
-            output = engine.predict({"input_ids": tokens})
-            return engine.from_output_stage(None if output is None else output.logits[0, -1])
-
-        with engine.evaluating():
-            return sample(predict, data.tokenizer, section.sample, seed=resolved.seed, device=engine.device)
+        return sample(engine, data.tokenizer, section.sample, seed=resolved.seed)
 
     return TrainingContext(
         engine=engine,

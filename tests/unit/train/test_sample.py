@@ -1,68 +1,60 @@
-"""Which token is chosen, and that every rank does the same number of forward passes."""
+"""The text of a run's end."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import plait
 from plait.config.schema.sections import SampleSection
-from plait.train.sample import chosen, sample
-
-LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0])
-
-
-def _draws(section: SampleSection, *, seed: int = 0) -> list[int]:
-    random = torch.Generator().manual_seed(seed)
-    return [int(chosen(LOGITS, section, random)) for _ in range(4000)]
+from plait.engine.engine import Engine
+from plait.train.sample import sample
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
-    assert set(_draws(SampleSection(temperature=0))) == {1}
+class Next(nn.Module):
+    """Predicts the number after the last token, modulo 300."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(300, 320)
+        table[torch.arange(300), (torch.arange(300) + 1) % 300] = 10.0
+        table[:, 300:] = 99.0  # rows that pad the embedding have no token
+        self.table = nn.Parameter(table)
+        self.seen: list[int] = []
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids.shape[1])
+        return self.table[input_ids]
 
 
-def test_draws_follow_the_distribution() -> None:
-    drawn = torch.bincount(torch.tensor(_draws(SampleSection(temperature=2.0, top_k=0)))) / 4000
-    torch.testing.assert_close(drawn, torch.softmax(LOGITS / 2.0, dim=0), atol=0.03, rtol=0)
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = plait.initialize(Next(), {"train_micro_batch_size_per_gpu": 1})
+    yield made
+    made.close()
 
 
-def test_only_the_likeliest_are_drawn() -> None:
-    assert set(_draws(SampleSection(temperature=5.0, top_k=2))) == {1, 3}
-
-
-def test_a_seed_repeats() -> None:
-    assert _draws(SampleSection(), seed=1) == _draws(SampleSection(), seed=1) != _draws(SampleSection(), seed=2)
-
-
-class Counting:
-    """Predicts the number after the last token, modulo 300, and counts its calls."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.calls = rows, 0
-
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        logits = torch.zeros(self.rows)
-        logits[(int(tokens[0, -1]) + 1) % 300] = 10.0
-        logits[300:] = 99.0  # rows that pad the embedding have no token
-        return logits
-
-
-def test_the_text_goes_on_from_the_prompt(tokenizer: Any) -> None:
-    section = SampleSection(prompt="a", tokens=5, temperature=0)
+def test_the_text_goes_on_from_the_prompt(engine: Engine, tokenizer: Any) -> None:
     first = tokenizer("a")["input_ids"][0]
-    model = Counting(rows=320)
-    text = sample(model, tokenizer, section, seed=0, device=torch.device("cpu"))
+    text = sample(engine, tokenizer, SampleSection(prompt="a", tokens=5, temperature=0), seed=0)
     assert text == tokenizer.decode([first + n for n in range(6)])
-    assert model.calls == 5
 
 
-def test_a_text_that_ends_early_costs_every_rank_the_same(tokenizer: Any) -> None:
-    assert tokenizer.eos_token_id == 0
-    section = SampleSection(prompt=tokenizer.decode([298]), tokens=9, temperature=0)
-    if tokenizer(section.prompt)["input_ids"] != [298]:
-        pytest.skip("the token 298 of this tokenizer is not a text of its own")
-    model = Counting(rows=300)
-    assert sample(model, tokenizer, section, seed=0, device=torch.device("cpu")) == tokenizer.decode([298, 299])
-    assert model.calls == 9
+def test_it_stops_at_the_end_of_the_text_and_of_the_positions(engine: Engine, tokenizer: Any) -> None:
+    (made,) = engine.generate([[298]], max_new_tokens=9, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer)
+    assert (made.token_ids, made.finish_reason) == ([299, 0], "stop")
+    model: Any = engine.model
+    model.config, model.seen = SimpleNamespace(max_position_embeddings=4, get_text_config=lambda **_: model.config), []
+    sample(engine, tokenizer, SampleSection(prompt="a", tokens=50, temperature=0), seed=0)
+    assert model.seen == [1, 2, 3]
+
+
+def test_a_seed_repeats(engine: Engine, tokenizer: Any) -> None:
+    section = SampleSection(prompt="a", tokens=9, temperature=60.0, top_k=0)
+    texts = [sample(engine, tokenizer, section, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]

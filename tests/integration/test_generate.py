@@ -1,0 +1,141 @@
+"""`plait generate`: one prompt, a file of them, a chat, within a budget; and docs/generation.md."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.cli.main import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
+LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights with a tokenizer, as Transformers saves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("llama")
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator([PAGE], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=1, max_position_embeddings=256,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def run(*arguments: str, code: int = 0) -> None:
+    try:
+        main(["generate", *arguments])
+    except SystemExit as end:
+        assert (end.code or 0) == code
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_file_of_prompts_and_one_within_a_budget(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaForCausalLM
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    common = ["--model", str(folder), "--prompts", str(prompts), "--temperature", "0", "--max-new-tokens", "6"]
+    run(*common, "--out", str(tmp_path / "one.jsonl"), "--batch-size", "2")
+    assert "it fits on one device" in capsys.readouterr().err
+    run(*common, "--out", str(tmp_path / "two.jsonl"), "--cpu-budget", "250KiB")
+    assert re.search(r"[3456] layers \(.*\) are read for every token", capsys.readouterr().err)
+    found = answers(tmp_path / "one.jsonl")
+    assert found == answers(tmp_path / "two.jsonl")
+    assert found[0].keys() == {"prompt", "id", "text", "token_ids", "finish_reason"} and found[1].keys() == {
+        "text",
+        "token_ids",
+        "finish_reason",
+    }
+    expected = LlamaForCausalLM.from_pretrained(folder).generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    assert found[1]["token_ids"] == expected[0, 3:].tolist()
+    run(*common, "--out", str(tmp_path / "two.jsonl"), code=2)
+    assert "exists; give another name" in capsys.readouterr().err and answers(tmp_path / "two.jsonl") == found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "prompts.jsonl", "two.jsonl"]
+
+
+def test_one_prompt_and_a_chat(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["--model", str(folder), "--max-new-tokens", "8", "--seed", "3", "--temperature", "0.9"]
+    run(*common, "--prompt", "def read")
+    told = capsys.readouterr().out
+    assert len(told) > 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("def read\n\n"))
+    run(*common)
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "a", "--cpu-budget", "9KiB"], "--cpu-budget|budget of 9.0 KiB is too small: .* give at least"),
+        (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: give a size such as 2GiB"),
+        (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = '2': chooses a layout of several devices"),
+        (["--prompt", "a", "--tp", "3"], "--tp 3: must divide the model's 4 attention heads"),
+        (["--prompt", "a", "--tp", "x"], "--tp x: give a number of devices, or auto"),
+        (["--prompt", "a", "--top-p", "7"], "top_p = 7.0 must be above 0"),
+        (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
+        (["--prompt", "a", "--prompts", "b", "--out", "c"], "give one of them"),
+        (["--out", "c"], "belong together"),
+    ],
+)
+def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--model", str(folder), *arguments, code=2)
+    assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: is not JSON"),
+        ("[]", "line 2: needs exactly one of prompt, token_ids, messages"),
+        ('{"prompt": "a", "token_ids": [1]}', "needs exactly one"),
+        ('{"token_ids": []}', "token_ids must be a list of token ids"),
+        ('{"token_ids": [true]}', "must be a list of token ids"),
+        ('{"messages": ["x"]}', "messages must be a list of {role, content}"),
+    ],
+)
+def test_a_wrong_line(line: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+    run("--model", str(folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl"), code=2)
+    assert words in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_folder_that_is_none(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
+    assert "is no folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    run("--model", str(tmp_path), "--prompt", "a", code=4)
+    assert "neither model.safetensors.index.json nor model.safetensors is there" in capsys.readouterr().err
+
+
+def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    engine = plait.initialize(AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1})
+    exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
+    engine.close()
+    assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2

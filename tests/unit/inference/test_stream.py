@@ -1,0 +1,149 @@
+"""Blocks whose weights are read from files compute the same bits, within a budget; what goes wrong with a file is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from plait.errors import CheckpointError, InputError
+from plait.inference import stream
+from plait.inference.stream import Stored, WeightStream, read_into, stored_tensors
+from plait.inference.streamed import plan
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8, bias=False)) for _ in range(blocks))
+        self.order = list(range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Chain, Path]:
+    torch.manual_seed(0)
+    model = Chain()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    return model, tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def streamed(saved: tuple[Chain, Path]) -> Iterator[tuple[Chain, WeightStream]]:
+    torch.manual_seed(1)
+    model = Chain().requires_grad_(False)
+    model.load_state_dict(saved[0].state_dict())
+    made = WeightStream(model, ["layers.0", "layers.2", "layers.4"], stored_tensors(saved[1]))
+    yield model, made
+    made.close()
+
+
+@torch.no_grad()
+def test_the_same_bits_pass_after_pass(saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream]) -> None:
+    model, made = streamed
+    one = 4 * (8 * 24 + 24 + 8 * 24)
+    assert all(p.numel() == 0 for p in model.layers[2].parameters()) and model.layers[1][0].weight.numel() == 8 * 24
+    for step in range(4):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        assert torch.equal(model(x), saved[0](x))
+        assert all(p.numel() == 0 for index in (0, 2, 4) for p in model.layers[index].parameters())
+    assert one <= made.slot_bytes <= one + 3 * 64 and made.memory_bytes == 2 * made.slot_bytes
+
+
+@torch.no_grad()
+def test_another_order_and_a_failed_forward(saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream]) -> None:
+    model, _ = streamed
+    x = torch.randn(2, 8)
+    for order in ([4, 2, 0], [2, 2], [0, 1, 2, 3, 4], [4]):
+        model.order = saved[0].order = order
+        assert torch.equal(model(x), saved[0](x)), order
+    model.order = saved[0].order = [0, 1, 2]
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.zeros(2, 9))
+    assert torch.equal(model(x), saved[0](x))
+
+
+def test_headers_that_are_not_what_they_say(tmp_path: Path, saved: tuple[Chain, Path]) -> None:
+    path = tmp_path / "bad.safetensors"
+    whole = saved[1].read_bytes()
+    for content, words in (
+        (whole[:-5], "cut off"),
+        (b"\xff" * 16, "header would end at byte"),
+        (b"", "no readable"),
+        (whole[:20], "header would"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=words):
+            stored_tensors(path)
+
+
+@torch.no_grad()
+def test_a_file_that_shrinks_and_a_disk_that_fails(
+    saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = streamed
+    x = torch.zeros(1, 8)
+    model(x)
+    saved[1].write_bytes(saved[1].read_bytes()[:400])
+    with pytest.raises(CheckpointError, match=r"model.safetensors ends at byte .* the file was cut off"):
+        [model(x) for _ in range(3)]
+
+    def failing(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(stream.os, "preadv", failing)
+    one = Stored(saved[1], 100, 8, torch.float32, (2,))
+    with pytest.raises(CheckpointError, match="cannot be read at byte 100: Input/output error"):
+        read_into(0, memoryview(bytearray(8)), one, stream.threading.Event())
+
+
+@torch.no_grad()
+def test_a_disk_that_does_not_answer(streamed: tuple[Chain, WeightStream], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = streamed
+    model(torch.zeros(1, 8))
+    for future, _ in made._reading.values():
+        future.result()
+    release = stream.threading.Event()
+    monkeypatch.setattr(stream, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(stream, "read_into", lambda *_: release.wait(20))
+    try:
+        with pytest.raises(CheckpointError, match="reading the weights of layers.4 has not ended"):
+            model(torch.zeros(1, 8))
+    finally:
+        release.set()
+
+
+def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None:
+    with torch.device("meta"):
+        model = Chain(5)
+    stored = stored_tensors(saved[1])
+    total = sum(p.numel() * 4 for p in model.parameters())
+    block = total // 5
+    assert plan(model, stored, budget_bytes=total + 100, other_bytes=100).streamed == ()
+    found = plan(model, stored, budget_bytes=total - 1 + 100, other_bytes=100)
+    assert len(found.streamed) == 3 and found.resident_bytes == 2 * block and found.streamed_bytes == 3 * block
+    assert found.streamed == ("layers.0", "layers.2", "layers.4")  # two places of blocks have to fit besides
+    least = found.slot_bytes + 100
+    assert len(plan(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
+    with pytest.raises(InputError, match="is too small: weights outside of the repeated layers take 0 B, 2 layers .* give at least"):
+        plan(model, stored, budget_bytes=least - 1, other_bytes=100)
+
+
+def test_a_header_is_read_as_safetensors_does(saved: tuple[Chain, Path]) -> None:
+    raw = saved[1].read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    found = stored_tensors(saved[1])
+    assert found.keys() == header.keys() - {"__metadata__"}
+    one = found["layers.3.0.weight"]
+    values = torch.frombuffer(bytearray(raw[one.offset : one.offset + one.size]), dtype=torch.float32).view(24, 8)
+    assert torch.equal(values, saved[0].layers[3][0].weight)
