@@ -12,7 +12,9 @@ def put(folder: Path, tag: str, metadata: dict[str, Any], *, sequence: int = 1, 
     """`folder/tag`, the one to go on from if `named`."""
     path = folder / tag
     path.mkdir(parents=True)
-    text = Manifest(format=FORMAT, tag=tag, sequence=sequence, degrees={"pp": 1}, ranks=(), metadata=metadata).model_dump_json()
+    text = Manifest(
+        format=FORMAT, tag=tag, sequence=sequence, degrees={"pp": 1}, ranks=(), content="", own_content="", metadata=metadata
+    ).model_dump_json()
     (path / MANIFEST).write_text(text)
     (path / MANIFEST_HASH).write_text(digest(text))
     if named:

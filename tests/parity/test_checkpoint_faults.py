@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import plait
+from plait.checkpoint import commit as commit_module
 from plait.checkpoint import save as save_module
 from plait.checkpoint.folder import candidates, complete
 from plait.checkpoint.inspect import differences, open_one
@@ -114,8 +115,13 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
     mine = {"mine": object()} if rank == 1 else {}
     assert "rank 1, " in message(lambda: engine.save_checkpoint(at, client_state=mine)), "and rank 0 does not wait for it"
     full = OSError(errno.ENOSPC, "No space left on device", "the disk")
-    for name, victim in (("write_shards", 1), ("write_text", 1), ("publish", 0), ("replace_text", 0)):
-        with patch.object(save_module, name, side_effect=full if rank == victim else None, wraps=getattr(save_module, name)):
+    for module, name, victim in (
+        (save_module, "write_shards", 1),
+        (save_module, "write_text", 1),
+        (commit_module, "publish", 0),
+        (commit_module, "replace_text", 0),
+    ):
+        with patch.object(module, name, side_effect=full if rank == victim else None, wraps=getattr(module, name)):
             said.append(message(lambda: engine.save_checkpoint(at, tag="one")))
         torch.distributed.barrier()
         assert not list(at.glob(".*.tmp"))
@@ -142,7 +148,8 @@ def elsewhere(rank: int, world: int, folder: str) -> str:
     engine = engine_of(world)
     mine = Path(folder) / str(rank)
     mine.mkdir()
-    said = message(lambda: engine.save_checkpoint(mine, tag="one"))
+    with patch.object(save_module, "SEEN_WITHIN", 0.2):
+        said = message(lambda: engine.save_checkpoint(mine, tag="one"))
     assert not (mine / "one").exists() and not list(mine.glob(".*"))
     shutil.rmtree(mine)
     return said
@@ -184,7 +191,7 @@ def order(rank: int, world: int, folder: str) -> list[str]:
 def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Path) -> None:
     """Files, their folder, the rename; then LATEST in the same way; what was there under the name is deleted at the end."""
     name = tmp_path.name
-    files = ("00000.safetensors", "00000.json", "manifest.json", "manifest.sha256")
+    files = ("00000.safetensors", "00000.json", "manifest.sha256", "manifest.json")
     seen = pool.run(1, order, str(tmp_path))[0]
     pointer = next(found for found in seen if "LATEST" in found).split()[1].removeprefix(f"{name}/")
     assert seen == [

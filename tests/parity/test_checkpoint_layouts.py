@@ -77,8 +77,10 @@ def check(pool: Pool, folder: Path, sources: list[str], targets: list[str]) -> i
             for source, seen in rank.items():
                 assert seen == pytest.approx(straight[source], rel=0, abs=1e-11), (source, target)
         for source in sources:
-            differing = list(differences(open_one(folder / source), open_one(folder / f"{target}-from-{source}")))
+            one, other = open_one(folder / source), open_one(folder / f"{target}-from-{source}")
+            differing = list(differences(one, other))
             assert not differing, (source, target, differing[:3])
+            assert one.manifest.content == other.manifest.content, (source, target)
     return len(sources) * len(targets)
 
 

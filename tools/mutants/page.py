@@ -10,6 +10,7 @@ PAGE = ROOT / "docs/mutants.md"
 LISTS = {
     "fresh": "Planted without knowledge of the tests",
     "known": "Defects that Plait once had, and similar ones",
+    "stale": "Checkpoints that hold another state than that of the call",
 }
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from plait.errors import CheckpointError, PlaitError
 
 T = TypeVar("T")
-_BROUGHT, _MESSAGE = 32, 992
+_BROUGHT, _MESSAGE = 64, 992
 
 
 def together(
@@ -26,7 +26,7 @@ def together(
     group: dist.ProcessGroup | None = None,
     raising: type[PlaitError] = CheckpointError,
 ) -> tuple[T, list[bytes]]:
-    """This rank's result of `work`, and what all ranks bring of theirs (at most 32 bytes each). Where a rank's work failed, all raise
+    """This rank's result of `work`, and what all ranks bring of theirs (at most 64 bytes each). Where a rank's work failed, all raise
     `raising` with the message of the first of them. Collective over `group`, of all ranks."""
     result: T | None = None
     failed: BaseException | None = None

@@ -1,7 +1,7 @@
-"""Files and renames that survive a loss of power: what is named is on the disk. The one place where checkpoints write.
+"""Files that survive a loss of power: what is named is on the disk. The one place where checkpoints write, rename and delete.
 
-The order is: every file and its folder are on the disk before a rename publishes them, and the rename is on the disk before anything old is
-deleted.
+In a file system the order is: every file and its folder are on the disk before a rename publishes them, and the rename is on the disk
+before anything old is deleted. What an object store has taken is durable, and its objects change whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
+
+from plait.checkpoint.places import Place, StorePath
 
 
 class Writing(Protocol):
@@ -21,24 +23,31 @@ class Writing(Protocol):
         """All of it, or OSError."""
 
 
+IS_NO_FILE = "is no file"
 TEMPORARY = (".tmp", ".replaced", ".deleted")
 
 
-def is_temporary(path: Path) -> bool:
+def is_temporary(path: Place) -> bool:
     """Whether a name is one that saving and deleting use on the way."""
     return path.name.startswith(".") and path.name.endswith(TEMPORARY)
 
 
-def write_file(path: Path, content: Callable[[Writing], None]) -> None:
+def write_file(path: Place, content: Callable[[Writing], None]) -> None:
     """Write a new file and put it on the disk. Raises OSError."""
+    if isinstance(path, StorePath):
+        path.write(content)
+        return
     with open(path, "xb") as stream:
         content(stream)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Place, text: str) -> None:
     """`write_file` of a text."""
+    if isinstance(path, StorePath):
+        path.put(text.encode())
+        return
 
     def content(stream: Writing) -> None:
         stream.write(text.encode())
@@ -46,9 +55,42 @@ def write_text(path: Path, text: str) -> None:
     write_file(path, content)
 
 
-def remove(path: Path) -> None:
+def read_bytes(path: Place, *, most: int) -> bytes:
+    """A file of at most `most` bytes. Raises OSError, also for what is longer or no file: a pipe would never end."""
+    if not path.is_file():
+        raise FileNotFoundError(2, IS_NO_FILE if path.exists() else "No such file or directory", str(path))
+    if size_of(path) > most:
+        raise OSError(27, f"has {size_of(path):,} bytes, and what Plait writes there never has more than {most:,}", str(path))
+    return path.read_bytes()
+
+
+def open_to_read(path: Place) -> IO[bytes]:
+    """A file's bytes. Raises OSError."""
+    return path.open() if isinstance(path, StorePath) else open(path, "rb")
+
+
+def size_of(path: Place) -> int:
+    """Bytes of a file. Raises OSError."""
+    return path.size() if isinstance(path, StorePath) else path.stat().st_size
+
+
+def size_of_folder(path: Place) -> int:
+    """Bytes of the files in it; a run may be deleting it."""
+    try:
+        return (
+            sum(path.sizes().values())
+            if isinstance(path, StorePath)
+            else sum(f.stat(follow_symlinks=False).st_size for f in path.iterdir())
+        )
+    except FileNotFoundError:
+        return 0
+
+
+def remove(path: Place) -> None:
     """Delete a file, a link, or a folder with all that is in it. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, StorePath):
+        path.delete()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -71,8 +113,11 @@ def publish(temporary: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Place, text: str) -> None:
     """A small file with new content: a reader, also after a crash, finds the old text or the new one. Raises OSError."""
+    if isinstance(path, StorePath):
+        path.put(text.encode())
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # two threads may be writing it
     write_text(temporary, text)
     publish(temporary, path)

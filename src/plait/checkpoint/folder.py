@@ -8,12 +8,14 @@ LATEST                  the name of the newest, and the hash of its manifest
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from plait.checkpoint.durable import is_temporary, remove, sync_folder
-from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, parsed, rank_file, read_manifest
+from plait.checkpoint.commit import delete_checkpoint, is_unfinished
+from plait.checkpoint.durable import is_temporary
+from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, manifest_hash, parsed, rank_file, read_manifest
+from plait.checkpoint.places import Place, entries
 from plait.errors import CheckpointError, warn
 
 
@@ -21,14 +23,28 @@ from plait.errors import CheckpointError, warn
 class Found:
     """A checkpoint whose manifest is good; its tensors were not read."""
 
-    path: Path
+    path: Place
     manifest: Manifest
     notes: tuple[str, ...] = ()
     """Why it is another one than LATEST names, if it is."""
 
 
-def complete(folder: Path) -> list[Found]:
-    """Every checkpoint with a readable manifest, the newest first."""
+@contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """Raise CheckpointError for what the file system or the store refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or place} cannot be read: {error.strerror or error}") from error
+
+
+def complete(folder: Place) -> list[Found]:
+    """Every checkpoint with a readable manifest, the newest first. Raises CheckpointError where the folder cannot be read."""
+    with reading(folder):
+        return _complete(folder)
+
+
+def _complete(folder: Place) -> list[Found]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         shown = path.name[1:].removesuffix(".replaced") if path.name.startswith(".") and path.name.endswith(".replaced") else path.name
@@ -39,10 +55,15 @@ def complete(folder: Path) -> list[Found]:
     return sorted(found, key=lambda one: (-one.manifest.sequence, one.path.name))
 
 
-def candidates(folder: Path, tag: str | None = None) -> list[Found]:
+def candidates(folder: Place, tag: str | None = None) -> list[Found]:
     """What to load, the best first: `tag` alone, or what LATEST names and then all older ones; empty where there is no checkpoint. Raises
     CheckpointError for a tag that is not there, and where nothing that was written can be read."""
-    have = complete(folder)
+    with reading(folder):
+        return _candidates(folder, tag)
+
+
+def _candidates(folder: Place, tag: str | None) -> list[Found]:
+    have = _complete(folder)
     if tag is not None:
         named = [one for one in have if one.manifest.tag == tag]
         if not named:
@@ -63,7 +84,7 @@ def candidates(folder: Path, tag: str | None = None) -> list[Found]:
     named = [one for one in have if one.manifest.tag == pointer.tag]
     if named:
         older = [named[0], *(one for one in have if one.manifest.sequence < named[0].manifest.sequence)]
-        if (named[0].path / MANIFEST_HASH).read_text().strip() == pointer.manifest_sha256:
+        if manifest_hash(named[0].path) == pointer.manifest_sha256:
             return older
         return _noted(older, f"{folder / LATEST} is of an older checkpoint of the name {pointer.tag} than the one there, which is taken")
     why = f"{folder / pointer.tag} is not there, not complete, or damaged"
@@ -73,35 +94,32 @@ def candidates(folder: Path, tag: str | None = None) -> list[Found]:
     return _noted(rest, f"{folder / LATEST} names {pointer.tag}, but {why}, so {rest[0].manifest.tag} is taken")
 
 
-def find(folder: Path, tag: str | None = None) -> Found | None:
+def find(folder: Place, tag: str | None = None) -> Found | None:
     """The checkpoint `tag`, or the one to go on from; None where there is none. See `candidates`."""
     return next(iter(candidates(folder, tag)), None)
 
 
-def remove_old(folder: Path, *, keep: int) -> None:
+def remove_old(folder: Place, *, keep: int) -> None:
     """Delete all but the `keep` newest complete checkpoints, never the one that LATEST names. For one rank, after a save."""
-    pointer, _ = _pointer(folder)
     try:
-        for old in complete(folder)[keep:]:
+        pointer, _ = _pointer(folder)
+        for old in _complete(folder)[keep:]:
             if pointer is not None and old.manifest.tag == pointer.tag:
                 continue
-            gone = folder / f".{old.path.name.lstrip('.')}.deleted"
-            remove(gone)
-            old.path.rename(gone)  # half deleted, it is no checkpoint
-            sync_folder(folder)
-            remove(gone)
+            delete_checkpoint(old.path)
     except OSError as error:
         warn(f"{folder}: old checkpoints could not be deleted ({error.strerror or error}); they take room, nothing else")
 
 
-def _damaged(folder: Path) -> list[str]:
+def _damaged(folder: Place) -> list[str]:
     """What was a checkpoint once."""
     ours = (MANIFEST, MANIFEST_HASH, rank_file(0, "json"), rank_file(0, "safetensors"))
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path.name for path in paths if not is_temporary(path) and any((path / name).exists() for name in ours)]
+    paths = entries(folder) if folder.is_dir() else []
+    there = [path for path in paths if not is_temporary(path) and not is_unfinished(path)]
+    return [path.name for path in there if any((path / name).exists() for name in ours)]
 
 
-def _pointer(folder: Path) -> tuple[Pointer | None, str]:
+def _pointer(folder: Place) -> tuple[Pointer | None, str]:
     """(what LATEST says, why it says nothing)."""
     if not (folder / LATEST).exists():
         return None, ""

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
+from plait.checkpoint.content import ContentHash, pieces
 from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.manifest import RankManifest, parsed, rank_file
 from plait.checkpoint.model_content import START, content, put_values, shapes
+from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.save import OWN
-from plait.checkpoint.shard_file import verify_shards
-from plait.checkpoint.windows import TensorRecord, inside, merged, overlap, window_of
+from plait.checkpoint.shard_file import ShardReader, check_entry, check_size, verify_shards
+from plait.checkpoint.windows import TensorRecord, Window, dtype_of, inside, merged, overlap, record_of, window_of
 from plait.errors import CheckpointError, InputError, warn
 
 Verify = Literal["full", "sample", "off"]
 """full: every byte is compared with its hash. sample: of every file the header and one tensor in eight. off: only that files are there,
 whole, and that lists are what was written."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a tensor, what one file gives to this rank."""
+
+    name: str
+    record: TensorRecord
+    held: Window
+    """By the file."""
+    local: torch.Tensor
+    there: tuple[slice, ...]
+    here: tuple[slice, ...]
 
 
 class Reader:
@@ -36,6 +49,7 @@ class Reader:
             raise CheckpointError(
                 f"{self.path}: its manifest names {len(self.manifest.ranks)} ranks and a layout of {self.layout.world_size}"
             )
+        self._last: tuple[int, RankManifest] | None = None
         leaders = [self._of(rank) for rank in self.manifest.leaders]
         self.tensors = merged((stage, leader.tensors) for stage, leader in enumerate(leaders))
         """By name."""
@@ -43,27 +57,61 @@ class Reader:
         """What modules keep besides tensors."""
 
     def _of(self, rank: int) -> RankManifest:
-        return parsed(RankManifest, self.path / rank_file(rank, "json"), sha256=self.manifest.ranks[rank])
+        if self._last is None or self._last[0] != rank:
+            self._last = rank, parsed(RankManifest, self.path / rank_file(rank, "json"), sha256=self.manifest.ranks[rank])
+        return self._last[1]
 
-    def _file(self, rank: int) -> Path:
+    def _file(self, rank: int) -> Place:
         return self.path / rank_file(rank, "safetensors")
 
     def verify(self, how: Verify, *, rank: int = 0, world: int = 1) -> None:
         """Raise CheckpointError, naming file and tensor, for what is not what was written. `rank` of `world` looks at its share of files;
         of `how` see `Verify`."""
-        ours = range(rank, len(self.manifest.ranks), world)
-        for other in ours:
+        for other in range(rank, len(self.manifest.ranks), world):
             shards = self._of(other).shards
             if how == "off":
-                if not self._file(other).is_file() or self._file(other).stat().st_size != shards.size:
-                    raise CheckpointError(f"{self._file(other)} is missing, or its size is not {shards.size:,} bytes")
+                check_size(self._file(other), shards)
                 continue
             chosen = set(list(shards.entries)[:: 1 if how == "full" else 8])
             verify_shards(self._file(other), shards, entries=chosen.__contains__)
 
+    def content(self) -> tuple[str, str]:
+        """The content hashes of what the files hold (see `Manifest`). Raises CheckpointError."""
+        content, own = ContentHash(), ContentHash()
+        for rank in range(len(self.manifest.ranks)):
+            shards, at = self._of(rank).shards, self.layout.coordinates(rank)
+            with ShardReader(self._file(rank), shards) as file:
+                for name in shards.entries:
+                    record = self.tensors.get(name)
+                    if name.startswith(OWN):
+                        mine = file.read(name)
+                        observe = own.observer(f"{rank}.{name}", record_of(mine), window_of(mine), begins=True)
+                    elif record is None:
+                        raise CheckpointError(f"{self._file(rank)} holds {name}, which the list of the checkpoint's tensors does not have")
+                    elif record.stages[0] != at["pp"]:
+                        continue
+                    else:
+                        window = record.window(at, self.layout.degrees)
+                        mine = file.read(name, record, window)
+                        observe = content.observer(name, record, window, begins=record.begins_at(at))
+                    for piece in pieces(name, mine):
+                        observe(piece)
+        return str(content), str(own)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A full tensor. Raises CheckpointError."""
+        record = self.tensors[name]
+        dtype = dtype_of(record)
+        for rank, held in record.parts(self.layout, tuple((0, size) for size in record.shape)):
+            check_size(self._file(rank), self._of(rank).shards)
+            check_entry(self._file(rank), self._of(rank).shards, name, record, held)
+        found = torch.empty(record.shape, dtype=dtype)
+        self.fill({name: found})
+        return found
+
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's parts into tensors of the same global shapes, sharded or not, in their own dtypes. Raises CheckpointError."""
-        by_rank: dict[int, list[tuple[str, torch.Tensor, tuple[slice, ...], tuple[slice, ...]]]] = {}
+        by_rank: dict[int, list[_Part]] = {}
         for name, target in targets.items():
             record = self.tensors[name]
             if record.shape != tuple(target.shape):
@@ -74,42 +122,28 @@ class Reader:
             for rank, held in record.parts(self.layout, wanted):
                 part = overlap(held, wanted)
                 assert part is not None
-                by_rank.setdefault(rank, []).append((name, local, inside(part, held), inside(part, wanted)))
+                by_rank.setdefault(rank, []).append(_Part(name, record, held, local, inside(part, held), inside(part, wanted)))
         with torch.no_grad():
             for rank in sorted(by_rank):
-                self._copy(self._file(rank), by_rank[rank])
-
-    def _copy(self, path: Path, parts: list[tuple[str, torch.Tensor, tuple[slice, ...], tuple[slice, ...]]]) -> None:
-        with ExitStack() as stack:
-            try:
-                file: Any = stack.enter_context(safe_open(path, framework="pt"))
-                for name, local, there, here in parts:
-                    stored = file.get_slice(name)
-                    if here:
-                        local[here].copy_(stored[there])
-                    else:
-                        local.copy_(stored[...].reshape(()))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+                with ShardReader(self._file(rank), self._of(rank).shards) as file:
+                    for one in by_rank[rank]:
+                        one.local[one.here].copy_(file.read(one.name, one.record, one.held, one.there))
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
         """What a rank saved for itself."""
-        names = [name for name in self._of(rank).shards.entries if name.startswith(OWN)]
-        try:
-            with safe_open(self._file(rank), framework="pt") as file:
-                return {name.removeprefix(OWN): file.get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._file(rank)} cannot be read: {error}") from error
+        shards = self._of(rank).shards
+        with ShardReader(self._file(rank), shards) as file:
+            return {name.removeprefix(OWN): file.read(name) for name in shards.entries if name.startswith(OWN)}
 
     def under(self, start: str) -> Iterator[tuple[str, TensorRecord]]:
         """The tensors whose names begin so, without the beginning."""
         return ((name.removeprefix(start), record) for name, record in self.tensors.items() if name.startswith(start))
 
 
-def load_trained(model: nn.Module, folder: str | Path, *, tag: str | None = None, verify: Verify = "full") -> Path:
+def load_trained(model: nn.Module, folder: str | Place, *, tag: str | None = None, verify: Verify = "full") -> Place:
     """Fill an unsharded model in one process with the weights of `folder/tag`, or of the newest undamaged checkpoint; they take its
     parameters' dtypes. Returns the checkpoint's folder. Raises CheckpointError where there is none, or it is of another model."""
-    found = candidates(Path(folder), tag)
+    found = candidates(place_of(folder), tag)
     if not found:
         raise CheckpointError(f"{folder}: no checkpoint is there")
     for one in found:
@@ -141,7 +175,7 @@ def compare_model(reader: Reader, here: Mapping[str, tuple[int, ...]]) -> None:
             raise CheckpointError(f"{reader.path} is of another model: {name} has shape {there[name]} there and {shape} here")
 
 
-def _refuse_other_names(checkpoint: Path, verb: str, names: list[str], what: str) -> None:
+def _refuse_other_names(checkpoint: Place, verb: str, names: list[str], what: str) -> None:
     if names:
         first = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise CheckpointError(f"{checkpoint} is of another model: it {verb} {len(names)} tensors that {what}: {first}")

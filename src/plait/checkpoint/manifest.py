@@ -4,21 +4,24 @@ manifest those of the ranks' manifests, and these those of every tensor."""
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationError, field_validator
 
+from plait.checkpoint.durable import IS_NO_FILE, read_bytes
+from plait.checkpoint.places import Place
 from plait.checkpoint.shard_file import FileManifest
 from plait.checkpoint.windows import TensorRecord
 from plait.cluster.layout import AXES, Layout
 from plait.errors import CheckpointError
 from plait.policy import Policy
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 LATEST = "LATEST"
+_MOST = 1 << 30
+"""Bytes of a JSON file; those of a model with a million tensors have a quarter of it."""
 M = TypeVar("M", bound=Policy)
 
 
@@ -43,6 +46,10 @@ class Manifest(Policy):
     """Of the layout that wrote it."""
     ranks: tuple[str, ...]
     """sha256 of every rank's manifest."""
+    content: str
+    """Hash of all tensors of model and optimizer, equal on every layout (`ContentHash`)."""
+    own_content: str
+    """Of what every rank keeps for itself (generators, residuals): equal on the same layout only."""
     metadata: dict[str, Any]
     """What is no tensor."""
 
@@ -81,12 +88,12 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def parsed(kind: type[M], path: Path, *, sha256: str | None = None) -> M:
+def parsed(kind: type[M], path: Place, *, sha256: str | None = None) -> M:
     """Read a JSON file, which is what was written if it has the hash. Raises CheckpointError, naming it."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        text = read_bytes(path, most=_MOST).decode()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} {'is missing' if error.strerror != IS_NO_FILE else IS_NO_FILE}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if sha256 is not None and digest(text) != sha256:
@@ -99,13 +106,17 @@ def parsed(kind: type[M], path: Path, *, sha256: str | None = None) -> M:
         raise CheckpointError(f"{path} is no {kind.__name__} of Plait: {where}: {first['msg']}") from None
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint in the folder `path`. Raises CheckpointError where it is not what was written, or of another format."""
+def manifest_hash(path: Place) -> str:
+    """What the manifest of the checkpoint in the folder `path` must have. Raises CheckpointError."""
     try:
-        sha256 = (path / MANIFEST_HASH).read_text(encoding="ascii").strip()
+        return read_bytes(path / MANIFEST_HASH, most=1000).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path / MANIFEST_HASH} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    manifest = parsed(Manifest, path / MANIFEST, sha256=sha256)
+
+
+def read_manifest(path: Place) -> Manifest:
+    """Of the checkpoint in the folder `path`. Raises CheckpointError where it is not what was written, or of another format."""
+    manifest = parsed(Manifest, path / MANIFEST, sha256=manifest_hash(path))
     if manifest.format != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} has format {manifest.format}, and this version of Plait reads {FORMAT}")
     return manifest

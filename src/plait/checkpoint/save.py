@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
+import hashlib
 import secrets
-import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +14,19 @@ import torch.distributed as dist
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.agreement import together
-from plait.checkpoint.durable import publish, replace_text, write_text
+from plait.checkpoint.commit import Commit, begin, joined
+from plait.checkpoint.content import ContentHash, Observer
+from plait.checkpoint.durable import write_text
 from plait.checkpoint.folder import complete
-from plait.checkpoint.manifest import FORMAT, LATEST, MANIFEST, MANIFEST_HASH, Manifest, Pointer, RankManifest, digest, rank_file
+from plait.checkpoint.manifest import FORMAT, LATEST, Manifest, RankManifest, digest, rank_file
+from plait.checkpoint.places import Place
 from plait.checkpoint.shard_file import write_shards
-from plait.checkpoint.windows import TensorRecord, record_of
+from plait.checkpoint.windows import TensorRecord, record_of, window_of
 from plait.cluster.mesh import Mesh
 from plait.errors import CheckpointError
 
-_BEGUN = "begun"
-_OWN_FILE = re.compile(r"\d{5,}\.(json|safetensors)|manifest\.(json|sha256)")
+SEEN_WITHIN = 5.0
+"""Seconds after which all ranks see what rank 0 has made: file systems between machines keep lists of names for a while."""
 OWN = "rank."
 """Begins the names of tensors that only one rank has."""
 
@@ -34,12 +35,15 @@ OWN = "rank."
 class Snapshot:
     """What this rank writes of a checkpoint. Nothing of it follows what the model becomes later, if its tensors were staged."""
 
-    folder: Path
+    folder: Place
     tag: str
     mesh: Mesh
     tensors: Mapping[str, torch.Tensor]
     """Plain: this rank's parts of what it writes, and its own."""
+    written: Mapping[str, TensorRecord]
+    """Of those that are no rank's own."""
     records: Mapping[str, TensorRecord]
+    """Of the first rank of a pipeline stage: all tensors of the stage."""
     values: Mapping[str, Any]
     metadata: Mapping[str, Any]
 
@@ -50,7 +54,7 @@ class Snapshot:
 
 
 def snapshot(
-    folder: Path,
+    folder: Place,
     tag: str,
     *,
     mesh: Mesh,
@@ -68,83 +72,117 @@ def snapshot(
         raise CheckpointError(f"tag = {tag!r}: it names a folder, without '/' and no '.' at its beginning")
     at = mesh.coordinates
     records = {name: record_of(tensor).model_copy(update={"stages": (at["pp"],)}) for name, tensor in tensors.items()}
-    mine = {name: local_tensor(tensor) for name, tensor in tensors.items() if records[name].is_written_by(at)}
+    written = {name: record for name, record in records.items() if record.is_written_by(at)}
+    mine = {name: local_tensor(tensors[name]) for name in written}
     mine |= {f"{OWN}{name}": tensor for name, tensor in own.items()}
     leads = all(at[axis] == 0 for axis in at if axis != "pp")
-    return Snapshot(folder, tag, mesh, mine, records if leads else {}, values if leads else {}, metadata)
+    return Snapshot(folder, tag, mesh, mine, written, records if leads else {}, values if leads else {}, metadata)
 
 
-def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
     """Write a checkpoint. Collective over `group`, the default one for None, whose backend takes tensors of the mesh's device, or of the
-    CPU where it is given; returns when it is on the disk and named in LATEST. Raises CheckpointError on every rank where one could not
-    write its part: what was there before stays."""
+    CPU where it is given; returns where it is when it is on the disk and named in LATEST. Raises CheckpointError on every rank where one
+    could not write its part: what was there before stays."""
     folder, tag, mesh = taken.folder, taken.tag, taken.mesh
-    rank, target, temporary = mesh.rank, folder / tag, folder / f".{tag}.tmp"
+    device = mesh.device if group is None else torch.device("cpu")
+    commit: Commit | None = None
 
     def agreed(work: Any, brings: Any = lambda _: b"") -> tuple[Any, list[bytes]]:
-        device = mesh.device if group is None else torch.device("cpu")
-        return together(work, brings, device=device, doing=f"checkpoint {target}", group=group)
+        return together(work, brings, device=device, doing=f"checkpoint {folder / tag}", group=group)
 
-    def begin() -> bytes:
-        if rank:
+    def make() -> bytes:
+        nonlocal commit
+        if mesh.rank:
             return b""
-        _refuse_others_files(target)
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
         token = secrets.token_hex(16)
-        (temporary / _BEGUN).write_text(token)
+        commit = begin(folder, tag, token)
         return token.encode()
 
-    def write_mine() -> str:
-        seen = (temporary / _BEGUN).read_text() if (temporary / _BEGUN).exists() else ""
-        if seen != token.decode():
-            raise CheckpointError(
-                f"this machine does not see the folder that rank 0 has made, {temporary}; name one on a file system that all machines share"
-            )
-        shards = write_shards(temporary / rank_file(rank, "safetensors"), taken.tensors)
+    def write_mine() -> tuple[str, ContentHash, ContentHash]:
+        nonlocal commit
+        commit = commit or _joined(folder, tag, token)
+        content, own = ContentHash(), ContentHash()
+        shards = write_shards(commit.files / rank_file(mesh.rank, "safetensors"), taken.tensors, _observers(taken, earlier, content, own))
         text = RankManifest(shards=shards, tensors=dict(taken.records), values=dict(taken.values)).model_dump_json()
-        write_text(temporary / rank_file(rank, "json"), text)
-        return digest(text)
+        write_text(commit.files / rank_file(mesh.rank, "json"), text)
+        return digest(text), content, own
 
-    def commit() -> None:
-        if rank:
+    def finish() -> None:
+        if mesh.rank:
             return
-        sequence = max((one.manifest.sequence for one in complete(folder)), default=0) + 1
-        text = Manifest(
-            format=FORMAT, tag=tag, sequence=sequence, degrees=mesh.layout.degrees, ranks=tuple(hashes), metadata=dict(taken.metadata)
-        ).model_dump_json()
-        write_text(temporary / MANIFEST, text)
-        write_text(temporary / MANIFEST_HASH, digest(text))
-        (temporary / _BEGUN).unlink()
-        replaced = folder / f".{tag}.replaced"
-        if target.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            target.rename(replaced)
-        try:
-            publish(temporary, target)
-        except OSError:
-            if replaced.exists() and not target.exists():
-                replaced.rename(target)
-            raise
-        replace_text(folder / LATEST, Pointer(tag=tag, manifest_sha256=digest(text)).model_dump_json())
-        shutil.rmtree(replaced, ignore_errors=True)
+        assert commit is not None
+        content, own = ContentHash(), ContentHash()
+        for one in found:
+            content.add(one[32:48])
+            own.add(one[48:64])
+        manifest = Manifest(
+            format=FORMAT,
+            tag=tag,
+            sequence=max((one.manifest.sequence for one in complete(folder)), default=0) + 1,
+            degrees=mesh.layout.degrees,
+            ranks=tuple(one[:32].hex() for one in found),
+            content=str(content),
+            own_content=str(own),
+            metadata=dict(taken.metadata),
+        )
+        commit.finish(manifest.model_dump_json())
 
     try:
-        _, tokens = agreed(begin, lambda token: token)
-        token = tokens[0]
-        _, found = agreed(write_mine, bytes.fromhex)
-        hashes = [one.hex() for one in found]
-        agreed(commit)
+        _, tokens = agreed(make, lambda token: token)
+        token = tokens[0].rstrip(b"\0").decode()
+        earlier = _of_earlier_stages(taken, device, group)
+        _, found = agreed(write_mine, lambda mine: bytes.fromhex(mine[0]) + bytes(mine[1]) + bytes(mine[2]))
+        agreed(finish)
     except CheckpointError:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if mesh.rank == 0 and commit is not None:
+            commit.abandon()
         raise
-    return target
+    assert commit is not None
+    return commit.target
 
 
-def _refuse_others_files(target: Path) -> None:
-    """A checkpoint takes the place of an older one of its name, damaged or not, and of nothing else."""
-    kept = target.is_dir() and all(_OWN_FILE.fullmatch(path.name) for path in target.iterdir())
-    if os.path.lexists(target) and not kept:
-        raise CheckpointError("something is there that is no checkpoint, and would be deleted; give another tag, or remove it first")
+def _joined(folder: Place, tag: str, token: str) -> Commit:
+    until = time.monotonic() + SEEN_WITHIN
+    while (found := joined(folder, tag, token)) is None:
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"this machine does not see the folder that rank 0 has made for {tag} in {folder}; name one on a file system that all "
+                "machines share, or a store's URL"
+            )
+        time.sleep(0.05)
+    return found
+
+
+def _observers(taken: Snapshot, earlier: set[str], content: ContentHash, own: ContentHash) -> dict[str, Observer]:
+    """By tensor, what adds it to a hash: everything once, whichever ranks hold it."""
+    at, degrees = taken.mesh.coordinates, taken.mesh.layout.degrees
+    found = {}
+    for name, tensor in taken.tensors.items():
+        record = taken.written.get(name)
+        if record is None:
+            found[name] = own.observer(f"{taken.mesh.rank}.{name}", record_of(tensor), window_of(tensor), begins=True)
+        elif name not in earlier:
+            found[name] = content.observer(name, record, record.window(at, degrees), begins=record.begins_at(at))
+    return found
+
+
+def _of_earlier_stages(taken: Snapshot, device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
+    """What an earlier stage of a pipeline holds too, such as tied weights, and counts. Collective."""
+    mesh = taken.mesh
+    numbers = {_number(name): name for name in taken.written}
+    found: set[str] = set()
+    for stage in range(mesh.layout.pp - 1):
+        leader = mesh.layout.rank(pp=stage)
+        count = torch.tensor([len(taken.records)], device=device)
+        dist.broadcast(count, leader, group=group)
+        names = (
+            torch.tensor([_number(name) for name in taken.records], device=device) if mesh.rank == leader else count.new_empty(int(count))
+        )
+        dist.broadcast(names, leader, group=group)
+        if mesh.coordinates["pp"] > stage:
+            found |= {numbers[number] for number in names.tolist() if number in numbers}
+    return found
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
+from pydantic import NonNegativeInt, model_validator
+from safetensors import SafetensorError, safe_open
 
-from plait.checkpoint.durable import Writing, write_file
+from plait.checkpoint.content import Observer, pieces
+from plait.checkpoint.durable import Writing, open_to_read, size_of, write_file
+from plait.checkpoint.places import Place, StorePath
+from plait.checkpoint.windows import TensorRecord, Window, dtype_of
 from plait.errors import CheckpointError
 from plait.policy import Policy
 
@@ -37,9 +44,9 @@ _CHUNK = 16 << 20
 class FileEntry(Policy):
     """A tensor in a file."""
 
-    offset: int
+    offset: NonNegativeInt
     """Bytes from the beginning of the file."""
-    size: int
+    size: NonNegativeInt
     """Bytes."""
     sha256: str
 
@@ -48,15 +55,25 @@ class FileManifest(Policy):
     """What a rank wrote."""
 
     file: str
-    size: int
+    size: NonNegativeInt
     """Bytes."""
     header_sha256: str
     """Of the file's bytes before the first tensor."""
     entries: dict[str, FileEntry]
 
+    @model_validator(mode="after")
+    def _has_room_for_each(self) -> Self:
+        end = 0
+        for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].offset, item[1].size)):
+            if entry.offset < end or entry.offset + entry.size > self.size:
+                raise ValueError(f"{name} at {entry.offset:,} overlaps another tensor, or does not end within {self.size:,} bytes")
+            end = entry.offset + entry.size
+        return self
 
-def write_shards(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileManifest:
-    """Write plain tensors, durably. Raises CheckpointError for a dtype that safetensors does not know, and OSError."""
+
+def write_shards(path: Place, tensors: Mapping[str, torch.Tensor], observers: Mapping[str, Observer] | None = None) -> FileManifest:
+    """Write plain tensors, durably. `observers` get by name the pieces that are written. Raises CheckpointError for a dtype that
+    safetensors does not know, and OSError."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():
@@ -74,35 +91,113 @@ def write_shards(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileManifes
         stream.write(head)
         at = len(head)
         for name, tensor in tensors.items():
-            digest, size = hashlib.sha256(), 0
-            for part in _bytes_of(tensor):
-                digest.update(part)
-                stream.write(part)
-                size += len(part)
+            digest, size, observe = hashlib.sha256(), 0, (observers or {}).get(name)
+            for piece in pieces(name, tensor):
+                observed = beside.submit(observe, piece) if observe is not None else None
+                digest.update(piece.raw)
+                stream.write(piece.raw)
+                size += len(piece.raw)
+                if observed is not None:
+                    observed.result()
             entries[name] = FileEntry(offset=at, size=size, sha256=digest.hexdigest())
             at += size
 
-    write_file(path, content)
+    with ThreadPoolExecutor(1, thread_name_prefix="plait-content") as beside:  # on another core than the hash of bytes and the disk
+        write_file(path, content)
     return FileManifest(file=path.name, size=len(head) + offset, header_sha256=hashlib.sha256(head).hexdigest(), entries=entries)
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """In chunks, from wherever the tensor is."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    count = max(1, _CHUNK // max(1, tensor.element_size()))
-    for part in flat.split(count) if flat.numel() else ():
-        yield memoryview(part.cpu().view(torch.uint8).numpy())
+class ShardReader:
+    """Reads tensors of one file: the parts that are asked for of a local one, of one in a store the bytes of the tensor. Raises
+    CheckpointError, also where the file and its list do not agree; it does not compare hashes."""
+
+    def __init__(self, path: Place, manifest: FileManifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._store = path if isinstance(path, StorePath) else None
+        self._open = ExitStack()
+        self._file: Any = None
+
+    def __enter__(self) -> ShardReader:
+        with self._naming():
+            check_size(self._path, self._manifest)
+            if self._store is None:
+                self._file = self._open.enter_context(safe_open(self._path, framework="pt"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(
+        self, name: str, record: TensorRecord | None = None, held: Window | None = None, there: tuple[slice, ...] = ()
+    ) -> torch.Tensor:
+        """The part `there` of a tensor; all of it for (). The file holds the part `held` of a tensor like `record`; without it, whatever it
+        says."""
+        with self._naming():
+            if record is not None and held is not None:
+                entry = check_entry(self._path, self._manifest, name, record, held)
+                if self._store is not None:
+                    return _tensor(self._store, entry, dtype_of(record), [length for _, length in held])[there]
+                view = self._file.get_slice(name)
+                kind, shape = view.get_dtype(), tuple(view.get_shape())
+                if (kind, shape) != (_DTYPES[dtype_of(record)], tuple(length for _, length in held)):
+                    raise CheckpointError(f"{self._path}: {name} is {kind} {list(shape)} in the file, and its list says otherwise")
+                return view[there] if there else self._file.get_tensor(name)
+            if self._store is None:
+                return self._file.get_tensor(name)
+            length = int.from_bytes(self._store.read_bytes(0, 8), "little")
+            if length > self._manifest.size:
+                raise CheckpointError(f"{self._path}: its header has {length:,} bytes, and the file {self._manifest.size:,}")
+            said = json.loads(self._store.read_bytes(8, 8 + length))[name]
+            dtype = next(dtype for dtype, word in _DTYPES.items() if word == said["dtype"])
+            return _tensor(self._store, self._manifest.entries[name], dtype, said["shape"])
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, StopIteration, RuntimeError) as error:
+            raise CheckpointError(f"{self._path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def verify_shards(path: Path, manifest: FileManifest, *, entries: Callable[[str], bool] = lambda _: True) -> None:
-    """Raise CheckpointError, naming the file and the tensor, where the file is not what was written. `entries` chooses by name."""
+def _tensor(place: StorePath, entry: FileEntry, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    raw = bytearray(place.read_bytes(entry.offset, entry.offset + entry.size)) if entry.size else bytearray()
+    if len(raw) != entry.size:
+        raise CheckpointError(f"{place} ends within a tensor; it was cut while it was read")
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def check_size(path: Place, manifest: FileManifest) -> None:
+    """Raise CheckpointError for a file that is missing or of another length than what was written."""
     try:
-        size = path.stat().st_size
-        if size != manifest.size:
-            raise CheckpointError(f"{path} has {size:,} bytes, and {manifest.size:,} were written; it was cut, or it is another file")
-        with open(path, "rb") as stream:
+        size = size_of(path) if path.is_file() else None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if size is None:
+        raise CheckpointError(f"{path} is missing, or no file; {manifest.size:,} bytes were written")
+    if size != manifest.size:
+        raise CheckpointError(f"{path} has {size:,} bytes, and {manifest.size:,} were written; it was cut, or it is another file")
+
+
+def check_entry(path: Place, manifest: FileManifest, name: str, record: TensorRecord, held: Window) -> FileEntry:
+    """Where a file has the part `held` of a tensor. Raises CheckpointError where its list says that it cannot be that."""
+    entry, dtype = manifest.entries.get(name), dtype_of(record)
+    if entry is None:
+        raise CheckpointError(f"{path}: its list lacks {name}, a part of which the layout says is there")
+    size = math.prod(length for _, length in held) * dtype.itemsize
+    if dtype not in _DTYPES or entry.size != size:
+        raise CheckpointError(f"{path}: {name} has {entry.size:,} bytes there, and its shape and dtype ({record.dtype}) take {size:,}")
+    return entry
+
+
+def verify_shards(path: Place, manifest: FileManifest, *, entries: Callable[[str], bool] = lambda _: True) -> None:
+    """Raise CheckpointError, naming the file and the tensor, where the file is not what was written. `entries` chooses by name."""
+    check_size(path, manifest)
+    try:
+        with open_to_read(path) as stream:
             first = min((entry.offset for entry in manifest.entries.values()), default=manifest.size)
-            if hashlib.sha256(stream.read(first)).hexdigest() != manifest.header_sha256:
+            if _digest(stream, FileEntry(offset=0, size=first, sha256="")) != manifest.header_sha256:
                 raise CheckpointError(f"{path}: its header is not what was written")
             for name, entry in manifest.entries.items():
                 if entries(name) and _digest(stream, entry) != entry.sha256:

@@ -57,6 +57,10 @@ class TensorRecord(Policy):
         """Whether the rank at the coordinates writes its part."""
         return Reduction(tuple(axis for axis, _ in self.cuts), stages=self.stages[:1]).is_written_at(at)
 
+    def begins_at(self, at: Mapping[str, int]) -> bool:
+        """Whether, of the ranks that write a part, the one at the coordinates writes the first."""
+        return all(at[axis] == 0 for axis, _ in self.cuts)
+
     def parts(self, layout: Layout, wanted: Window) -> Iterator[tuple[int, Window]]:
         """(rank, what it holds) of every rank that wrote a part of `wanted`."""
         axes = list(dict.fromkeys(axis for axis, _ in self.cuts))

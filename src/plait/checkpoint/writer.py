@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from plait.checkpoint.places import Place
 from plait.checkpoint.save import Snapshot, write
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
@@ -33,8 +33,8 @@ class Writer:
         self._mesh = mesh
         self._group: dist.ProcessGroup | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[Path] | None = None
-        self._unsettled: Future[Path] | None = None
+        self._running: Future[Place] | None = None
+        self._unsettled: Future[Place] | None = None
         """What was begun, until all ranks know how it ended."""
         self._raised = False
         """Whether its error was raised here."""
@@ -49,7 +49,7 @@ class Writer:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="plait-checkpoint")
             self._group = self._mesh.host_group()
         if not stage:
-            written = Future[Path]()
+            written = Future[Place]()
             written.set_result(write(taken, self._group))
             self._running = written
             return
@@ -58,7 +58,7 @@ class Writer:
             return
         self._running = self._unsettled = self._pool.submit(write, replace(taken, tensors=self._staged(taken)), self._group)
 
-    def finished(self) -> Path | None:
+    def finished(self) -> Place | None:
         """The checkpoint that was written since the last call; None while it is being written, where there was none, and where it failed,
         which `raise_failed` tells all ranks."""
         done = self._running is not None and self._running.done() and self._running.exception() is None
@@ -82,7 +82,7 @@ class Writer:
             self._running = None
             writing.result()
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Place | None:
         """`finished`, when it is."""
         running, self._running = self._running, None
         try:
@@ -98,9 +98,9 @@ class Writer:
         self._buffers.clear()
         self.wait()
 
-    def _written_here(self, taken: Snapshot) -> Future[Path]:
+    def _written_here(self, taken: Snapshot) -> Future[Place]:
         """What other ranks have of their threads: an error is raised later, with them."""
-        written = Future[Path]()
+        written = Future[Place]()
         try:
             written.set_result(write(taken, self._group))
         except CheckpointError as error:

@@ -24,7 +24,7 @@ class Dtype(StrEnum):
 
 @app.command()
 def export_command(
-    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, or one of its checkpoints.")],
+    source: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, one of its checkpoints, or a URL (s3://...) of one.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder to write.")],
     dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's.")] = Dtype.stored,
     verify: Annotated[bool, typer.Option("--verify", help="Open the folder with Transformers and compare every tensor.")] = False,
@@ -35,11 +35,13 @@ def export_command(
     import torch
 
     from plait.checkpoint.inspect import open_one
+    from plait.checkpoint.places import place_of
     from plait.train.export import compare_reloaded, export
     from plait.units import format_bytes
 
-    found = open_one(source)
-    run = next((folder for folder in (source, *found.path.parents) if (folder / "tokenizer").is_dir()), None)
+    found = open_one(place_of(source, "FOLDER"))
+    above = (Path(source), *found.path.parents) if isinstance(found.path, Path) else ()
+    run = next((folder for folder in above if (folder / "tokenizer").is_dir()), None)
     with progress_bar(f"export {found.path.name}") as progress:
         done = export(
             found,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from plait.checkpoint.load import Verify
+from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.writer import Writer
 from plait.comm.pending import Pending
 from plait.engine.facts import EngineFacts
@@ -294,36 +294,36 @@ class Engine(EngineFacts):
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
-    ) -> Path:
-        """Write a checkpoint that loads on any layout (default tag `step-00000010`). Collective; training is not changed. `client_state` is
-        plain data, equal on every rank, and is restored with its types (tuples, integer keys, small tensors).
+        self, folder: str | Place, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
+    ) -> Place:
+        """Write a checkpoint that loads on any layout (default tag `step-00000010`) into a folder, or a store's (`s3://bucket/run`).
+        Collective; training is not changed. `client_state` is plain data, equal on every rank, and is restored with its types (tuples,
+        integer keys, small tensors).
 
         `wait` False returns when the state was copied, and a thread writes the copy; `checkpoint_written` says when it is on the disk.
         Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError; for a copy that could not
         be written the next step or save does, or `close`. What was saved before stays."""
         self._recover()
-        taken = snapshot_of(self, Path(folder), tag=tag, client_state=client_state or {})
+        taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {})
         self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
-        if wait:
-            self._writer.wait()
-        return taken.folder / taken.tag
+        written = self._writer.wait() if wait else None
+        return written or taken.folder / taken.tag
 
-    def checkpoint_written(self, *, wait: bool = False) -> Path | None:
+    def checkpoint_written(self, *, wait: bool = False) -> Place | None:
         """The checkpoint of `save_checkpoint(wait=False)` that has reached the disk since the last call; None while it has not. With `wait`
         CheckpointError is raised where it could not be written; without it the next step raises it, on all ranks at once."""
         return self._writer.wait() if wait else self._writer.finished()
 
     def load_checkpoint(
-        self, folder: str | Path, *, tag: str | None = None, verify: Verify = "full", on_note: Callable[[str], None] | None = None
-    ) -> tuple[Path, dict[str, Any]] | None:
+        self, folder: str | Place, *, tag: str | None = None, verify: Verify = "full", on_note: Callable[[str], None] | None = None
+    ) -> tuple[Place, dict[str, Any]] | None:
         """Go on from `folder/tag`, or from the latest that is undamaged; None where there is none. Returns its path and client state.
         Collective. `verify`: "full" compares every byte with its hash first, "sample" one tensor in eight, "off" only sizes and lists.
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         self._recover()
         self._writer.wait()
-        return load_engine(self, Path(folder), tag=tag, verify=verify, on_note=on_note)
+        return load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note)
 
     def close(self) -> None:
         """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,8 @@ from plait.checkpoint import model_content, optimizer_content
 from plait.checkpoint.agreement import together
 from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
-from plait.checkpoint.save import Snapshot, snapshot
+from plait.checkpoint.places import Place
+from plait.checkpoint.save import SEEN_WITHIN, Snapshot, snapshot
 from plait.engine import generators
 from plait.engine.facts import EngineFacts
 from plait.engine.resume import Resume, schedule_facts
@@ -26,7 +27,7 @@ T = TypeVar("T")
 _HOOKS = "hooks."
 
 
-def snapshot_of(engine: EngineFacts, folder: Path, *, tag: str | None, client_state: dict[str, Any]) -> Snapshot:
+def snapshot_of(engine: EngineFacts, folder: Place, *, tag: str | None, client_state: dict[str, Any]) -> Snapshot:
     """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing, and copies no tensor. Collective."""
     stepper, tag = engine.stepper, tag or f"step-{engine.global_steps:08d}"
 
@@ -59,8 +60,8 @@ def snapshot_of(engine: EngineFacts, folder: Path, *, tag: str | None, client_st
 
 
 def load_engine(
-    engine: EngineFacts, folder: Path, *, tag: str | None, verify: Verify, on_note: Callable[[str], None] | None = None
-) -> tuple[Path, dict[str, Any]] | None:
+    engine: EngineFacts, folder: Place, *, tag: str | None, verify: Verify, on_note: Callable[[str], None] | None = None
+) -> tuple[Place, dict[str, Any]] | None:
     """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` gets a description of everything
     that resumes differently from how it was saved; without it the first rank issues a warning. On the same layout generators resume their
     state; on another one they are seeded again (`generator_seed`)."""
@@ -129,7 +130,7 @@ def load_engine(
     return reader.path, client
 
 
-def _open(engine: EngineFacts, folder: Path, tag: str | None, verify: Verify) -> tuple[Reader, list[str]] | None:
+def _open(engine: EngineFacts, folder: Place, tag: str | None, verify: Verify) -> tuple[Reader, list[str]] | None:
     """The checkpoint to load, which is what was written; with `tag` None the newest that is. Collective."""
     mesh, notes = engine.mesh, list[str]()
 
@@ -139,7 +140,11 @@ def _open(engine: EngineFacts, folder: Path, tag: str | None, verify: Verify) ->
     def path_of(found: list[Found]) -> bytes:
         return hashlib.sha256(" ".join(one.path.name for one in found).encode()).digest()
 
+    until = time.monotonic() + SEEN_WITHIN
     found, seen = agreed(lambda: candidates(folder, tag), path_of)
+    while len(set(seen)) > 1 and any(brought[0] for brought in agreed(lambda: None, lambda _: bytes([time.monotonic() < until]))[1]):
+        time.sleep(0.2)  # a file system between machines may show one of them an older list of names
+        found, seen = agreed(lambda: candidates(folder, tag), path_of)
     agreed(lambda: _refuse_other_folders(folder, seen))
 
     def verified(one: Found) -> Reader:
@@ -159,7 +164,7 @@ def _open(engine: EngineFacts, folder: Path, tag: str | None, verify: Verify) ->
     return None
 
 
-def _refuse_other_folders(folder: Path, seen: list[bytes]) -> None:
+def _refuse_other_folders(folder: Place, seen: list[bytes]) -> None:
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise CheckpointError(f"rank {rank} finds other checkpoints in {folder} than rank 0; name a folder that all machines share")

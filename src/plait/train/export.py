@@ -73,8 +73,7 @@ def export(
         index: dict[str, str] = {}
         for number, members in enumerate(files, 1):
             file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = {name: torch.empty(stored[name].shape, dtype=dtype or dtype_of(stored[name])) for name in members}
-            reader.fill({f"{START}{name}": tensor for name, tensor in tensors.items()})
+            tensors = {name: _converted(reader.read(f"{START}{name}"), dtype) for name in members}
             save_file(tensors, temporary / file, metadata={"format": "pt"})
             index |= dict.fromkeys(members, file)
             done += sum(sizes[name] for name in members)
@@ -112,6 +111,10 @@ def compare_reloaded(found: Found, out: Path) -> int:
             raise CheckpointError(f"{out}: {name} is not what the checkpoint holds after Transformers has loaded it")
         count += 1
     return count
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

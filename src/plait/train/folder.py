@@ -1,7 +1,7 @@
 """The folder of a run: what lies where, whether it holds a run to go on with, and starting over without losing it.
 
     config.json     the resolved configuration of the last start     tokenizer/      opens in AutoTokenizer.from_pretrained
-    metrics.jsonl   everything that happened, one event a line       checkpoints/    step-00000100 ..., latest
+    metrics.jsonl   everything that happened, one event a line       checkpoints/    unless run.checkpoints is elsewhere
     links.json      measured links, where there was a choice
 
 A folder goes on only with the model, the text and the seed it was begun with.
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from plait import exact
-from plait.checkpoint.folder import find
+from plait.checkpoint.folder import complete, find
+from plait.checkpoint.places import Place
 from plait.errors import CheckpointError, InputError, Problem, refuse
 from plait.files import write_whole
 from plait.train.loop import Position
@@ -32,11 +33,13 @@ class RunFolder:
     """The paths of one run."""
 
     path: Path
+    kept_at: Place | None = None
+    """Where checkpoints are, if not here."""
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Place:
         """Where checkpoints are."""
-        return self.path / "checkpoints"
+        return self.kept_at or self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
@@ -94,7 +97,12 @@ class RunFolder:
         return stream
 
     def set_aside(self) -> Path | None:
-        """Rename the folder to the first free `<name>.old-N` and return that; None where there is nothing to keep."""
+        """Rename the folder to the first free `<name>.old-N` and return that; None where there is nothing to keep. Raises InputError where
+        checkpoints are elsewhere, and stay."""
+        if self.kept_at is not None and complete(self.kept_at):
+            raise InputError(
+                f"run.checkpoints = {str(self.kept_at)!r}: holds those of the run so far, and --fresh renames run.folder only; name another"
+            )
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return None
         self.claim().close()
@@ -115,7 +123,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return found
 
 
-def _refuse_differences(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse_differences(checkpoint: Place, was: dict[str, Any], now: dict[str, Any]) -> None:
     remedy = "set it back, name another run.folder, or start over with --fresh"
     # Fields that only one side has come from another version of Transformers; the checkpoint's shapes are compared when it is loaded.
     problems = [

@@ -11,12 +11,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from plait.checkpoint.folder import remove_old
+from plait.checkpoint.places import Place
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.errors import PlaitError
@@ -44,11 +44,11 @@ class Trainable(Protocol):
         """(sum of losses, weight) over all ranks."""
 
     def save_checkpoint(
-        self, folder: str | Path, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
-    ) -> Path:
+        self, folder: str | Place, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
+    ) -> Place:
         """Collective; complete on disk when it returns, or with `wait` False when `checkpoint_written` returns it."""
 
-    def checkpoint_written(self, *, wait: bool = False) -> Path | None:
+    def checkpoint_written(self, *, wait: bool = False) -> Place | None:
         """A checkpoint that has reached the disk since the last call."""
 
 
@@ -71,7 +71,7 @@ class TrainingContext:
     """This rank's validation batches, the same ones at each call; none where nothing is held out."""
     sample: Callable[[], str] | None
     """Lets the model write a text. Collective."""
-    checkpoints: Path
+    checkpoints: Place
     client_state: Mapping[str, Any]
     """Saved with every checkpoint, besides the position."""
     started: RunStarted

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.checkpoint.agreement import together
+from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
 from plait.comm import links
 from plait.config.resolving.resolve import Resolved, resolve
@@ -118,16 +119,23 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         "optimizer.type": resolved.optimizer.type,
         "run.seed": resolved.seed,
     }
-    folder = RunFolder(user_path(resolved.run.folder, "run.folder"))
+    kept_at = resolved.run.checkpoints
+    folder = RunFolder(user_path(resolved.run.folder, "run.folder"), _place(kept_at) if kept_at is not None else None)
     position, changes = (Position(), []) if fresh else (folder.position(identity), folder.changes(resolved))
     for field, place in _written(resolved):
         require_folder(place, field)
     return ValidatedRun(checked, prepared, built, folder, identity, position, changes)
 
 
+def _place(text: str) -> Place:
+    return place_of(text if "://" in text else user_path(text, "run.checkpoints"), "run.checkpoints")
+
+
 def _written(resolved: Resolved) -> Iterator[tuple[str, str]]:
     """(field, folder) of every folder that the run writes to."""
     yield "run.folder", resolved.run.folder
+    if resolved.run.checkpoints is not None and "://" not in resolved.run.checkpoints:
+        yield "run.checkpoints", resolved.run.checkpoints
     for field, place in (
         ("zero_optimization.offload_optimizer.nvme_path", resolved.optimizer_offload.path),
         ("zero_optimization.offload_param.nvme_path", resolved.parameter_offload.path),

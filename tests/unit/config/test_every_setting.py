@@ -146,6 +146,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "run.checkpoint_every": ({}, 1, 2),
     "run.keep": ({}, 1, 2),
     "run.history": ({}, "a.jsonl", "b.jsonl"),
+    "run.checkpoints": ({}, "a", "s3://b/c"),
     "run.sample.prompt": ({}, "a", "b"),
     "run.sample.tokens": ({}, 1, 2),
     "run.sample.temperature": ({}, 0.5, 1),

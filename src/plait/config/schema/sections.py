@@ -112,6 +112,8 @@ class RunSection(Policy):
     """Steps between checkpoints; 0 writes one only at the end and when the run is interrupted."""
     keep: Annotated[Whole, Field(ge=1)] = 2
     """How many checkpoints stay in the folder."""
+    checkpoints: Place | None = None
+    """Where checkpoints are written: a folder, or a store's URL (`s3://bucket/run`). Left out: `checkpoints/` in `folder`."""
     sample: SampleSection | None = None
     """A text written by the model at the end. Left out: none."""
     history: Place | None = None
