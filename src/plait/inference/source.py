@@ -88,5 +88,5 @@ def open_source(folder: Path) -> Source:
         has_words = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))
         return Source(folder, None, folder if has_words else None)
     found = open_one(folder)
-    words = next((parent / "tokenizer" for parent in (folder, *found.path.parents) if (parent / "tokenizer").is_dir()), None)
+    words = next((parent / "tokenizer" for parent in (folder, *folder.parents) if (parent / "tokenizer").is_dir()), None)
     return Source(folder, found, words)
