@@ -89,6 +89,12 @@ class CommunicationError(PlaitError):
     exit_code = 5
 
 
+class DeviceError(PlaitError):
+    """There is no device to do what was asked for."""
+
+    exit_code = 6
+
+
 def first_line(error: BaseException) -> str:
     """What another library's error says in one line: the first, with the next where it ends in a colon; its type where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

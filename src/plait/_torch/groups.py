@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ def _options(group: dist.ProcessGroup) -> list[Any]:
     """Of the backends of a group, which need not have one for every device."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     return [backend.options for backend in backends if hasattr(backend, "options")]
+
+
+def make_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """gloo's backend, for a group that uses it inside."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def give_backend(group: dist.ProcessGroup, backend: Any) -> None:
+    """Let `backend` be what a group written in Python names as its own for tensors on the CPU: its name and its timeout are read there."""
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
 
 def finished_work() -> Any:

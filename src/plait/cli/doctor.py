@@ -1,5 +1,6 @@
 """`plait doctor`: what this environment has: versions, devices, what processes can talk through. `--links`: how fast the processes of this
-machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: NCCL's settings.
+machine, or of a launcher's machines, talk to each other, and what that means. `--nccl`: NCCL's settings. `--validate`: checks of Plait on
+this machine's GPUs.
 
 `--links` starts the processes (under a launcher they exist), times collectives, fits a fixed time and a time per byte to each, writes them
 to a file and prints the cheapest all-reduce algorithm.
@@ -33,18 +34,29 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def doctor(
     links: Annotated[bool, typer.Option("--links", help="Measure the links between processes.")] = False,
     nccl: Annotated[bool, typer.Option("--nccl", help="Show the variables of NCCL that decide its algorithms.")] = False,
+    validate: Annotated[bool, typer.Option("--validate", help="Check Plait on this machine's GPUs.")] = False,
     nproc_per_node: Nproc = None,
-    out: Annotated[Path | None, typer.Option(help="--links: the file to write. (default: links.json; none with --json)")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write. (default: links.json, none with --json; validation.json)")] = None,
     seconds: Annotated[float | None, typer.Option(help="--links: about how long each group of links is measured. (default: 4)")] = None,
+    minutes: Annotated[float | None, typer.Option(help="--validate: what is not done by then is not run. (default: 15)")] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="--validate: these rows, as `step/*`; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Describe this environment (for an issue report), or with --links measure how fast its processes talk to each other."""
+    """Describe this environment (for an issue report); with --links measure how fast its processes talk to each other; with --validate
+    check Plait on its GPUs: parity, memory, times, overlap. Exit code 1 where a row of --validate failed, 6 without a GPU."""
+    if sum((links, nccl, validate)) > 1:
+        raise InputError("--links, --nccl, --validate: one of them at a time")
+    if not validate:
+        _refuse({"--minutes": minutes, "--only": only}, "is for the validation; add --validate")
+    if validate:
+        _refuse({"--seconds": seconds}, "is for the measurement of links; use --minutes")
+        _validate(nproc_per_node, out, minutes, only or [], as_json=as_json)
+        return
     if not links:
-        _refuse_without_links({"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds})
+        others = {"--nproc-per-node": nproc_per_node, "--out": out, "--seconds": seconds}
+        _refuse(others, "is for the measurement of links; add --links")
         (_show_library if nccl else _show_environment)(as_json=as_json)
         return
-    if nccl:
-        raise InputError("--links, --nccl: one of them at a time")
     if seconds is not None and not 0.1 <= seconds <= 600:
         raise InputError(f"--seconds {seconds}: not between 0.1 and 600")
     if nproc_per_node is not None and nproc_per_node < 2:
@@ -52,10 +64,21 @@ def doctor(
     _measure(nproc_per_node, out, seconds or 4.0, as_json=as_json)
 
 
-def _refuse_without_links(given: dict[str, Any]) -> None:
+def _refuse(given: dict[str, Any], rule: str) -> None:
     for name, value in given.items():
         if value is not None:
-            raise InputError(f"{name} {value}: is for the measurement of links; add --links, or leave it out")
+            shown = " ".join(value) if isinstance(value, list) else value
+            raise InputError(f"{name} {shown}: {rule}, or leave it out")
+
+
+def _validate(gpus: int | None, out: Path | None, minutes: float | None, only: list[str], *, as_json: bool) -> None:
+    from plait.cli.validating.command import validate
+
+    if minutes is not None and not 0 < minutes <= 24 * 60:
+        raise InputError(f"--minutes {minutes}: not more than 0 and at most {24 * 60}")
+    if claim(os.environ) is not None:
+        raise InputError("--validate: starts its own processes; run it by itself, not under a launcher")
+    raise typer.Exit(validate(minutes=minutes or 15.0, only=only, out=out or Path("validation.json"), gpus=gpus, as_json=as_json))
 
 
 def _measure(processes: int | None, out: Path | None, seconds: float, *, as_json: bool) -> None:

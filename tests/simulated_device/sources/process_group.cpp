@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <map>
 #include <sstream>
@@ -364,6 +365,17 @@ struct SimulatedNCCL : Backend {
     return launch(OpType::BARRIER, one, "", true);
   }
 };
+
+// What DistributedDataParallel times itself with; the host's clock, as for CPU tensors.
+struct HostTimer : Timer {
+  explicit HostTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    auto from = getTimestamp(start), to = getTimestamp(end);
+    if (!from || !to) return std::nullopt;
+    return *to - *from;
+  }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, HostTimer);
 
 }  // namespace
 

@@ -1,0 +1,1 @@
+"""`plait doctor --validate`: the processes that it starts, and what it shows."""
