@@ -5,6 +5,7 @@
 #   make simulated     the tests on a simulated CUDA device, which is built first (needs a C++ compiler)
 #   make simulated-docs   docs/simulated_device.md from all of its tests (half an hour)
 #   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
+#   make validate-gpus   Plait on this machine's GPUs: parity, memory, times (a quarter of an hour; ARGS="--minutes 5"); exit code 6 without
 #   make lint types layers    formatting and lint, types, import layers
 #   make proof         the full test matrix (hours)
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
@@ -20,7 +21,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test simulated simulated-docs waits versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -49,6 +50,10 @@ simulated-docs: environment
 
 waits: environment
 	OMP_NUM_THREADS=1 $(RUN) -m tools.planted_waits $(ARGS)
+
+validate-gpus: environment
+	@mkdir -p $(RESULTS)
+	$(VENV)/bin/plait doctor --validate --out $(RESULTS)/validation.json $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

@@ -476,6 +476,13 @@ def test_what_shrinks_and_what_stays() -> None:
     assert plan.settings("configured") == (plan.resolved, torch.float32)
 
 
+def test_a_schedule_that_needs_many_micro_batches() -> None:
+    """As many as it takes at least are left."""
+    parallel = {"pp": 2, "pipeline": {"schedule": "dualpipev"}}
+    plan = planned(processes=2, parallel=parallel, gradient_accumulation_steps=16, zero_optimization={"stage": 1})
+    assert plan.resolved.batch.accumulation == 4
+
+
 def test_buckets_shrink_with_the_model() -> None:
     """A small model in one bucket of 25 MiB would not show a wrong order of buckets."""
     plan = planned()

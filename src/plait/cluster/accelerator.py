@@ -24,6 +24,8 @@ VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 """The variable that says which of them a process may use."""
 PREFIXES: Final = ("NCCL_", "TORCH_NCCL_")
 """Of the variables that its collectives read."""
+SETTINGS: Final = ("CUDA_", *PREFIXES, "PYTORCH_", "TORCH_CUDNN_")
+"""Beginnings of variables that change how its kernels, its memory or its collectives work."""
 LOST_PEER: Final = "ncclRemoteError"
 """What its collectives say when another process is gone."""
 
@@ -142,6 +144,24 @@ def reset_peak(device: torch.device) -> None:
 
     if is_one(device):
         torch.accelerator.reset_peak_memory_stats(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """What tensors hold now, and what libraries hold in torch's memory."""
+    import torch
+
+    return int(torch.accelerator.memory_allocated(device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What no process holds of its memory."""
+    free, _ = _module().mem_get_info(device)
+    return int(free)
+
+
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """This process runs out of memory when it holds more."""
+    _module().set_per_process_memory_fraction(nbytes / capacity_bytes(device.index), device)
 
 
 # ---- random numbers -------------------------------------------------------------------------------------------------------------------

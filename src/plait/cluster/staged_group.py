@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from plait._torch.groups import give_backend, make_gloo
+from plait.cluster import accelerator
 from plait.cluster.mesh import DEFAULT_TIMEOUT
 from plait.cluster.topology import init_method, place
 
@@ -27,7 +28,7 @@ def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """The default group of this launch, with this backend; groups that are made later have it too. Collective."""
     here = place()
     if BACKEND.upper() not in vars(dist.Backend):
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", accelerator.NAME])
     where: dict[str, Any] = {"store": dist.HashStore()} if here.world_size == 1 else {"init_method": init_method()}
     dist.init_process_group(BACKEND, rank=here.rank, world_size=here.world_size, timeout=timeout, **where)
 
@@ -67,13 +68,17 @@ class StagedWork(dist.Work):
         return future
 
 
-class StagedGroup(dist.ProcessGroup):
+_PythonGroup: Any = dist.ProcessGroup
+"""Its stubs are those of groups in C++, with an overload for each form of a call."""
+
+
+class StagedGroup(_PythonGroup):
     """The group. Methods are those that torch.distributed calls, with its names and arguments."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]  # of the two constructors the one for Python
+        super().__init__(rank, size)  # of the two constructors the one for Python
         self._gloo = make_gloo(store, rank, size, timeout)
-        give_backend(self, self._gloo)
+        give_backend(cast(dist.ProcessGroup, self), self._gloo)
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -140,14 +145,14 @@ class StagedGroup(dist.ProcessGroup):
 
     def all_to_all_single(self, output: torch.Tensor, given: torch.Tensor, to: Any, source: Any, opts: Any = None) -> dist.Work:
         staged = _host_like(output)
-        self._gloo.all_to_all_single(staged, _to_host([given])[0], list(to), list(source)).wait()
+        self._gloo.alltoall_base(staged, _to_host([given])[0], list(to), list(source)).wait()
         return _arrived([output], [staged])
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         sizes = [[one.numel() for one in row] for row in (outputs, inputs)]
         staged = torch.empty(sum(sizes[0]), dtype=outputs[0].dtype)
         given = _to_host([torch.cat([one.reshape(-1) for one in inputs])])[0]
-        self._gloo.all_to_all_single(staged, given, *sizes).wait()
+        self._gloo.alltoall_base(staged, given, *sizes).wait()
         return _arrived(list(outputs), [one.view(out.shape) for one, out in zip(staged.split(sizes[0]), outputs, strict=True)])
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> dist.Work:

@@ -77,11 +77,11 @@ def tell_library(library: Library, *, device_type: str, group_exists: bool) -> N
 
 def share_gpus(count: int) -> None:
     """Give this process of a launch on one machine with `count` GPUs the GPU local rank % count, alone, as if each process had a machine of
-    its own: NCCL refuses two ranks on one GPU, and so no code that asks where it is may see a second. Call it before CUDA is used."""
+    its own: NCCL refuses two ranks on one GPU, and so no code that asks where it is may see a second. Call it before a GPU is used."""
     here = place()
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = [name for name in os.environ.get(accelerator.VISIBLE, "").split(",") if name.strip()]
     index = here.local_rank % count
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[index].strip() if index < len(visible) else str(index)
+    os.environ[accelerator.VISIBLE] = visible[index].strip() if index < len(visible) else str(index)
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(here.rank)}
 
 

@@ -135,7 +135,7 @@ def _parity(gpus: int) -> list[Row]:
 
 
 def _compression() -> list[Row]:
-    settings = {
+    settings: dict[str, tuple[int, dict[str, Any]]] = {
         "int8": (0, {"compress_gradients": "int8"}),
         "int4-feedback": (2, {"compress_gradients": "int4", "error_feedback": True}),
         "weights": (3, {"compress_gradients": "int8", "compress_weights": "int8"}),

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.cluster import accelerator
 from plait.cluster.layout import Layout
-from plait.cluster.mesh import Mesh, build_mesh, default_device_type
+from plait.cluster.mesh import Mesh, build_mesh, local_device
 from plait.cluster.staged_group import make_default_group
+from plait.cluster.topology import place
 from plait.units import GIB
 from plait.validation.rows import Found, NotRun
 
@@ -35,14 +37,8 @@ class Context:
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
-        kind = default_device_type()
-        return torch.device(kind, torch.get_device_module(kind).current_device())
-
-    @property
-    def module(self) -> Any:
-        """torch's module of the device: streams, memory."""
-        return torch.get_device_module(self.device)
+        """This rank's, which its work goes to from here on."""
+        return self.mesh.device if self.mesh is not None else local_device(None, place())
 
     def group(self) -> Mesh:
         """The process group of the launch, made when a check first needs it: a prediction for one rank must come before. Collective."""
@@ -54,12 +50,11 @@ class Context:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        self.module.synchronize()
+        accelerator.synchronize(self.device)
 
     def free_bytes(self) -> int:
         """Of the device, now."""
-        free, _ = self.module.mem_get_info()
-        return int(free)
+        return accelerator.free_bytes(self.device)
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value. Collective."""

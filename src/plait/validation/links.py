@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from plait.cluster import accelerator
 from plait.comm.measure import measure_group
 from plait.errors import InputError
 from plait.planner.hardware import device as device_of
@@ -24,7 +25,7 @@ _COPIED, _ROUNDS = 256 * MIB, 5
 
 def assumed(context: Context) -> Any:
     """The catalogue's figures of this device; raises NotRun where it has none."""
-    name = "h100" if context.simulated else context.module.get_device_name(context.device)
+    name = "h100" if context.simulated else accelerator.model_name(context.device)
     try:
         return device_of(name)
     except InputError as error:
@@ -37,11 +38,11 @@ def host(context: Context, settings: Mapping[str, Any]) -> Found:
     numel = (MIB if context.simulated else _COPIED) // 4
     pinned = [torch.empty(numel, pin_memory=True) for _ in range(2)]
     there = [torch.empty(numel, device=context.device) for _ in range(2)]
-    streams = [context.module.Stream(), context.module.Stream()]
+    streams = [accelerator.new_stream(context.device) for _ in range(2)]
 
     def copy(ways: tuple[int, ...]) -> None:
         for way in ways:
-            with context.module.stream(streams[way]):
+            with accelerator.on_stream(streams[way]):
                 target, source = (there[0], pinned[0]) if way == 0 else (pinned[1], there[1])
                 target.copy_(source, non_blocking=True)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from plait.cluster import accelerator
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.dryrun.predicted_peak import predict_peak
 from plait.engine.build import initialize
@@ -98,6 +99,7 @@ def difference(predicted: float, measured: float) -> str:
 
 def peak_of_step(context: Context, model: nn.Module, resolved: Resolved, *, length: int) -> tuple[int, int]:
     """(the most bytes that a step after the first held, what libraries held before)."""
+    vocabulary = cast(Any, model.config).vocab_size
     dtype = dtype_of(resolved.precision.compute) if resolved.precision.compute else torch.float32
     libraries = held_by_libraries(context, dtype)
     engine = initialize(model, resolved, loss_fn=causal_lm_loss, total_steps=3)
@@ -105,10 +107,10 @@ def peak_of_step(context: Context, model: nn.Module, resolved: Resolved, *, leng
         for step in range(3):
             if step == 1:
                 context.synchronize()
-                context.module.reset_peak_memory_stats()
-            engine.train_batch(random_batch(engine.config.batch, length, vocabulary=model.config.vocab_size, seed=engine.dp_rank))
+                accelerator.reset_peak(context.device)
+            engine.train_batch(random_batch(engine.config.batch, length, vocabulary=vocabulary, seed=engine.dp_rank))
         context.synchronize()
-        return int(context.module.max_memory_allocated()) - libraries, libraries
+        return accelerator.peak_bytes(context.device) - libraries, libraries
     finally:
         engine.close()
         del engine, model
@@ -121,7 +123,7 @@ def held_by_libraries(context: Context, dtype: torch.dtype) -> int:
     layer(torch.ones(256, 256, device=context.device, dtype=dtype, requires_grad=True)).sum().backward()
     context.synchronize()
     del layer
-    return int(context.module.memory_allocated())
+    return accelerator.held_bytes(context.device)
 
 
 def random_batch(batch: Any, length: int, *, vocabulary: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -144,8 +146,7 @@ def largest(context: Context, settings: Mapping[str, Any]) -> Found:
     if limit < least:
         raise NotRun(f"the device has {format_bytes(free)} free, and this check needs {format_bytes(least)}")
     if limit < free and not context.simulated:
-        total = context.module.get_device_properties(context.device).total_memory
-        context.module.set_per_process_memory_fraction(limit / total)
+        accelerator.limit_memory(context.device, limit)
     share, trains = settings["share"], settings["trains"]
     layers, predicted = model_of_share(limit, share, at_most=trains)
     resolved = step_settings({}, samples=1, world=1)

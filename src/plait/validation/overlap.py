@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.autograd import DeviceType
-from torch.profiler import profile, supported_activities
+from torch.profiler import profile
 
+from plait.cluster import accelerator
 from plait.engine.build import initialize
 from plait.losses.loss import causal_lm_loss
 from plait.units import GIB
@@ -46,7 +47,7 @@ def trace(context: Context, settings: Mapping[str, Any]) -> Found:
         for _ in range(2):
             engine.train_batch(batch)
         context.synchronize()
-        with profile(activities=supported_activities()) as recorded:
+        with profile(activities=accelerator.profiled()) as recorded:
             for _ in range(STEPS):
                 engine.train_batch(batch)
             context.synchronize()
@@ -90,7 +91,7 @@ def shares(events: Sequence[tuple[str, float, float]], kind: str) -> Found:
 def kind_of(name: str) -> str:
     """By the name of a kernel or copy on the device. A copy inside of the device's memory is computation."""
     lowered = name.lower()
-    if "nccl" in lowered:
+    if accelerator.BACKEND in lowered:
         return "collectives"
     return "copies" if lowered.startswith("memcpy") and ("htod" in lowered or "dtoh" in lowered) else "compute"
 

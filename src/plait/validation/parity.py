@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from plait.cluster import accelerator
 from plait.config.resolving.resolve import load
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
@@ -56,7 +57,7 @@ def planned(context: Context, settings: Mapping[str, Any], *, passes: tuple[Pass
     if context.rank == 0:
         config = load(configuration(settings))
         counts = {"processes": context.world, "most_processes": context.world, "gpus": context.world}
-        found = [prepare(config, model=None, steps=steps, passes=passes, device="cuda", **counts)]  # type: ignore[arg-type]
+        found = [prepare(config, model=None, steps=steps, passes=passes, device=accelerator.NAME, **counts)]  # type: ignore[arg-type]
     if context.world > 1:
         dist.broadcast_object_list(found)
     plan: Plan = found[0]

@@ -239,7 +239,8 @@ def small_degrees(config: Config, processes: int | None, *, most: int) -> tuple[
 def small_batch(config: Config) -> tuple[Config, list[str]]:
     """(the configuration with a small batch and a constant learning rate, notes)."""
     micro, accumulation = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-    most = max(ACCUMULATION, config.parallel.pp + 1)
+    pp = config.parallel.pp
+    most = max(ACCUMULATION, 2 * pp if config.parallel.pipeline.schedule == "dualpipev" else pp + 1)  # that takes no fewer
     changed: dict[str, Any] = {
         "train_batch_size": None,
         "train_micro_batch_size_per_gpu": min(micro, MICRO_BATCH) if isinstance(micro, int) else MICRO_BATCH,

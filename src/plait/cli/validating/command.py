@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.cli.validating.show import Shown
+from plait.cluster import accelerator
 from plait.errors import DeviceError, InputError
 from plait.files import write_whole
 from plait.observe.files import require_writable
@@ -82,7 +83,7 @@ def machine_facts() -> dict[str, Any]:
 def _without_devices(facts: dict[str, Any]) -> str:
     torch, other = facts["versions"].get("torch"), facts["accelerator"]
     if other is not None:
-        return f"torch {torch} has the accelerator {other!r}, and Plait trains on CUDA devices; there is nothing to validate here"
+        return f"torch {torch} has the accelerator {other!r}, and Plait trains on {accelerator.NAME}; there is nothing to validate here"
     if facts["driver"] is not None:
         built = facts["built_for"]
         return (

@@ -14,8 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "TORCH_CUDNN_", "OMP_NUM_THREADS")
-"""Variables with these beginnings change how the checks run; others stay out of a document that is sent in."""
+from plait.cluster import accelerator
+from plait.cluster.environment import facts
+from plait.cluster.topology import device_count
+from plait.validation.context import SIMULATED
+
+_OTHERS = ("OMP_NUM_THREADS", "GLOO_")
+"""Beginnings of variables that change how the checks run besides those of the accelerator; others stay out of what is sent in."""
 _LEFT_OUT = ("interpreter", "free_bytes_here")
 _SECONDS = 20
 
@@ -29,13 +34,11 @@ def found() -> dict[str, Any]:
     """Facts of the machine, its devices and the installed packages."""
     import torch
 
-    from plait.cluster.environment import facts
-    from plait.cluster.mesh import default_device_type
-    from plait.validation.context import SIMULATED
-
     known = facts(os.environ, folder=Path.cwd())
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [] if default_device_type() == "cpu" else _devices()
+    count = device_count()
+    names = [accelerator.model_name(index) for index in range(count)]
+    devices = [{"name": name, "memory_bytes": accelerator.capacity_bytes(index)} for index, name in enumerate(names)]
     return {
         "plait": {"version": known["versions"].get("plait"), **_revision()},
         "versions": known["versions"],
@@ -44,33 +47,13 @@ def found() -> dict[str, Any]:
         "machine": {name: value for name, value in known["machine"].items() if name not in _LEFT_OUT},
         "accelerator": kind.type if kind is not None else None,
         "devices": devices,
+        "described": [known["gpus"][f"gpu {index}"] for index in range(count)],
         "driver": _driver(),
         "links_of_devices": _topology(),
-        "simulated": any(SIMULATED in device["name"] for device in devices),
+        "simulated": any(SIMULATED in name for name in names),
         "installed": {name: find_spec(name) is not None for name in ("transformers", "deepspeed")},
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith((*accelerator.SETTINGS, *_OTHERS))},
     }
-
-
-def _devices() -> list[dict[str, Any]]:
-    import torch
-
-    from plait.cluster.mesh import default_device_type
-    from plait.cluster.topology import device_count
-
-    module = torch.get_device_module(default_device_type())
-    listed = []
-    for index in range(device_count()):
-        properties = module.get_device_properties(index)
-        listed.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "compute_capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
-    return listed
 
 
 def _revision() -> dict[str, Any]:

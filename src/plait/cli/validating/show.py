@@ -48,12 +48,12 @@ class Shown:
         """A line."""
         self._done += 1
         line = f"{result.outcome:<8} {result.name:<32} {result.seconds:6.1f} s  {result.title}"
-        tail = result.reason or remark(result.numbers)
+        note = result.reason or remark(result.numbers)
         if self._bar is None:
-            self._say(line + (f": {tail}" if tail else ""))
+            self._say(line + (f": {note}" if note else ""))
             return
         self._bar.update(self._task, completed=self._done)
-        self._bar.console.print(line + (f": {tail}" if tail else ""), style=_COLOURS[result.outcome], markup=False)
+        self._bar.console.print(line + (f": {note}" if note else ""), style=_COLOURS[result.outcome], markup=False)
 
     def summary(self, results: Sequence[Result], out: Path, seconds: float) -> None:
         """The counts, and where the document is."""
