@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from plait.cluster.topology import device_count
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.source import Source
-from plait.inference.stream import SLOTS, Stored, WeightStream, block_bytes, stored_tensors
+from plait.inference.stream import SLOTS, Stored, WeightStream, block_bytes, read_into, stored_tensors
 from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
 from plait.parallel import materialise
@@ -112,7 +114,7 @@ def load_streamed(source: Source, *, budget_bytes: int, other_bytes: int, dtype:
     mesh, parts, _ = split(checked, weights=source.folder)
     left = _empty(model, planned.streamed)
     materialise.allocate(model, mesh.device)
-    load_weights(model, source.folder, leaving=left)
+    load_weights(model, source.folder, leaving=left | _read_resident(model, stored, left))
     materialise.fill_buffers(model, template)
     parts = attach_all(resolved.techniques, parts, mesh)
     accept_full_tensors(model)
@@ -121,6 +123,25 @@ def load_streamed(source: Source, *, budget_bytes: int, other_bytes: int, dtype:
         streaming = Streaming(WeightStream(model, planned.streamed, stored))
         parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate"), planned
+
+
+def _read_resident(model: nn.Module, stored: dict[str, Stored], streamed: frozenset[str]) -> frozenset[str]:
+    """Read what stays straight into its place, and return its names: a file that is mapped would take the memory twice. What is stored in
+    another dtype is left out."""
+    done = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        one = stored.get(name)
+        if one is None or name in streamed or one.dtype != tensor.dtype or one.shape != tuple(tensor.shape):
+            continue
+        if not one.size or not tensor.is_contiguous():
+            continue
+        file = os.open(one.path, os.O_RDONLY)
+        try:
+            read_into(file, memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data), one, threading.Event())
+        finally:
+            os.close(file)
+        done.add(name)
+    return frozenset(done)
 
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[str], stored: dict[str, Stored]) -> None:

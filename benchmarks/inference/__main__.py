@@ -1,0 +1,94 @@
+"""Times generation by a Llama of 190 M parameters (float32, one thread), and takes its peak of memory.
+
+    python -m benchmarks.inference            some minutes on a quiet machine
+
+- in memory: Plait beside Transformers;
+- from disk, a fifth of the weights' size as budget, files out of the kernel's cache: Plait beside accelerate;
+- overlap: reads slowed down to a third of the computation's time, to its time, and to three times it; the time of a pass beside the longer
+  of the two;
+- memory: the peak at ten budgets, and the tokens, which must be the same at all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.machine import facts
+
+RESULT = Path(__file__).parents[2] / "benchmarks/results/inference.json"
+REQUESTS, TOKENS = 4, 8
+
+
+def made(folder: Path) -> int:
+    """Write the model; returns the bytes of its weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=4,
+        initializer_range=0.05, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return (folder / "model.safetensors").stat().st_size
+
+
+def run(folder: Path, engine: str, **asked: Any) -> dict[str, Any]:
+    """One engine in a process of its own."""
+    given = json.dumps({"requests": REQUESTS, "tokens": TOKENS, **asked})
+    command = [sys.executable, "-m", "benchmarks.inference.engines", str(folder), engine, given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{engine} {given} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
+        folder, disk = Path(place) / "model", Path(place) / "offload"
+        disk.mkdir()
+        size = made(folder)
+        budget = size // 5
+        rows = {
+            "Transformers, in memory": run(folder, "transformers"),
+            "Plait, in memory": run(folder, "plait"),
+            "accelerate, from disk": run(folder, "transformers", disk=str(disk), drop=True, rounds=2),
+            "Plait, from disk": run(folder, "plait", budget=budget, drop=True, rounds=2),
+        }
+        compute = rows["Plait, in memory"]["seconds"]
+        overlaps = {}
+        for name, share in (("1:3", 1 / 3), ("1:1", 1.0), ("3:1", 3.0)):
+            passes = rows["Plait, from disk"]["read_bytes"]
+            found = run(folder, "plait", budget=budget, rate=passes / (compute * share), rounds=2)
+            overlaps[name] = {"seconds": found["seconds"], "of_the_longer": found["seconds"] / (compute * max(share, 1.0))}
+        budgets = {round(size * share): run(folder, "plait", budget=round(size * share), rounds=1) for share in
+                   (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1)}  # fmt: skip
+    tokens = {json.dumps(row.pop("tokens")) for row in (*rows.values(), *budgets.values())}
+    ratios = {
+        "in memory, Transformers' time over Plait's": rows["Transformers, in memory"]["seconds"] / compute,
+        "from disk, accelerate's time over Plait's": rows["accelerate, from disk"]["seconds"] / rows["Plait, from disk"]["seconds"],
+        "highest peak over its budget": max(row["peak_bytes"] / budget for budget, row in budgets.items()),
+    }
+    for name, row in rows.items():
+        print(f"{name:24} {REQUESTS * TOKENS / row['seconds']:7.2f} tokens/s, peak {row['peak_bytes'] / 2**20:6.0f} MiB")
+    for name, row in overlaps.items():
+        print(f"reads to computation {name}: {row['of_the_longer']:.2f} x the longer of the two")
+    for name, value in ratios.items():
+        print(f"{name}: {value:.2f}")
+    print(f"tokens are the same everywhere: {len(tokens) == 1}")
+    content = {"weights_bytes": size, "requests": REQUESTS, "tokens": TOKENS, "engines": rows, "overlap": overlaps, "ratios": ratios}
+    RESULT.write_text(
+        json.dumps({"machine": facts("torch", "transformers", "accelerate"), **content, "same_tokens": len(tokens) == 1,
+                    "budgets": {str(key): row for key, row in budgets.items()}}, indent=1) + "\n"
+    )  # fmt: skip
+    sys.exit(len(tokens) != 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""One way to run the model, in a process of its own: `python -m benchmarks.inference.engines FOLDER ENGINE JSON` prints a line of JSON.
+
+All decode the same prompts greedily. `drop` runs a thread that keeps the files out of the kernel's cache, so that every pass over the
+weights reads the disk, for every engine alike. Memory is the process's proportional set size, mapped files included, above what it was with
+everything imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from plait.inference import stream
+from plait.inference.generate import generate
+from plait.inference.load import load_model
+from plait.inference.source import open_source
+from plait.inference.stream import WeightStream
+from plait.inference.streamed import load_streamed
+
+OTHER_BYTES = 8 << 20
+"""Of a budget, for keys, values and activations of these short requests."""
+PROMPT = [11, 42, 7, 300, 5, 66, 128, 9]
+
+
+def memory_bytes() -> int:
+    """Proportional set size of this process."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+@contextmanager
+def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` again and again beside the body."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def dropped(folder: Path) -> None:
+    """The files of a folder leave the kernel's cache."""
+    for path in folder.rglob("*"):
+        if path.suffix in (".safetensors", ".dat"):
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def throttled(bytes_per_second: float) -> None:
+    """Reads of streamed weights take as long as at that rate, or longer; a sleep that was too long is made up for."""
+    read, due = stream.read_into, [0.0]
+
+    def slow(file: int, view: memoryview, stored: stream.Stored, ended: threading.Event) -> None:
+        due[0] = max(due[0], time.perf_counter() - 0.02) + stored.size / bytes_per_second
+        read(file, view, stored, ended)
+        time.sleep(max(0.0, due[0] - time.perf_counter()))
+
+    stream.read_into = slow
+
+
+def plait(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], WeightStream | None]:
+    """(requests, tokens) -> tokens; and the stream, where weights are streamed."""
+    source = open_source(folder)
+    if asked.get("budget"):
+        if asked.get("rate"):
+            throttled(asked["rate"])
+        sharded, _ = load_streamed(source, budget_bytes=asked["budget"], other_bytes=OTHER_BYTES)
+    else:
+        sharded = load_model(source)
+    found = [hook.stream for hook in sharded.hooks.all if hasattr(hook, "stream")]
+
+    def run(requests: int, tokens: int) -> list[list[int]]:
+        return [one.token_ids for one in generate(sharded, [PROMPT] * requests, max_new_tokens=tokens, temperature=0)]
+
+    return run, found[0] if found else None
+
+
+def transformers(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], None]:
+    """In memory, or with accelerate's offload of all layers to disk."""
+    if asked.get("disk"):
+        from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+        places |= {f"model.layers.{index}": "disk" for index in range(model.config.num_hidden_layers)}
+        model = load_checkpoint_and_dispatch(model, str(folder / "model.safetensors"), places, offload_folder=asked["disk"])
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config.eos_token_id = None
+
+    def run(requests: int, tokens: int) -> list[list[int]]:
+        ids = torch.tensor([PROMPT] * requests)
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        return made[:, len(PROMPT) :].tolist()
+
+    return run, None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, engine, asked = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8))
+    base = memory_bytes()
+    peak = [base]
+    with every(0.02, lambda: peak.__setitem__(0, max(peak[0], memory_bytes()))):
+        run, streaming = (plait if engine == "plait" else transformers)(folder, asked)
+        with every(0.05, lambda: [dropped(Path(place)) for place in (folder, asked.get("disk")) if place] if asked.get("drop") else None):
+            run(asked["requests"], 1)
+            seconds = []
+            for _ in range(asked.get("rounds", 3)):
+                began, before = time.perf_counter(), streaming.bytes_read if streaming is not None else 0
+                tokens = run(asked["requests"], asked["tokens"])
+                seconds.append(time.perf_counter() - began)
+            read = streaming.bytes_read - before if streaming is not None else 0
+    print(json.dumps({"seconds": min(seconds), "tokens": tokens, "peak_bytes": peak[0] - base, "read_bytes": read}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
