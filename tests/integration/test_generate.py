@@ -139,3 +139,22 @@ def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
     engine.close()
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config.json is the run's, and its weights are those of the newest checkpoint."""
+    run_file = tmp_path / "run.json"
+    model = {
+        "config": {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    }
+    data = {"source": "files", "paths": [str(Path(plait.__file__).parent / "units.py")], "sequence_length": 32, "vocab_size": 300}
+    section = {"folder": str(tmp_path / "run"), "steps": 1, "processes": 1, "sample": {"prompt": "def ", "tokens": 4, "temperature": 0}}
+    run_file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "model": model, "data": data, "run": section}), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["train", str(run_file)])
+    said = capsys.readouterr().out
+    run("--model", str(tmp_path / "run"), "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4")
+    answer = capsys.readouterr().out.rstrip("\n")
+    assert answer and answer.strip() in said.replace("\n    ", "\n")
+    run("--model", str(tmp_path / "run"), "--prompt", "def ", "--cpu-budget", "1MiB", code=2)
+    assert "is a checkpoint of training, whose tensors lie in parts" in capsys.readouterr().err

@@ -27,6 +27,14 @@ TWO: dict[str, dict[str, Any]] = {
 FOUR: dict[str, dict[str, Any]] = {
     "tp x pp": {"parallel": {"pp": 2, "tp": 2, **OFF}},
     "pp x ZeRO 3": {"parallel": {"pp": 2}, "zero_optimization": {"stage": 3}},
+    "tp wider than key and value heads": {"parallel": {"tp": 4, **OFF}},
+    "hybrid sharding": {"parallel": {"dp_shard": 2, "dp_replicate": 2}, "zero_optimization": {"stage": 3}},
+    "pp 4": {"parallel": {"pp": 4}},
+}
+OFFLOADED: dict[str, dict[str, Any]] = {
+    "ZeRO 2": {"zero_optimization": {"stage": 2}},
+    "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": "full"}},
+    "files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "."}}},
 }
 KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 6}, "qwen3": {}}
 
@@ -59,7 +67,7 @@ def generated(rank: int, world: int, kinds: list[str], layouts: list[str]) -> di
         for name in layouts:
             model = built(kind)
             with keeping_float64(model):
-                config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]}
+                config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR, **OFFLOADED}[name]}
                 engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
                 try:
                     mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
@@ -87,13 +95,14 @@ def test_tokens_of_two_ranks(pool: Pool) -> None:
 
 
 def test_tokens_of_four_ranks(pool: Pool) -> None:
-    compare(pool.run(4, generated, ["mistral"], list(FOUR)), ["mistral"])
+    compare(pool.run(4, generated, ["mistral"], ["tp x pp", "pp x ZeRO 3"]), ["mistral"])
 
 
 @pytest.mark.proof
 def test_tokens_of_every_kind_and_layout(pool: Pool) -> None:
     compare(pool.run(2, generated, list(KINDS), list(TWO)), list(KINDS))
     compare(pool.run(4, generated, list(KINDS), list(FOUR)), list(KINDS))
+    compare(pool.run(2, generated, ["llama"], list(OFFLOADED)), ["llama"])
 
 
 def trained(rank: int, world: int, layouts: list[str]) -> None:

@@ -25,7 +25,6 @@ from plait.cluster.topology import default_processes, device_count, place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
-    from plait.inference.prompt_file import Line
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
 
@@ -121,7 +120,8 @@ def generate_command(
     }
     settings = {name: value for name, value in chosen.items() if value is not None}
     budget = None if cpu_budget is None else bytes_of(cpu_budget, "--cpu-budget")
-    work = Work(source, dtype, _tokens_of(lines, settings, source), min(batch_size, len(lines) or 1))
+    known = [prompt] if prompt is not None else [line.prompt for line in lines]
+    work = Work(source, dtype, _tokens_of(known, settings, source), min(batch_size, len(known) or 1))
     if budget is None:
         degrees, other = _placed(work, tp=tp, pp=pp, devices=nproc_per_node), 0
     else:
@@ -158,14 +158,15 @@ class Work:
     """At once."""
 
 
-def _tokens_of(lines: list[Line], settings: dict[str, Any], source: Source) -> int:
+def _tokens_of(prompts: list[Any], settings: dict[str, Any], source: Source) -> int:
+    """Of the longest request."""
     from plait.inference.requests import token_ids
     from plait.inference.settings import settings_of
 
-    if not lines:
+    if not prompts:
         return DEFAULT_TOKENS
     found, tokenizer = settings_of(source.model(), settings), source.tokenizer()
-    return max(len(ids) + found.new_tokens(len(ids)) for ids in token_ids([line.prompt for line in lines], tokenizer))
+    return max(len(ids) + found.new_tokens(len(ids)) for ids in token_ids(prompts, tokenizer))
 
 
 def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -78,12 +79,20 @@ class Source:
         return AutoTokenizer.from_pretrained(self.tokenizer_folder)
 
 
+def _is_of_transformers(folder: Path) -> bool:
+    """Whether its config.json is a model's: a run of `plait train` has one of the run."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def open_source(folder: Path) -> Source:
     """Raises InputError where the folder is neither, CheckpointError where it is incomplete."""
     require_transformers("plait generate")
     if not folder.is_dir():
         raise InputError(f"--model {folder}: is no folder; give one of save_pretrained, a run's folder, or one of its checkpoints")
-    if (folder / "config.json").is_file():
+    if _is_of_transformers(folder):
         weight_files(folder)
         has_words = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))
         return Source(folder, None, folder if has_words else None)
