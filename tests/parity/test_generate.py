@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 OFFLOADED: dict[str, dict[str, Any]] = {
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
-    "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": "full"}},
-    "files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "."}}},
+    "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
+    "files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}},
 }
 KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 6}, "qwen3": {}}
 
