@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from plait.engine.build import initialize
     from plait.engine.engine import Engine, StepResult
     from plait.errors import ConfigError, PlaitError
+    from plait.inference.generate import generate
     from plait.losses.chunked_loss import chunked_causal_lm_loss
     from plait.losses.loss import causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -30,6 +31,7 @@ _HOMES = {
     "StepResult": "plait.engine.engine",
     "causal_lm_loss": "plait.losses.loss",
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
+    "generate": "plait.inference.generate",
     "initialize": "plait.engine.build",
     "load_trained": "plait.checkpoint.load",
     "load_config": "plait.config.resolving.resolve",
@@ -49,6 +51,7 @@ __all__ = [
     "__version__",
     "causal_lm_loss",
     "chunked_causal_lm_loss",
+    "generate",
     "initialize",
     "load_config",
     "load_trained",

@@ -168,6 +168,25 @@ def test_in_the_middle_of_a_step(pool: Pool, stage: int) -> None:
     pool.run(2, between_micro_batches, stage)
 
 
+def in_an_own_loop(rank: int, world: int) -> list[list[int]]:
+    """Of a pipeline, between two steps. Runs in a worker."""
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    model = built("llama")
+    with keeping_float64(model):
+        sharded = plait.parallelize(model, {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sharded.forward_backward({"input_ids": ids}, lambda output, piece: output.logits.logsumexp(-1).mean())
+        made = plait.generate(sharded, PROMPTS, max_new_tokens=NEW)
+        sharded.step(optimizer)
+        sharded.close()
+    return [one.token_ids for one in made]
+
+
+def test_in_your_own_loop(pool: Pool) -> None:
+    expected = by_transformers("llama")
+    assert pool.run(2, in_an_own_loop) == [expected, expected]
+
+
 def wrong(rank: int, world: int) -> list[str]:
     """What every rank hears when rank 1 is wrong. Runs in a worker."""
     engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}})
@@ -176,6 +195,8 @@ def wrong(rank: int, world: int) -> list[str]:
         ([[1, 2]] if rank == 0 else [[]], {}),
         ([[1, 2]], {"max_new_tokens": 5000} if rank else {"max_new_tokens": 4}),
         ([[1, 2]], {"stop_strings": ["x"]}),
+        ([[1, cases.VOCABULARY]], {}),
+        ([[1, 2]], {"seed": -1}),
     ):
         with pytest.raises(InputError) as found:
             engine.generate(prompts, **settings)
@@ -186,7 +207,8 @@ def wrong(rank: int, world: int) -> list[str]:
 
 
 def test_an_error_of_one_rank_is_raised_by_all(pool: Pool) -> None:
-    for empty, long, text in pool.run(2, wrong):
+    for empty, long, text, token, seed in pool.run(2, wrong):
+        assert "prompt 0 has token 101, and the model's tokens are 0 to 100" in token and "seed = -1 must be" in seed
         assert "rank 1, generate: prompt 0 has no token" in empty
         assert "5,002 tokens" in long and "max_position_embeddings" in long and "rank 1" in long
         assert "stop_strings needs tokenizer=" in text

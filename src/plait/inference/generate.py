@@ -15,7 +15,7 @@ from plait.checkpoint.agreement import together
 from plait.errors import InputError
 from plait.inference.capacity import ROOM, cache_bytes, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
 from plait.inference.decode import Decoder, OnToken
-from plait.inference.requests import Generation, Request, token_ids
+from plait.inference.requests import Generation, Request, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
 from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, new_cache
@@ -56,7 +56,7 @@ def generate(
         for name, value in (("batch_size", batch_size), ("prefill_tokens", prefill_tokens)):
             if value is not None and value < 1:
                 raise InputError(f"{name} = {value} must be at least 1")
-        requests = _requests(token_ids(prompts, tokenizer), found, seed)
+        requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
         return requests, found, _fits(sharded, requests, batch_size, found.use_cache)
 
     (requests, found, _), brought = together(
@@ -125,6 +125,9 @@ def _check_model(sharded: ShardedModel) -> None:
 
 
 def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Sequence[int] | None) -> list[Request]:
+    for one in seed if isinstance(seed, Sequence) else [seed]:
+        if one is not None and (isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 63):
+            raise InputError(f"seed = {one!r} must be a whole number from 0 to 2**63 - 1, or a list of them")
     if isinstance(seed, Sequence) and len(seed) != len(prompts):
         raise InputError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
     found = []

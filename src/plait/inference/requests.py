@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from plait.errors import InputError
 
@@ -51,6 +52,19 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
             "`input_ids` as lists without padding"
         )
     return [_ids(prompt, index, tokenizer) for index, prompt in enumerate(prompts)]
+
+
+def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same, for a model that has all of these tokens. Raises InputError: ranks that split the vocabulary would take a token that none
+    of them has for zeros."""
+    embedding = model.get_input_embeddings() if callable(getattr(model, "get_input_embeddings", None)) else None
+    size = getattr(embedding, "num_embeddings", None)
+    for index, prompt in enumerate(prompts):
+        for token in prompt:
+            if token < 0 or (size is not None and token >= size):
+                last = "" if size is None else f" to {size - 1}"
+                raise InputError(f"prompt {index} has token {token}, and the model's tokens are 0{last}; is it another model's tokenizer?")
+    return prompts
 
 
 def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:

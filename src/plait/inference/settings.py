@@ -111,9 +111,31 @@ def settings_of(model: nn.Module, arguments: Mapping[str, Any], generation_confi
     found["bad_words_ids"] = tuple(tuple(word) for word in found.get("bad_words_ids") or ())
     if found.get("pad_token_id") is None:
         found["pad_token_id"] = pad if pad is not None else next(iter(found["eos_token_id"]), 0)
+    _check_types(found)
     settings = Settings(**found)
     _check(settings)
     return settings
+
+
+_WHOLE = ("max_new_tokens", "max_length", "min_new_tokens", "top_k", "no_repeat_ngram_size", "pad_token_id")
+
+
+def _check_types(found: Mapping[str, Any]) -> None:
+    for name, value in found.items():
+        if name in _WHOLE and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InputError(f"{name} = {value!r} must be a whole number")
+        if (
+            name in (*SAMPLING, "repetition_penalty")
+            and value is not None
+            and (isinstance(value, bool) or not isinstance(value, int | float))
+        ):
+            raise InputError(f"{name} = {value!r} must be a number")
+        if name in ("do_sample", "use_cache") and not isinstance(value, bool):
+            raise InputError(f"{name} = {value!r} must be True or False")
+    for name, kind in (("eos_token_id", int), ("stop_strings", str)):
+        for value in found[name]:
+            if not isinstance(value, kind) or value == "":
+                raise InputError(f"{name}: {value!r} is no {'token id' if kind is int else 'text'}")
 
 
 def _plain(config: Any) -> dict[str, Any]:

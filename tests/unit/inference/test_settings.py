@@ -49,6 +49,11 @@ def test_when_tokens_are_drawn() -> None:
         ({"top_p": 1.5}, "top_p = 1.5 must be above 0, at most 1"),
         ({"top_k": -3}, "top_k = -3 must be 0"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
+        ({"max_new_tokens": "5"}, "max_new_tokens = '5' must be a whole number"),
+        ({"temperature": True}, "temperature = True must be a number"),
+        ({"do_sample": 1}, "do_sample = 1 must be True or False"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id: '</s>' is no token id"),
+        ({"stop_strings": ""}, "stop_strings: '' is no text"),
         ({"repetition_penalty": 0}, "repetition_penalty = 0 must be above 0"),
     ],
 )
