@@ -14,7 +14,7 @@ from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.pool import Pool
 
-NEW = 12
+NEW = 8
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 OFF: dict[str, Any] = {"sequence_parallel": False}
 TWO: dict[str, dict[str, Any]] = {
@@ -37,6 +37,8 @@ OFFLOADED: dict[str, dict[str, Any]] = {
     "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
     "files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}},
 }
+RECOMPUTED = {"ZeRO 3", "sequence parallel", "tp x pp"}
+"""Also without a cache, one request at a time."""
 KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "mistral": {"sliding_window": 6}, "gemma2": {"sliding_window": 6}, "qwen3": {}}
 
 
@@ -73,8 +75,9 @@ def generated(rank: int, world: int, kinds: list[str], layouts: list[str]) -> di
                 try:
                     mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
                     made = engine.generate(mine, max_new_tokens=NEW)
-                    again = engine.generate(mine, max_new_tokens=NEW, use_cache=False, batch_size=1)
-                    assert [one.token_ids for one in again] == [one.token_ids for one in made], (kind, name)
+                    if name in RECOMPUTED:
+                        again = engine.generate(mine, max_new_tokens=NEW, use_cache=False, batch_size=1)
+                        assert [one.token_ids for one in again] == [one.token_ids for one in made], (kind, name)
                     found[kind, name] = [(one.prompt_ids, one.token_ids, one.logprobs) for one in made]
                 finally:
                     engine.close()

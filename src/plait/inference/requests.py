@@ -57,7 +57,8 @@ def token_ids(prompts: Any, tokenizer: Any) -> list[tuple[int, ...]]:
 def checked_ids(model: nn.Module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The same, for a model that has all of these tokens. Raises InputError: ranks that split the vocabulary would take a token that none
     of them has for zeros."""
-    embedding = model.get_input_embeddings() if callable(getattr(model, "get_input_embeddings", None)) else None
+    find: Any = getattr(model, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
     size = getattr(embedding, "num_embeddings", None)
     for index, prompt in enumerate(prompts):
         for token in prompt:

@@ -109,9 +109,9 @@ def settings_of(model: nn.Module, arguments: Mapping[str, Any], generation_confi
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         found[name] = tuple(found.get(name) or ())
     found["bad_words_ids"] = tuple(tuple(word) for word in found.get("bad_words_ids") or ())
+    _check_types(found)
     if found.get("pad_token_id") is None:
         found["pad_token_id"] = pad if pad is not None else next(iter(found["eos_token_id"]), 0)
-    _check_types(found)
     settings = Settings(**found)
     _check(settings)
     return settings
@@ -124,11 +124,8 @@ def _check_types(found: Mapping[str, Any]) -> None:
     for name, value in found.items():
         if name in _WHOLE and value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{name} = {value!r} must be a whole number")
-        if (
-            name in (*SAMPLING, "repetition_penalty")
-            and value is not None
-            and (isinstance(value, bool) or not isinstance(value, int | float))
-        ):
+        numeric = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        if name in (*SAMPLING, "repetition_penalty") and not numeric:
             raise InputError(f"{name} = {value!r} must be a number")
         if name in ("do_sample", "use_cache") and not isinstance(value, bool):
             raise InputError(f"{name} = {value!r} must be True or False")
