@@ -75,14 +75,18 @@ def tell_library(library: Library, *, device_type: str, group_exists: bool) -> N
     library.export(os.environ, device_type=device_type, group_exists=group_exists)
 
 
-def share_gpus(count: int) -> None:
-    """Give this process of a launch on one machine with `count` GPUs the GPU local rank % count, alone, as if each process had a machine of
-    its own: NCCL refuses two ranks on one GPU, and so no code that asks where it is may see a second. Call it before a GPU is used."""
-    here = place()
+def share_gpus(count: int) -> bool:
+    """Whether this launch on one machine has more processes than its `count` GPUs. Then this process gets the GPU local rank % count alone,
+    as if it had a machine of its own: NCCL refuses two ranks on one GPU, and so no code that asks where it is may see a second. Call it
+    before anything looks for GPUs, because CUDA reads its variable once."""
+    found = claim(os.environ)
+    if found is None or found.local_rank is None or found.world_size <= count:
+        return False
     visible = [name for name in os.environ.get(accelerator.VISIBLE, "").split(",") if name.strip()]
-    index = here.local_rank % count
+    index = found.local_rank % count
     os.environ[accelerator.VISIBLE] = visible[index].strip() if index < len(visible) else str(index)
-    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(here.rank)}
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(found.rank)}
+    return True
 
 
 def keep_host_memory() -> bool:

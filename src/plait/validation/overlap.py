@@ -54,7 +54,7 @@ def trace(context: Context, settings: Mapping[str, Any]) -> Found:
         events = [
             (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
             for event in recorded.events() or ()
-            if event.device_type not in (DeviceType.CPU,)
+            if event.device_type != DeviceType.CPU and not event.is_user_annotation  # a range around kernels is none
         ]
     finally:
         engine.close()

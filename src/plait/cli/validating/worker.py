@@ -23,10 +23,8 @@ def main(folder: Path) -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from plait.cluster.topology import place, share_gpus
 
+    shared = share_gpus(gpus)
     here = place()
-    shared = here.world_size > gpus
-    if shared:
-        share_gpus(gpus)
     from plait.validation.context import Context
 
     context = Context(here.rank, here.world_size, shared, simulated)
