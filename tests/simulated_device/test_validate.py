@@ -72,7 +72,7 @@ def test_a_layout(device: Path, tmp_path: Path) -> None:
     assert outcomes(rows) == {"parity/zero3-bf16": "passed"}, rows
 
 
-WRONG_SUM = ("parallel/data/data_parallel.py", "module.set_force_sum_reduction_for_comms(True)", "module.set_gradient_divide_factor(1.1)")
+NO_SUM = ("optim/gradient_norm.py", "        dist.all_reduce(total, group=group)", "        pass")
 SCALED = (
     "dryrun/predicted_peak.py",
     "    return PredictedPeak(ledger, peak)",
@@ -82,8 +82,8 @@ SCALED = (
 
 @pytest.mark.proof
 def test_a_planted_defect_of_a_layout(device: Path, tmp_path: Path) -> None:
-    """Gradients that are a tenth too small: the row has failed, and names the first gradient."""
-    rows = validate(tmp_path, "parity/zero3-bf16", "parity/one-gpu-bf16", source=planted(tmp_path, *WRONG_SUM), code=1)
+    """A norm of each rank's own shards: the row has failed, and names the first gradient; what runs on one rank has not."""
+    rows = validate(tmp_path, "parity/zero3-bf16", "parity/one-gpu-bf16", source=planted(tmp_path, *NO_SUM), code=1)
     assert outcomes(rows) == {"parity/one-gpu-bf16": "passed", "parity/zero3-bf16": "failed"}, rows
     assert "gradient" in rows["parity/zero3-bf16"]["reason"]
 

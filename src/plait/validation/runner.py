@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -30,6 +31,8 @@ LEAST_SECONDS = 15.0
 """With less of the budget left no launch is begun."""
 GRACE_SECONDS = 8.0
 _POLL = 0.05
+_WARNING = re.compile(r"\[(rank\d+\]:\[)?W\d+ ")
+"""Of torch's C++ code, which says nothing of why a process ended."""
 _LINES = 6
 """Of what a failed launch printed, the last ones are in the reason."""
 
@@ -206,4 +209,5 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def _last_lines(path: Path) -> str:
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-_LINES:])[:2000]
+    told = [line for line in lines if not _WARNING.match(line)]
+    return " | ".join(told[-_LINES:])[-2000:]

@@ -33,6 +33,7 @@ def test_rows_after_one_that_ended_badly() -> None:
     outcomes = {one.name: (one.outcome, one.reason) for one in found}
     assert {name for name, (outcome, _) in outcomes.items() if outcome == "passed"} == {"first", "second", "last"}
     assert "ValueError: a tensor was wrong" in outcomes["raises"][1] and outcomes["raises"][0] == "failed"
+    assert "of no interest" not in outcomes["raises"][1]
     assert outcomes["dies"][0] == "failed" and "exit code -9" in outcomes["dies"][1]
     assert outcomes["leaves"][0] == "failed" and "exit code 0" in outcomes["leaves"][1]
     assert outcomes["hangs"] == ("failed", "ran for more than 0 s and was ended")
