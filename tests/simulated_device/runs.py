@@ -68,7 +68,7 @@ def config_of(world: int, stage: int, *, parallel: dict[str, Any], zero: dict[st
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": stage, **(zero or {})},
         "optimizer": cases.OPTIMIZER,
-        "parallel": {**degrees, **parallel},
+        "parallel": {**degrees, "measure_seconds": 0, **parallel},  # which algorithm runs does not depend on the machine's load
         "run": {"seed": SEED},
         **more,
     }

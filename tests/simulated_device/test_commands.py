@@ -69,14 +69,14 @@ def test_a_dry_run_on_the_device(device: Path, tmp_path: Path) -> None:
     assert "simulated device" in told, told
 
 
-@pytest.mark.proof
+@pytest.mark.wide
 def test_calibration(device: Path, tmp_path: Path) -> None:
     """Of this machine's GPUs; half a minute."""
     plait(tmp_path, "calibrate", "--rounds", "1", "--steps", "1", "--out", "here.json")
     assert json.loads((tmp_path / "here.json").read_text())
 
 
-@pytest.mark.proof
+@pytest.mark.wide
 def test_what_is_marked_gpu(device: Path) -> None:
     """The tests that need a GPU, on a simulated one."""
     places = ["tests/parity/test_offload_gpu.py", "tests/fake/test_dry_run.py"]

@@ -81,7 +81,7 @@ def _in_a_pipeline(simulated: SimulatedPool, row: Row, schedule: str, pp: int, t
     row(f"pp {pp} ({schedule}), tp {tp}, dp {dp}, ZeRO {stage}, {technique}", CPU, found)
 
 
-@pytest.mark.proof
+@pytest.mark.wide
 @pytest.mark.parametrize(BY_STAGES, _in_stages([layout for layout in STAGES if layout[1:] != (1, 1)], 1))
 def test_stages_of_several_ranks(
     simulated: SimulatedPool, row: Row, schedule: str, pp: int, tp: int, dp: int, stage: int, technique: str
@@ -90,7 +90,7 @@ def test_stages_of_several_ranks(
     _in_a_pipeline(simulated, row, schedule, pp, tp, dp, stage, technique)
 
 
-@pytest.mark.proof
+@pytest.mark.wide
 def test_eight_devices(simulated: SimulatedPool, row: Row) -> None:
     """All axes at once."""
     _in_a_pipeline(simulated, row, "1f1b", 2, 2, 2, 3, "plain")
@@ -125,7 +125,7 @@ def test_compression_over_a_resume(simulated: SimulatedPool, pool: Pool, row: Ro
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(
-    ("stage", "beside"), [pytest.param(1, False, marks=pytest.mark.proof), (3, False), pytest.param(3, True, marks=pytest.mark.proof)]
+    ("stage", "beside"), [pytest.param(1, False, marks=pytest.mark.wide), (3, False), pytest.param(3, True, marks=pytest.mark.wide)]
 )
 def test_checkpoints(simulated: SimulatedPool, row: Row, states: str, stage: int, beside: bool, tmp_path: Path) -> None:
     """The same steps to the bit, with states on the device and on the host, also where it is written beside the training."""

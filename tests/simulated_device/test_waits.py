@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import plait
 from plait.comm import measure
 from plait.comm.algorithms import run, sum_over
 from plait.comm.buckets import Flat
@@ -22,21 +20,12 @@ from plait.comm.compress import PowerSGDBuckets, QuantisedBuckets
 from plait.comm.messages import Messenger
 from plait.comm.pending import Pending
 from plait.comm.waits import Waits
-from plait.config.schema.sections import RunSection
-from plait.data.loader import Loader
-from plait.data.packing import Sequences
 from plait.engine import device_rates, single_rank
-from plait.events import Event, RunStarted, StepDone
 from plait.parallel.activations.activation_store import DiskStore, HostStore
-from plait.train.clock import StepClock
-from plait.train.loop import Position, TrainingContext, train
-from plait.train.stop import StopRequest
-from tests.checkpoints import put
-from tests.parity import cases, pipelines, tensor_parallel
-from tests.parity.digests import digest
+from tests.parity import pipelines, tensor_parallel
 from tests.pool import Pool
 from tests.simulated_device.pool import SimulatedPool
-from tests.simulated_device.runs import config_of, in_stages, on_axes, resumed, steps_taken
+from tests.simulated_device.runs import config_of, in_stages, on_axes, resumed
 
 CUDA = torch.device("cuda", 0)
 
@@ -72,22 +61,37 @@ def host_store(rank: int, world: int) -> None:
     unused.put(torch.ones(700, dtype=torch.uint8, device=CUDA))
     unused.prefetch()
     del unused  # its buffer is used again while the copy that nobody asked for may read it
-    put = store.open(0)
-    put.put(torch.zeros(700, dtype=torch.uint8, device=CUDA))
-    put.put(torch.ones(64, dtype=torch.uint8, device=CUDA))
+    _returned_in_turn(store)
+    put, kept = store.open(0), [torch.full((700,), value, dtype=torch.uint8, device=CUDA) for value in (0, 1)]
+    for tensor in kept:  # not freed, which would end the copies
+        put.put(tensor)
     store.drain()
-    assert put._values[1].tolist() == [1] * 64
-    del put
+    assert put._values[1].tolist() == [1] * 700
+    del put, kept
     held = _device().pinned_bytes()
     store.close()
     assert _device().pinned_bytes() < held
+
+
+def _returned_in_turn(store: HostStore) -> None:
+    """Memory of the side stream is used by the computation and freed, while the next block is prefetched; the host waits for nothing."""
+    store.begin()
+    groups = [store.open(block) for block in range(3)]
+    handles = [group.put(torch.full((700,), block, dtype=torch.uint8, device=CUDA)) for block, group in enumerate(groups)]
+    sums = []
+    for group, handle in zip(reversed(groups), reversed(handles), strict=True):
+        found = group.get(handle)
+        sums.append(found.sum())
+        del found
+    assert [int(total) for total in sums] == [1400, 700, 0]
 
 
 def disk_store(rank: int, world: int, folder: str) -> None:
     """Runs in a worker."""
     store, before = DiskStore(Path(folder), CUDA), _device().copies()
     group = store.open(0)
-    handles = [group.put(torch.full((5000,), value, dtype=torch.uint8, device=CUDA)) for value in (1, 2)]
+    kept = [torch.full((5000,), value, dtype=torch.uint8, device=CUDA) for value in (1, 2)]  # freeing them would end the copies
+    handles = [group.put(tensor) for tensor in kept]
     assert _device().copies()["deferred"] - before["deferred"] == 2, "the program does not wait for the copies"
     store.drain()
     for value, handle in enumerate(handles, 1):
@@ -109,7 +113,7 @@ def test_reductions(simulated: SimulatedPool, kind: str, unused_parameters: bool
     """Buckets of gradients, the norm, sums of weights. Where ranks ask each other who used what, that answer comes behind all buckets and
     orders them too."""
     config = on_axes(1, 2, 0, "plain", "on the device")
-    config["parallel"]["unused_parameters"] = unused_parameters
+    config["parallel"] |= {"unused_parameters": unused_parameters, "all_reduce": "all-reduce"}  # not what a measurement says
     tensor_parallel.check(simulated, 2, kind, True, config)  # type: ignore[arg-type]
 
 
@@ -249,181 +253,6 @@ def pending(rank: int, world: int) -> float:
 
 def test_pending(simulated: SimulatedPool) -> None:
     assert simulated.run(2, pending) == [3.0, 3.0]
-
-
-# ---- numbers that are read later ----------------------------------------------------------------------------------------------------
-
-
-class Averaging(nn.Module):
-    """A buffer that changes at every step, and one that begins to on rank 1 in the third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 1)
-        self.register_buffer("average", torch.zeros(3))
-        self.register_buffer("late", torch.zeros(3))
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.average.mul_(0.5).add_(x.detach().mean(0))
-        if self.calls > 2 and dist.get_rank() == 0:
-            self.late.add_(1)
-        return self.linear(x + self.average + self.late)
-
-
-def averaged(rank: int, world: int) -> list[list[float]]:
-    """Buffers after every step. Runs in a worker."""
-    torch.manual_seed(2)
-    loss = plait.per_sample(lambda output, batch: (output - batch[1]).pow(2).sum())
-    config = config_of(world, 0, parallel={"unused_parameters": False})
-    engine = plait.initialize(Averaging(), config | {"gradient_accumulation_steps": 1}, loss_fn=loss)
-    found = []
-    for step in range(6):
-        x = torch.full((2, 3), float(step + rank))
-        engine.train_batch([(x, x[:, :1])])
-        found.append([float(value) for buffer in engine.model.buffers() for value in buffer[:1]])
-    return found
-
-
-def test_buffers(simulated: SimulatedPool, pool: Pool) -> None:
-    """The first rank's, also where they begin to change late."""
-    found = simulated.run(2, averaged)
-    np.testing.assert_allclose(found, pool.run(2, averaged), rtol=1e-6)
-    assert found[0][-1] == found[1][-1]
-    assert found[0][-1][1] > 0
-
-
-class Counted:
-    """A user's loss."""
-
-    def __init__(self, wrong: float) -> None:
-        self.wrong = wrong
-
-    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        total, weight = plait.causal_lm_loss(output, batch)
-        return total, weight + self.wrong
-
-    def weight(self, batch: Any) -> Any:
-        return plait.causal_lm_loss.weight(batch)
-
-
-def weighed(rank: int, world: int, wrong: float) -> str:
-    """Runs in a worker."""
-    engine = plait.initialize(cases.build("plain", tied=True), config_of(1, 0, parallel={}), loss_fn=Counted(wrong))
-    before = _device().copies()["waited"]
-    waited = []
-    try:
-        for step in cases.steps_for("plain", 2, steps=3):
-            engine.train_batch(step)
-            waited.append(_device().copies()["waited"] - before)
-            before = _device().copies()["waited"]
-    except plait.PlaitError as error:
-        return str(error)
-    assert waited[-1] == 0, "nothing waits for the device in a step"
-    return ""
-
-
-def test_weights_of_a_loss(simulated: SimulatedPool) -> None:
-    """Compared a step later, without waiting in between."""
-    assert simulated.run(1, weighed, 0.0) == [""]
-    assert "the loss returned weights" in simulated.run(1, weighed, 1.0)[0]
-
-
-# ---- seconds ------------------------------------------------------------------------------------------------------------------------
-
-
-class Paced:
-    """Steps of a second of the device's clock, validations of ten."""
-
-    device, rank = CUDA, 0
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def _take(self, seconds: float) -> None:
-        self.now += seconds
-        _device().set_clock(self.now)
-
-    def train_batch(self, batch: Any) -> Any:
-        self._take(1)
-        numbers = {name: torch.ones((), device=CUDA) for name in ("loss", "weight", "grad_norm")}
-        told = {"exposed_communication_seconds": {}, "decided": ""}
-        return SimpleNamespace(**numbers, skipped=False, learning_rate=0.1, loss_scale=1.0, **told)
-
-    def eval_batch(self, batch: Any) -> tuple[float, float]:
-        self._take(10)
-        return 6.0, 3.0
-
-    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True) -> Path:
-        self._take(100)
-        self.written = put(Path(folder), str(tag), client_state)
-        return self.written
-
-    def checkpoint_written(self, *, wait: bool = False) -> Path:
-        return self.written
-
-
-def paced(rank: int, world: int, folder: str) -> list[float]:
-    """Seconds of every step, as in metrics.jsonl. Runs in a worker."""
-    events: list[Event] = []
-    sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
-    _device().set_clock(0.0)
-    with StopRequest() as stop:
-        job = TrainingContext(
-            engine=Paced(),
-            section=RunSection(steps=7, validate_every=2, checkpoint_every=3),
-            loader=Loader(sequences, 2, seed=0),
-            validation=lambda: iter([{}]),
-            sample=None,
-            checkpoints=Path(folder),
-            client_state={},
-            started=RunStarted(0, 7, 1, 10, "one process", folder),
-            stop=stop,
-            emit=events.append,
-        )
-        train(job, Position())
-    _device().set_clock(-1)
-    return [event.seconds for event in events if isinstance(event, StepDone)]
-
-
-def test_seconds_of_a_step(simulated: SimulatedPool, tmp_path: Path) -> None:
-    """Also of the first, and of those before a validation, a checkpoint and the end, whose numbers are read together."""
-    assert simulated.run(1, paced, str(tmp_path)) == [pytest.approx([1.0] * 7)]
-
-
-def clocked(rank: int, world: int) -> float:
-    """Seconds of a step whose end is behind a copy. Runs in a worker."""
-    _device().set_clock(1.0)
-    clock = StepClock(CUDA)
-    host, there = torch.zeros(4).pin_memory(), torch.ones(4, device=CUDA)
-    host.copy_(there, non_blocking=True)
-    ended = clock.mark()
-    _device().set_clock(3.0)
-    seconds = clock.seconds(ended)
-    _device().set_clock(-1)
-    return seconds
-
-
-def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
-    assert simulated.run(1, clocked) == [2.0]
-
-
-# ---- checkpoints --------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_beside_the_training(simulated: SimulatedPool, tmp_path: Path) -> None:
-    """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
-    config = config_of(1, 0, parallel={})
-    straight, again, _ = simulated.run(1, resumed, config, str(tmp_path), torch.float32, True)[0]
-    assert digest(straight) == digest(again)
-
-
-def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None:
-    """They overlap with the step before."""
-    found = simulated.run(1, steps_taken, config_of(1, 0, parallel={}), 2)[0]["copies"]
-    assert found["pageable"] == 0
-    assert found["deferred"] >= 2 * 3, "two micro-batches of three tensors"
 
 
 def _device() -> Any:

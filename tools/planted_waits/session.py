@@ -15,8 +15,8 @@ from tests.simulated_device import pool
 from tests.simulated_device.planted import REACHED
 from tools.planted_waits.places import Wait, telling, without
 
-TESTS = ("tests/simulated_device/test_waits.py", "tests/simulated_device/test_cover.py")
-"""The second for what the first does not notice."""
+TESTS = tuple(f"tests/simulated_device/test_{name}.py" for name in ("waits", "ahead", "cover"))
+"""Each for what those before do not notice."""
 SECONDS = 60
 """That a task may take with a wait taken out; one that hangs has noticed."""
 
@@ -48,12 +48,13 @@ class Session:
         missing = list(self.waits)
         for _, tests in groupby(session.items, key=lambda item: item.path):
             items = list(tests)
+            session._setupstate.teardown_exact(items[0])  # the file before
             if missing:
                 self._look(items, missing)
                 missing = [wait for wait in missing if not self._noticed(wait)]
         for wait in missing:
             self.found(Found(wait.place, wait.line, "", "", len(self._reached.get(wait.place, []))))
-        runtestprotocol(session.items[0], log=False, nextitem=None)  # ends the workers
+        session._setupstate.teardown_exact(None)  # ends the workers
         return True
 
     def _look(self, items: Sequence[pytest.Item], waits: Sequence[Wait]) -> None:
@@ -63,7 +64,7 @@ class Session:
         for item in items:
             pool.RECORDS.clear()
             began = time.monotonic()
-            failed = _failed(item, items[0])
+            failed = _failed(item)
             if failed is not None:
                 raise pytest.UsageError(f"{item.name} fails with nothing taken out:\n{failed.longreprtext}")
             seconds = time.monotonic() - began
@@ -79,7 +80,7 @@ class Session:
             pool.PLANTED[wait.file] = without(wait)
             with pytest.MonkeyPatch.context() as shorter:
                 shorter.setattr(pool, "SECONDS", SECONDS)
-                failed = _failed(item, item)
+                failed = _failed(item)
             pool.PLANTED.clear()
             if failed is not None:
                 self.found(Found(wait.place, wait.line, item.name, _told(failed), len(tests)))
@@ -87,8 +88,9 @@ class Session:
         return False
 
 
-def _failed(item: pytest.Item, then: pytest.Item) -> pytest.TestReport | None:
-    """Run a test, and nothing is torn down that `then` uses too."""
+def _failed(item: pytest.Item) -> pytest.TestReport | None:
+    """Run a test; what it shares with the others of its file is kept, if it is not the only one."""
+    then = next((other for other in item.session.items if other.path == item.path and other is not item), None)
     return next((report for report in runtestprotocol(item, log=False, nextitem=then) if report.failed), None)
 
 

@@ -128,6 +128,14 @@ def profiled() -> list[Any]:
     return [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
 
 
+def tensor_of(numbers: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of the program (one, or nested sequences) as a tensor there. `torch.tensor(..., device=device)` copies from memory that is
+    not pinned, and so waits until the device has done all that it was given."""
+    import torch
+
+    return torch.tensor(numbers, dtype=dtype, pin_memory=is_one(device)).to(device, non_blocking=True)
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------------------------
 
 

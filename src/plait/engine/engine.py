@@ -17,6 +17,7 @@ import torch.distributed as dist
 from plait.checkpoint.load import Verify
 from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.writer import Writer
+from plait.cluster import accelerator
 from plait.comm.pending import Pending
 from plait.engine.facts import EngineFacts
 from plait.engine.state import load_engine, snapshot_of
@@ -111,7 +112,7 @@ class Engine(EngineFacts):
             nonlocal totals
             total, seen = checked_total(loss_fn(output, piece))
             self._weight_check.note(seen)
-            totals += torch.stack([total.detach().double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
+            totals += torch.stack([total.detach().double(), self._there(seen, torch.float64)])
             return total * factor().to(total.dtype)
 
         self.sharded.train_microbatches(pieces, scaled, loss_fn=loss_fn)
@@ -135,7 +136,7 @@ class Engine(EngineFacts):
             output = self.sharded.output(piece)
             if self.sharded.holds_output:
                 total, seen = checked_total(loss_fn(output, piece))
-                totals += torch.stack([total.double(), torch.as_tensor(seen, dtype=torch.float64, device=self.device)])
+                totals += torch.stack([total.double(), self._there(seen, torch.float64)])
         if self._loss_group is not None:
             dist.all_reduce(totals, group=self._loss_group)
         return float(totals[0]), float(totals[1])
@@ -181,6 +182,12 @@ class Engine(EngineFacts):
         for weight in weights:
             total = total + weight
         return total
+
+    def _there(self, weight: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A weight of a loss, a tensor or a number, 0-dimensional on the device."""
+        if isinstance(weight, torch.Tensor):
+            return weight.to(self.device, dtype)
+        return accelerator.tensor_of(weight, dtype=dtype, device=self.device)
 
     def _recover(self) -> None:
         """Clear what a failed step left; one of three calls begins anew with its first micro-batch."""
@@ -232,7 +239,7 @@ class Engine(EngineFacts):
             scaled = loss * (factor / (self.config.batch.accumulation * self.dp_size))
         else:
             self._weights.append(weight)
-            scaled = loss * (torch.as_tensor(weight, dtype=loss.dtype, device=loss.device) * factor)
+            scaled = loss * (self._there(weight, loss.dtype) * factor)
         with self._guard.backward():
             scaled.backward()
             for complete in self.hooks.after_backward:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from plait._torch.operators import foreach_mul_, foreach_norm, foreach_unscale_
+from plait.cluster import accelerator
 
 _PIECE = 1 << 20
 """Elements that a CPU widens at a time: 4 MiB in float32."""
@@ -35,6 +36,12 @@ def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> N
     for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
         same = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.device == device]
         if dtype.itemsize < 4:
-            foreach_unscale_(same, torch.zeros((), device=device), torch.as_tensor(factor, dtype=torch.float32, device=device))
+            foreach_unscale_(same, torch.zeros((), device=device), _in_float32(factor, device))
         else:
             foreach_mul_(same, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
+
+
+def _in_float32(factor: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    if isinstance(factor, torch.Tensor):
+        return factor.to(device, torch.float32)
+    return accelerator.tensor_of(factor, dtype=torch.float32, device=device)

@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from plait.cluster import accelerator
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,7 +48,7 @@ class StopRequest:
 
         Every process calls this in every step. One number is sent; without a group the answer is this process's own.
         """
-        answer = torch.tensor([float(self.number)], device=device)
+        answer = accelerator.tensor_of([self.number], dtype=torch.float32, device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(answer, op=dist.ReduceOp.MAX)
         return answer

@@ -23,6 +23,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.modules import is_compiled
 from plait._torch.operators import tree_leaves
 from plait._torch.passes import after_backward, graph_task
+from plait.cluster import accelerator
 from plait.comm.buckets import Buckets, Flat
 from plait.comm.failures import naming
 from plait.comm.pending import Pending
@@ -305,7 +306,7 @@ class Reducer(StepHook):
         if not self.track_unused or not self.buckets:  # a pipeline stage may have nothing to train
             return None
         late = [index in self._late for index in range(len(self.buckets))]
-        flags = torch.tensor([*self._used, *late], dtype=torch.uint8, device=self.buckets[0].flat.device)
+        flags = accelerator.tensor_of([*self._used, *late], dtype=torch.uint8, device=self.buckets[0].flat.device)
         return Pending(flags, self.group, dist.ReduceOp.MAX)
 
     def _answer(self, asked: Pending | None) -> tuple[list[bool], list[int]]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules
+from plait.cluster import accelerator
 from plait.errors import InputError
 from plait.parallel.hooks import StepHook
 
@@ -69,7 +70,7 @@ class UnusedTracker(StepHook):
 
     def finish_reduction(self) -> None:
         """Set `grad = None` for parameters that no rank used since the last call. One small all-reduce."""
-        flags = torch.tensor(self._used, dtype=torch.uint8, device=self._device)
+        flags = accelerator.tensor_of(self._used, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         if not all(self._used):  # only a rank that missed one has to look: where it used all, all are used
             for parameter, flag in zip(self.parameters, flags.tolist(), strict=True):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
+from plait.cluster import accelerator
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.messages import Messenger
 from plait.comm.waits import Waits
@@ -157,11 +158,12 @@ class PipelineRank(StepHook):
         """Sum the gradients of shared parameters over the stages that hold them. After all other reductions. Collective."""
         for parameter, group in self.shared.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            used = torch.tensor([parameter.grad is not None], dtype=torch.uint8, device=gradient.device)
+            mine = parameter.grad is not None
+            used = accelerator.tensor_of([mine], dtype=torch.uint8, device=gradient.device)
             dist.all_reduce(local_tensor(gradient), group=group)
             if self.track_unused:
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-            parameter.grad = gradient if not self.track_unused or bool(used) else None
+            parameter.grad = gradient if mine or not self.track_unused or bool(used) else None  # looking at it waits
 
 
 def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:

@@ -1,0 +1,248 @@
+"""The program runs ahead of the device: numbers that are read later, times, checkpoints beside the training, batches. Like `test_waits`,
+one place of the package at a time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import plait
+from plait.checkpoint.writer import Writer
+from plait.config.schema.sections import RunSection
+from plait.data.loader import Loader
+from plait.data.packing import Sequences
+from plait.events import Event, RunStarted, StepDone
+from plait.train.clock import StepClock
+from plait.train.loop import Position, TrainingContext, train
+from plait.train.stop import StopRequest
+from tests.checkpoints import put
+from tests.parity import cases
+from tests.parity.digests import digest
+from tests.pool import Pool
+from tests.simulated_device.pool import SimulatedPool
+from tests.simulated_device.runs import config_of, resumed, steps_taken
+
+CUDA = torch.device("cuda", 0)
+
+
+# ---- numbers that are read later ----------------------------------------------------------------------------------------------------
+
+
+class Averaging(nn.Module):
+    """A buffer that changes at every step, and one that begins to on rank 1 in the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("late", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.average.mul_(0.5).add_(x.detach().mean(0))
+        if self.calls > 2 and dist.get_rank() == 0:
+            self.late.add_(1)
+        return self.linear(x + self.average + self.late)
+
+
+def averaged(rank: int, world: int) -> list[list[float]]:
+    """Buffers after every step, which the host reads at the end. Runs in a worker."""
+    torch.manual_seed(2)
+    loss = plait.per_sample(lambda output, batch: (output - batch[1]).pow(2).sum())
+    config = config_of(world, 0, parallel={"unused_parameters": False})
+    engine = plait.initialize(Averaging(), config | {"gradient_accumulation_steps": 1}, loss_fn=loss)
+    found, waited = [], []
+    for step in range(6):
+        x = torch.full((2, 3), float(step + rank))
+        before = _device().copies()["waited"] if engine.device.type != "cpu" else 0
+        engine.train_batch([(x, x[:, :1])])
+        waited.append(_device().copies()["waited"] - before if engine.device.type != "cpu" else 0)
+        found.append([buffer[:1].clone() for buffer in engine.model.buffers()])
+    assert waited[1:3] == [0, 0], f"the answer whether any rank saw a buffer change is not waited for: {waited}"
+    return [[float(buffer) for buffer in step] for step in found]
+
+
+def test_buffers(simulated: SimulatedPool, pool: Pool) -> None:
+    """The first rank's, also where they begin to change late."""
+    found = simulated.run(2, averaged)
+    np.testing.assert_allclose(found, pool.run(2, averaged), rtol=1e-6)
+    assert found[0][-1] == found[1][-1]
+    assert found[0][-1][1] > 0
+
+
+class Counted:
+    """A user's loss."""
+
+    def __init__(self, wrong: float) -> None:
+        self.wrong = wrong
+
+    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        total, weight = plait.causal_lm_loss(output, batch)
+        return total, weight + self.wrong
+
+    def weight(self, batch: Any) -> Any:
+        return plait.causal_lm_loss.weight(batch)
+
+
+def weighed(rank: int, world: int, wrong: float) -> str:
+    """Runs in a worker."""
+    engine = plait.initialize(cases.build("plain", tied=True), config_of(1, 0, parallel={}), loss_fn=Counted(wrong))
+    before = _device().copies()["waited"]
+    waited = []
+    try:
+        for step in cases.steps_for("plain", 2, steps=3):
+            engine.train_batch(step)
+            waited.append(_device().copies()["waited"] - before)
+            before = _device().copies()["waited"]
+    except plait.PlaitError as error:
+        return str(error)
+    assert waited[-1] == 0, "nothing waits for the device in a step"
+    return ""
+
+
+def test_weights_of_a_loss(simulated: SimulatedPool) -> None:
+    """Compared a step later, without waiting in between."""
+    assert simulated.run(1, weighed, 0.0) == [""]
+    assert "the loss returned weights" in simulated.run(1, weighed, 1.0)[0]
+
+
+# ---- seconds ------------------------------------------------------------------------------------------------------------------------
+
+
+class Paced:
+    """Steps of a second of the device's clock, validations of ten."""
+
+    device, rank = CUDA, 0
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def _take(self, seconds: float) -> None:
+        self.now += seconds
+        _device().set_clock(self.now)
+
+    def train_batch(self, batch: Any) -> Any:
+        self._take(1)
+        numbers = {name: torch.ones((), device=CUDA) for name in ("loss", "weight", "grad_norm")}
+        told = {"exposed_communication_seconds": {}, "decided": ""}
+        return SimpleNamespace(**numbers, skipped=False, learning_rate=0.1, loss_scale=1.0, **told)
+
+    def eval_batch(self, batch: Any) -> tuple[float, float]:
+        self._take(10)
+        return 6.0, 3.0
+
+    def save_checkpoint(self, folder: Any, *, tag: Any = None, client_state: Any = None, wait: bool = True) -> Path:
+        self._take(100)
+        self.written = put(Path(folder), str(tag), client_state)
+        return self.written
+
+    def checkpoint_written(self, *, wait: bool = False) -> Path:
+        return self.written
+
+
+def paced(rank: int, world: int, folder: str) -> list[float]:
+    """Seconds of every step, as in metrics.jsonl. Runs in a worker."""
+    events: list[Event] = []
+    sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
+    _device().set_clock(0.0)
+    with StopRequest() as stop:
+        job = TrainingContext(
+            engine=Paced(),
+            section=RunSection(steps=7, validate_every=2, checkpoint_every=3),
+            loader=Loader(sequences, 2, seed=0),
+            validation=lambda: iter([{}]),
+            sample=None,
+            checkpoints=Path(folder),
+            client_state={},
+            started=RunStarted(0, 7, 1, 10, "one process", folder),
+            stop=stop,
+            emit=events.append,
+        )
+        train(job, Position())
+    _device().set_clock(-1)
+    return [event.seconds for event in events if isinstance(event, StepDone)]
+
+
+def test_seconds_of_a_step(simulated: SimulatedPool, tmp_path: Path) -> None:
+    """Also of the first, and of those before a validation, a checkpoint and the end, whose numbers are read together."""
+    assert simulated.run(1, paced, str(tmp_path)) == [pytest.approx([1.0] * 7)]
+
+
+def clocked(rank: int, world: int) -> float:
+    """Seconds of a step whose end is behind a copy. Runs in a worker."""
+    _device().set_clock(1.0)
+    clock = StepClock(CUDA)
+    host, there = torch.zeros(4).pin_memory(), torch.ones(4, device=CUDA)
+    host.copy_(there, non_blocking=True)
+    ended = clock.mark()
+    _device().set_clock(3.0)
+    seconds = clock.seconds(ended)
+    _device().set_clock(-1)
+    return seconds
+
+
+def test_the_end_of_a_step_is_waited_for(simulated: SimulatedPool) -> None:
+    assert simulated.run(1, clocked) == [2.0]
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------------------------
+
+
+def staged(rank: int, world: int) -> list[float]:
+    """What the thread that writes is given. Runs in a worker."""
+    tensors = {"x": torch.arange(4.0, device=CUDA)}
+    found = Writer(SimpleNamespace(device=CUDA))._staged(SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
+    return found["x"].tolist()
+
+
+def test_what_is_staged_has_arrived(simulated: SimulatedPool) -> None:
+    assert simulated.run(1, staged) == [[0.0, 1.0, 2.0, 3.0]]
+
+
+def test_a_checkpoint_beside_the_training(simulated: SimulatedPool, tmp_path: Path) -> None:
+    """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
+    config = config_of(1, 0, parallel={})
+    straight, again, _ = simulated.run(1, resumed, config, str(tmp_path), torch.float32, True)[0]
+    assert digest(straight) == digest(again)
+
+
+def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None:
+    """They overlap with the step before."""
+    found = simulated.run(1, steps_taken, config_of(1, 0, parallel={}), 2)[0]["copies"]
+    assert found["pageable"] == 0
+    assert found["deferred"] >= 2 * 3, "two micro-batches of three tensors"
+
+
+def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], int]:
+    """How often the host waited in four steps of a loss whose weight is a number, and in asking whether to stop. Runs in a worker."""
+    loss = plait.per_sample(lambda output, batch: output.logits.float().mean((1, 2)).sum())
+    engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=loss)
+    micro, waited = config["gradient_accumulation_steps"], []
+    for step in cases.ragged_steps(engine.dp_size * micro, steps=4):
+        before = _device().copies()["waited"]
+        engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
+        waited.append(_device().copies()["waited"] - before)
+    before = _device().copies()["waited"]
+    with StopRequest() as stop:
+        stop.shared(device=engine.device)
+    return waited, _device().copies()["waited"] - before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_waits_for_nothing(simulated: SimulatedPool, stage: int) -> None:
+    """The program runs ahead of the device; a number that is copied from memory that is not pinned would stop it."""
+    for steps, asked in simulated.run(2, waiting, config_of(2, stage, parallel={})):
+        assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
+
+
+def _device() -> Any:
+    return sys.modules["simulated_device.on_torch"]
