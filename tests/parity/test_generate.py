@@ -171,6 +171,27 @@ def test_in_the_middle_of_a_step(pool: Pool, stage: int) -> None:
     pool.run(2, between_micro_batches, stage)
 
 
+def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:
+    """Requests of which one ends early, and is no longer computed. Runs in a worker."""
+    expected = by_transformers("gemma2")
+    model, widths = built("gemma2"), []
+    with keeping_float64(model):
+        engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **TWO[name]})
+        model.get_submodule("model.norm").register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[0]))
+        made = engine.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=expected[1][2])
+        engine.close()
+    assert widths == [] or widths[-1] < 3
+    return [(one.token_ids, one.finish_reason) for one in made]
+
+
+@pytest.mark.parametrize("name", ["tp", "pp, interleaved"])
+def test_a_request_that_ends_is_dropped(pool: Pool, name: str) -> None:
+    expected = by_transformers("gemma2")
+    end = expected[1][2]
+    wanted = [(row[: row.index(end) + 1], "stop") if end in row else (row, "length") for row in expected]
+    assert pool.run(2, ends_apart, name) == [wanted, wanted]
+
+
 def in_an_own_loop(rank: int, world: int) -> list[list[int]]:
     """Of a pipeline, between two steps. Runs in a worker."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -30,9 +30,9 @@ class Chooser:
         self._vocabulary = len(tokenizer) if tokenizer is not None else None
         self.finished = [False] * len(requests)
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """`logits` [requests, vocabulary]. Returns float64 [3, requests] on the CPU: token, its log probability, whether it is the
-        request's last. Requests that have ended get padding."""
+    def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, whether it is
+        the request's last. Requests that have ended get padding."""
         if self._vocabulary is not None and self._vocabulary < logits.shape[-1]:
             logits = logits[:, : self._vocabulary]  # rows that pad the embedding are no tokens
         logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -40,15 +40,16 @@ class Chooser:
             tokens = logits.argmax(dim=-1).tolist()
         else:
             scores = logits.float().cpu()
-            tokens = [0 if self.finished[row] else self._choose(row, scores[row]) for row in range(len(self._known))]
+            tokens = [0 if self.finished[row] else self._choose(row, scores[at]) for at, row in enumerate(rows)]
         chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device).unsqueeze(1))[:, 0].double().tolist()
-        for row, token in enumerate(tokens):
+        for at, row in enumerate(rows):
             if self.finished[row]:
-                tokens[row], chosen[row] = self._settings.pad_token_id, 0.0
+                tokens[at], chosen[at] = self._settings.pad_token_id, 0.0
                 continue
+            token = tokens[at]
             self._known[row].append(token)
             self.finished[row] = len(self._known[row]) - self._prompts[row] >= self._limits[row] or self.stops(row)
-        return torch.tensor([tokens, chosen, self.finished], dtype=torch.float64)
+        return torch.tensor([tokens, chosen, [self.finished[row] for row in rows]], dtype=torch.float64)
 
     def stops(self, row: int) -> bool:
         """Whether the last token of a request ends it, before its limit."""

@@ -17,7 +17,7 @@ from plait.errors import InputError
 from plait.inference.choose import Chooser
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
-from plait.sharded.cache import arguments_of
+from plait.sharded.cache import arguments_of, keep_rows
 from plait.sharded.model import ShardedModel
 
 OnToken = Callable[[int, int], None]
@@ -53,23 +53,26 @@ class Decoder:
         which begin at `first`."""
         chooser = Chooser(requests, self._settings, self._tokenizer) if self._chooses else None
         state = _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
+        rows, ended = list(range(len(requests))), [False] * len(requests)
+        """Those that are computed, and all that have ended."""
         while True:
             logits = None
             for run in state.next_forwards():
                 yield
                 logits = run()
-            chosen = self._shared(chooser(logits) if chooser is not None and logits is not None else None, len(requests))
+            chosen = self._shared(chooser(logits, rows) if chooser is not None and logits is not None else None, len(rows))
             ids, probabilities, last = chosen[0].long().tolist(), chosen[1].tolist(), chosen[2].bool().tolist()
-            for row, token in enumerate(ids):
-                if not state.ended[row]:
+            for row, token, probability in zip(rows, ids, probabilities, strict=True):
+                if not ended[row]:
                     tokens[first + row].append(token)
-                    logprobs[first + row].append(probabilities[row])
+                    logprobs[first + row].append(probability)
                     if self._on_token is not None:
                         self._on_token(first + row, token)
-            state.ended = last
+            for row, is_last in zip(rows, last, strict=True):
+                ended[row] = is_last
             if all(last):
                 return
-            state.add(ids)
+            rows = [rows[at] for at in state.add(ids, [at for at, is_last in enumerate(last) if not is_last])]
 
     def idle(self) -> None:
         """A forward whose result nobody reads."""
@@ -109,7 +112,6 @@ class _Cached:
     def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
         self._decoder = decoder
         self._cache = decoder._sharded.new_cache()
-        self.ended = [False] * len(requests)
         longest = max(len(request.token_ids) for request in requests)
         pad = decoder._settings.pad_token_id
         self._ids = torch.tensor([[pad] * (longest - len(r.token_ids)) + list(r.token_ids) for r in requests])
@@ -132,10 +134,14 @@ class _Cached:
                     "plait.initialize does not pass `past_key_values` to the model, or the model does not use it; use use_cache=False"
                 )
 
-    def add(self, tokens: list[int]) -> None:
-        """One token for every request."""
+    def add(self, tokens: list[int], going: list[int]) -> list[int]:
+        """One token for every request. Returns which rows are left: those in `going`, where what is kept of the others can be dropped."""
         self._ids = torch.cat([self._ids, torch.tensor(tokens).unsqueeze(1)], dim=1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        if len(going) < len(tokens) and keep_rows(self._cache, torch.tensor(going)):
+            self._ids, self._mask = self._ids[going], self._mask[going]
+            return going
+        return list(range(len(tokens)))
 
 
 class _Recomputed:
@@ -145,7 +151,6 @@ class _Recomputed:
     def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
         self._decoder = decoder
         self._rows = [list(request.token_ids) for request in requests]
-        self.ended = [False] * len(requests)
 
     def next_forwards(self) -> Iterator[Callable[[], torch.Tensor | None]]:
         """One, over everything."""
@@ -158,11 +163,10 @@ class _Recomputed:
         last = torch.tensor([len(row) - 1 for row in self._rows])
         yield partial(self._decoder.predicted, inputs, None, last)
 
-    def add(self, tokens: list[int]) -> None:
-        """One token for every request that goes on."""
-        for row, token, ended in zip(self._rows, tokens, self.ended, strict=True):
-            if not ended:
-                row.append(token)
+    def add(self, tokens: list[int], going: list[int]) -> list[int]:
+        """One token for every request that goes on, which are left."""
+        self._rows = [[*self._rows[at], tokens[at]] for at in going]
+        return going
 
 
 def _logits(output: Any) -> torch.Tensor:

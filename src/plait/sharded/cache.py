@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from plait.parallel.pipeline.stage import StagedModel
@@ -14,6 +15,16 @@ from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
 def arguments_of(model: nn.Module) -> frozenset[str]:
     """Names of the arguments that a model's class takes."""
     return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
+    """Drop what a cache keeps of other requests than `rows` (int64); False, and nothing done, where one of its layers cannot."""
+    layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
+    if not all(callable(getattr(layer, "batch_select_indices", None)) for layer in layers):
+        return False
+    for layer in layers:
+        layer.batch_select_indices(rows.to(layer.device) if layer.is_initialized else rows)
+    return True
 
 
 def new_cache(model: nn.Module, staged: StagedModel | None) -> Any:

@@ -23,7 +23,7 @@ def logits(rows: int, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
 
 def test_greedy_with_its_probability() -> None:
     scores = logits(2)
-    tokens, logprobs, last = Chooser(requests((1,), (2,)), Settings(), None)(scores)
+    tokens, logprobs, last = Chooser(requests((1,), (2,)), Settings(), None)(scores, [0, 1])
     assert tokens.tolist() == scores.argmax(1).tolist() and not last.any()
     expected = torch.log_softmax(scores, 1).max(1).values
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
@@ -33,8 +33,8 @@ def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
     scores = torch.zeros(2, 8)
     scores[0, 3], scores[1, 5] = 1, 1
     chooser = Chooser([Request((1,), 9, None), Request((1,), 2, None)], Settings(eos_token_id=(3, 4), pad_token_id=7), None)
-    assert chooser(scores)[2].tolist() == [1, 0]
-    tokens, logprobs, last = chooser(scores)
+    assert chooser(scores, [0, 1])[2].tolist() == [1, 0]
+    tokens, logprobs, last = chooser(scores, [0, 1])
     assert tokens.tolist() == [7, 5] and last.tolist() == [1, 1] and logprobs[0] == 0
 
 
@@ -45,7 +45,8 @@ def test_draws_follow_from_the_seed_alone_whatever_is_beside_them() -> None:
     state = torch.random.get_rng_state()
     for step in range(4):
         scores = logits(3, seed=step)
-        assert together(scores)[0, 1] == alone(scores[1:2])[0, 0]
+        rows = [0, 1, 2] if step < 2 else [1, 2]
+        assert together(scores[rows], rows)[0, rows.index(1)] == alone(scores[1:2], [0])[0, 0]
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -53,7 +54,7 @@ def test_draws_have_the_distribution() -> None:
     scores = torch.log(torch.tensor([[0.5, 0.0, 0.3, 0.2]]))
     drawn = torch.zeros(4)
     for seed in range(2000):
-        drawn[int(Chooser([Request((1,), 1, seed)], Settings(do_sample=True, top_k=0), None)(scores)[0, 0])] += 1
+        drawn[int(Chooser([Request((1,), 1, seed)], Settings(do_sample=True, top_k=0), None)(scores, [0])[0, 0])] += 1
     assert drawn[1] == 0 and (drawn / 2000 - scores.exp()[0]).abs().max() < 0.04
 
 
@@ -86,14 +87,14 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
     expected = Table(config).generate(torch.tensor([prompt]), max_new_tokens=6, use_cache=False, do_sample=False, pad_token_id=0, **given)
     chooser, last, found = Chooser([Request(prompt, 6, None)], Settings(**chosen), None), prompt[-1], []
     while not all(chooser.finished):
-        last = int(chooser(table[last : last + 1])[0, 0])
+        last = int(chooser(table[last : last + 1], [0])[0, 0])
         found.append(last)
     assert found == expected[0, len(prompt) :].tolist()
 
 
 def test_not_a_number() -> None:
     with pytest.raises(InputError, match="request 0 has no token left to choose, or its logits are not finite"):
-        Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(torch.full((1, 60), torch.nan))
+        Chooser(requests((1,), seed=1), Settings(do_sample=True), None)(torch.full((1, 60), torch.nan), [0])
 
 
 class Words:
@@ -112,4 +113,4 @@ def test_a_stop_string_ends_a_request_and_padded_rows_are_no_tokens() -> None:
     scores[0, 39] = 9
     for token, ends in ((1, 0), (2, 1)):
         scores[0, token] = token
-        assert chooser(scores)[:, 0].tolist()[::2] == [token, ends]
+        assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]

@@ -40,6 +40,10 @@ class StageCaches:
         """One of the whole model that nothing is kept in."""
         return self._make()
 
+    def own_layers(self) -> list[Any]:
+        """Those that this rank's blocks write to."""
+        return [cache.layers[index] for stage, cache in self.caches.items() for index in self._own[stage]]
+
     def get_seq_length(self) -> int:
         """How many tokens were seen."""
         stage, cache = next(iter(self.caches.items()))
