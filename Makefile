@@ -7,6 +7,7 @@
 #   make waits         docs/waits.md: takes every wait for a device out, one at a time, and reports which of these tests notices
 #   make validate-gpus   Plait on this machine's GPUs: parity, memory, times (a quarter of an hour; ARGS="--minutes 5"); exit code 6 without
 #   make lint types layers    formatting and lint, types, import layers
+#   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
@@ -21,7 +22,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -54,6 +55,9 @@ waits: environment
 validate-gpus: environment
 	@mkdir -p $(RESULTS)
 	$(VENV)/bin/plait doctor --validate --out $(RESULTS)/validation.json $(ARGS)
+
+object-stores: environment
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/object_stores.sh $(RUN) $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

@@ -14,7 +14,7 @@ def described_model(found: Found, *, dtype: torch.dtype | None = None) -> nn.Mod
     """On meta, in `dtype` or the configuration's. Raises CheckpointError for a checkpoint that `plait train` did not write."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    client = exact.decode(found.manifest.metadata["client_state"], where="client_state")
+    client = exact.decode(found.manifest.metadata.get("client_state"), where="client_state")
     identity = client.get("identity") if isinstance(client, dict) else None
     if not isinstance(identity, dict):
         raise CheckpointError(

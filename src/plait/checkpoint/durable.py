@@ -57,10 +57,10 @@ def write_text(path: Place, text: str) -> None:
 
 def read_bytes(path: Place, *, most: int) -> bytes:
     """A file of at most `most` bytes. Raises OSError, also for what is longer or no file: a pipe would never end."""
-    if not path.is_file():
+    if isinstance(path, Path) and not path.is_file():
         raise FileNotFoundError(2, IS_NO_FILE if path.exists() else "No such file or directory", str(path))
-    if size_of(path) > most:
-        raise OSError(27, f"has {size_of(path):,} bytes, and what Plait writes there never has more than {most:,}", str(path))
+    if (size := size_of(path)) > most:
+        raise OSError(27, f"has {size:,} bytes, and what Plait writes there never has more than {most:,}", str(path))
     return path.read_bytes()
 
 

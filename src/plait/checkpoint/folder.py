@@ -103,8 +103,10 @@ def remove_old(folder: Place, *, keep: int) -> None:
     """Delete all but the `keep` newest complete checkpoints, never the one that LATEST names. For one rank, after a save."""
     try:
         pointer, _ = _pointer(folder)
-        for old in _complete(folder)[keep:]:
-            if pointer is not None and old.manifest.tag == pointer.tag:
+        have = _complete(folder)
+        named = next((one.path for one in have if pointer is not None and one.manifest.tag == pointer.tag), None)
+        for old in have[keep:]:
+            if old.path == named:
                 continue
             delete_checkpoint(old.path)
     except OSError as error:

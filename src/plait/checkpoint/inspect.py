@@ -55,7 +55,7 @@ def _rows(folder: Place) -> list[Row]:
     listed = [
         Row(
             one.manifest.tag,
-            one.manifest.metadata.get("global_steps"),
+            step if isinstance(step := one.manifest.metadata.get("global_steps"), int) else None,
             size_of_folder(one.path),
             len(one.manifest.ranks),
             str(one.manifest.layout),

@@ -171,7 +171,9 @@ def _tensor(place: StorePath, entry: FileEntry, dtype: torch.dtype, shape: list[
 def check_size(path: Place, manifest: FileManifest) -> None:
     """Raise CheckpointError for a file that is missing or of another length than what was written."""
     try:
-        size = size_of(path) if path.is_file() else None
+        size = size_of(path) if isinstance(path, StorePath) or path.is_file() else None
+    except FileNotFoundError:
+        size = None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size is None:

@@ -61,8 +61,8 @@ class RunFolder:
         found = find(self.checkpoints)
         if found is None:
             return Position()
-        checkpoint, state = found.path, exact.decode(found.manifest.metadata["client_state"], where="client_state")
-        if not {"identity", "step", "samples"} <= state.keys():
+        checkpoint, state = found.path, exact.decode(found.manifest.metadata.get("client_state"), where="client_state")
+        if not isinstance(state, dict) or not {"identity", "step", "samples"} <= state.keys():
             raise CheckpointError(f"{checkpoint} was not written by plait train; set run.folder to a folder of its own")
         _refuse_differences(checkpoint, state["identity"], identity)
         return Position(state["step"], state["samples"])
