@@ -17,7 +17,7 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 COMMANDS = [line.split("  #")[0].strip() for language, block in BLOCKS if not language for line in block.splitlines()]
 PLAIT = sorted({line for line in COMMANDS if line.startswith("plait ")})
-ELSEWHERE = re.compile(r"plait (launch|export|checkpoint|train \S+ --nnodes|train examples)|node1|hosts")
+ELSEWHERE = re.compile(r"plait (launch|generate|export|checkpoint|train \S+ --nnodes|train examples)|node1|hosts")
 """What needs other machines, or a script; or a run: `tests/integration/test_launch.py` and `test_quickstart.py` run such ones."""
 SLOW = re.compile(r"plait (train|verify|dryrun)|--world-size 128")
 HERE = [line for line in PLAIT if not ELSEWHERE.search(line)]
