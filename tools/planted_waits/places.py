@@ -17,11 +17,17 @@ OF_THE_HOST = {
     "checkpoint/writer.py:self.wait()": "a thread that writes",
     "engine/engine.py:self._writer.wait()": "a thread that writes",
     "cli/launching/": "processes",
+    "cluster/staged_group.py:": "gloo, on copies in host memory",
+    "validation/runner.py:": "processes",
     "comm/host": "memory that processes of one machine share",
     "comm/buckets.py:self._host": "memory that processes of one machine share",
     "parallel/buffers.py:work.wait": "the CPU's branch: gloo",
 }
 """Places (a part of the path, `:` and the beginning of the code) that wait for no device."""
+ONLY_TIMED = {
+    "validation/": "`plait doctor --validate` measures: a time begins and ends when the device is done, and nothing else reads what it did",
+}
+"""Places that only a measured time needs, which the simulated device has none of."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,14 @@ class Wait:
         return f"{self.file}:{self.code}" + (f" ({self.nth + 1})" if self.nth else "")
 
     @property
+    def only_timed(self) -> bool:
+        """Whether it is one of ONLY_TIMED."""
+        return self.reason in ONLY_TIMED.values()
+
+    @property
     def reason(self) -> str:
         """Why it is left out; empty for a device's."""
-        for known, why in OF_THE_HOST.items():
+        for known, why in (OF_THE_HOST | ONLY_TIMED).items():
             path, _, code = known.partition(":")
             if path in self.file and (not code or self.code == code or self.code.startswith(f"{code}.")):
                 return why

@@ -21,6 +21,7 @@ from plait.cli import launch
 from plait.cli.launching.settings import Settings
 from plait.cli.options import in_panel, refuse_given
 from plait.cli.progress import progress_bar
+from plait.cluster import accelerator
 from plait.cluster.topology import default_processes, device_count, place
 from plait.errors import InputError
 
@@ -183,7 +184,7 @@ def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, 
     here = devices or default_processes()
     if not on_gpus and devices is None:  # processes of one machine share its memory, so more of them hold no more
         here = (wanted["--tp"] or 1) * (wanted["--pp"] or 1)
-    free = free_bytes(torch.device("cuda" if on_gpus else "cpu"), 1 if on_gpus else here)
+    free = free_bytes(torch.device(accelerator.NAME if on_gpus else "cpu"), 1 if on_gpus else here)
     placed = place_model(
         needs_of(work.source.model(_torch_dtype(work.dtype)), tokens=work.tokens * work.requests),
         machines=1,

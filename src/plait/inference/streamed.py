@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from plait._torch.modules import own_parameters
+from plait.cluster import accelerator
 from plait.cluster.topology import device_count
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
@@ -102,7 +103,7 @@ def load_streamed(source: Source, *, budget_bytes: int, other_bytes: int, dtype:
     if device_count():
         raise InputError(
             "streaming weights to a GPU has not been run on one yet, so it is refused; use more devices (--nproc-per-node), or hide the "
-            "GPUs to compute on the CPU (CUDA_VISIBLE_DEVICES=)"
+            f"GPUs to compute on the CPU ({accelerator.VISIBLE}=)"
         )
     model = source.model(dtype)
     stored = tensors_of(source)

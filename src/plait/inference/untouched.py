@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plait._torch.storage import version_of
+from plait.cluster import accelerator
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -44,4 +45,4 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _generator_of(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
+    return accelerator.NAME if device.type == "cpu" else device.type
