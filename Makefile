@@ -13,6 +13,7 @@
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
+#   make faults        plants faults in runs and checks what becomes of them, two minutes; ARGS=nightly for all of them (docs/faults.md)
 #   make coverage-docs docs/coverage.md from the last test runs
 #   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; resumes where it was stopped)
 #   make lock          requirements.lock from what .venv holds now
@@ -22,7 +23,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores versions mutants proof lint format types layers bench-step bench-pipeline coverage-docs model-types lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -88,6 +89,9 @@ bench-step: environment
 
 bench-pipeline: environment
 	$(RUN) -m benchmarks.pipeline_step $(ARGS)
+
+faults: environment
+	OMP_NUM_THREADS=1 $(RUN) -m tools.faults $(ARGS)
 
 coverage-docs: environment
 	$(RUN) tools/coverage.py $(wildcard $(RESULTS)/*.xml)

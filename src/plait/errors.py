@@ -95,6 +95,16 @@ class DeviceError(PlaitError):
     exit_code = 6
 
 
+class NumbersError(PlaitError):
+    """Numbers that cannot be trained on: a loss or gradient that is not finite, or replicas that differ."""
+
+    exit_code = 7
+    of_batch = True
+    """Whether they come from the batch, so that they would come again with it."""
+    samples: int | None = None
+    """Sequences that a run had consumed before that batch."""
+
+
 def first_line(error: BaseException) -> str:
     """What another library's error says in one line: the first, with the next where it ends in a colon; its type where it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

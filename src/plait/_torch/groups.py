@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
@@ -32,6 +33,17 @@ def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds after which a collective of a group gives up; NCCL's where it has no gloo."""
     return float(_options(group)[0]._timeout.total_seconds())
+
+
+def default_store() -> dist.Store:
+    """The store in which the default group's ranks met."""
+    return distributed_c10d._get_default_store()
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of a group give up after so many seconds."""
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 
 def give_timeout(group: dist.ProcessGroup, of: dist.ProcessGroup) -> None:

@@ -46,6 +46,8 @@ MasterPort = Annotated[int | None, meeting(metavar="PORT", help="A free port the
 RdzvEndpoint = Annotated[str | None, meeting(metavar="HOST:PORT", help="Where machines meet; the same on all.")]
 RdzvId = Annotated[str | None, meeting(metavar="NAME", help="Name of the job, where several meet.")]
 
+MaxRestarts = Annotated[int, typer.Option("--max-restarts", metavar="N", help="Times to go on from the newest checkpoint.")]
+
 
 def refuse_given(options: Mapping[str, object], rule: str, remedy: str) -> None:
     """Raise ConfigError for every option that has a value."""

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from plait.cli import launch
 from plait.cli.launching.settings import Settings
-from plait.cli.options import MasterAddr, MasterPort, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set, refuse_given
+from plait.cli.options import MasterAddr, MasterPort, MaxRestarts, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set, refuse_given
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes, device_count, machine_name, place
 from plait.errors import ConfigError, InputError, PlaitError, Problem
@@ -44,12 +44,14 @@ def train(
     master_port: MasterPort = None,
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
+    max_restarts: MaxRestarts = 0,
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
     Where the layout has "auto" (parallel.tp, parallel.pp, zero_optimization.stage and others), it is planned first, for the devices of this
-    machine. Resumes from the newest checkpoint in the run's folder, if there is one. Ctrl-C and SIGTERM end the run after the current step
-    with a checkpoint. Exit code 0 when all steps are done, 130 or 143 after Ctrl-C or SIGTERM.
+    machine. Resumes from the newest checkpoint in the run's folder, if there is one. Ctrl-C, SIGTERM and SIGUSR1 end the run after the
+    current step with a checkpoint. Exit code 0 when all steps are done, 130, 143 or 138 after these signals. With --max-restarts a run
+    that failed, or hung, goes on from its newest checkpoint by itself.
 
     On several machines the same command, with --nnodes and --rdzv-endpoint, runs on each of them; run.folder is one that all of them see.
     """
@@ -61,19 +63,24 @@ def train(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
     }
+    restarts = {"--max-restarts": max_restarts or None}
     options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
     if claim(os.environ) is not None:
         if fresh:
             raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
         rule = "this process was started by a launcher (torchrun, plait launch, srun), which sets the processes and machines"
-        refuse_given({"--nproc-per-node": nproc_per_node, "--nnodes": None if nnodes == 1 else nnodes, **options}, rule, "leave it out")
+        refuse_given(
+            {"--nproc-per-node": nproc_per_node, "--nnodes": None if nnodes == 1 else nnodes, **options, **restarts}, rule, "leave it out"
+        )
         raise typer.Exit(_work(file, overrides, announced=False))
     if nnodes > 1:
         if fresh:
             raise InputError("--fresh: several machines cannot rename one folder; rename it yourself, or set another run.folder")
-        raise typer.Exit(_start_one_of(file, overrides, processes=nproc_per_node, nodes=nnodes, meeting=meeting))
+        raise typer.Exit(
+            _start_one_of(file, overrides, processes=nproc_per_node, nodes=nnodes, meeting={**meeting, "max_restarts": max_restarts})
+        )
     refuse_given(options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out")
-    raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node))
+    raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node, max_restarts=max_restarts))
 
 
 def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: int, meeting: dict[str, Any]) -> int:
@@ -93,7 +100,7 @@ def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, no
     return launch.run(["plait.cli.train", "--one-of-several", str(file), *overrides], settings)
 
 
-def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None) -> int:
+def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None, max_restarts: int) -> int:
     """What a person runs: nothing is started before everything was checked."""
     from plait.cli.planning.automatic import planned_file
     from plait.config.resolving.resolve import load
@@ -112,9 +119,10 @@ def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | No
         console.print(_completed(checked, file, overrides), soft_wrap=True)
         return 0
     _announce(checked, console, config, processes=processes)
-    if processes == 1:
+    if processes == 1 and not max_restarts:
         return _train(checked, console, config, file=file, again=_command(file, overrides), patient=True)
-    return launch.run(["plait.cli.train", str(file), *overrides], Settings(processes))
+    settings = Settings(processes, max_restarts=max_restarts, stack_folder=checked.folder.path / "stacks")
+    return launch.run(["plait.cli.train", str(file), *overrides], settings)
 
 
 def _work(file: Path, overrides: list[str], *, announced: bool) -> int:

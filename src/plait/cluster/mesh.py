@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait._torch.groups import flattened, give_timeout, timeout_of
+from plait._torch.groups import flattened, give_timeout, set_timeout, timeout_of
 from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.layout import AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
@@ -24,7 +24,7 @@ from plait.cluster.nccl import Library
 from plait.cluster.topology import RankInfo, init_method, place, tell_library
 from plait.errors import ConfigError, Problem
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(minutes=10)
 COMBINED = (SAMPLE_AXES, TOKEN_AXES, ("pp", *TOKEN_AXES), SPLIT_AXES)
 """Axes that are taken together: for sums over the batch, for a loss that only a pipeline's last stage has, and for the global norm of
 gradients. Axes of degree 1 count for nothing, so that without cp the first two are one group."""
@@ -266,12 +266,13 @@ def build_mesh(
     host_tensors: bool = False,
     library: Library | None = None,
     groups: Groups = Groups(),
+    on_default_group: Callable[[], None] | None = None,
 ) -> Mesh:
     """Groups for `layout` over the processes that exist, and `groups` besides.
 
     `device_type` is `cuda` or `cpu`; by default a GPU where there is one. `host_tensors`: with GPUs, collectives on tensors in host memory
-    are wanted too (offloaded parameters are gathered there for checkpoints). `library`: settings of NCCL. Raises ConfigError when the
-    layout's world is not the real one.
+    are wanted too (offloaded parameters are gathered there for checkpoints). `library`: settings of NCCL. `on_default_group` is called
+    before other groups are made. Raises ConfigError when the layout's world is not the real one.
     """
     here = place()
     device = local_device(device_type, here)
@@ -287,6 +288,8 @@ def build_mesh(
             dist.destroy_process_group()
         rule = f"the layout needs {layout.world_size} processes and {world} exist"
         raise ConfigError(Problem("parallel", str(layout), rule, f"start {layout.world_size}"))
+    if on_default_group is not None:
+        on_default_group()
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
@@ -313,4 +316,8 @@ def _make_default_group(here: RankInfo, device: torch.device, timeout: timedelta
         return
     device_id = device if accelerator.is_one(device) else None
     world = here.world_size
-    dist.init_process_group(backend, init_method=init_method(), rank=here.rank, world_size=world, timeout=timeout, device_id=device_id)
+    # Processes that are slow to start are not stuck: they get longer than a collective.
+    patience = max(timeout, DEFAULT_TIMEOUT)
+    dist.init_process_group(backend, init_method=init_method(), rank=here.rank, world_size=world, timeout=patience, device_id=device_id)
+    if patience != timeout:
+        set_timeout(_world(), timeout.total_seconds())

@@ -22,6 +22,9 @@ from plait.cluster.machines import Node, Topology
 from plait.cluster.nccl import Library
 from plait.errors import ConfigError, Problem, refuse
 
+WATCH_FOLDER = "PLAIT_WATCH_FOLDER"
+"""Set by the launcher for its ranks."""
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -92,6 +95,12 @@ def share_gpus(count: int) -> bool:
 def keep_host_memory() -> bool:
     """Let this process keep what it frees, if its environment does not configure that (see `cluster.allocator`). Whether it does."""
     return allocator.keep_freed_memory(os.environ)
+
+
+def watch_folder() -> Path | None:
+    """Where a launcher of Plait's own, which watches its ranks, looks for their boards; None under another one."""
+    folder = os.environ.get(WATCH_FOLDER)
+    return Path(folder) if folder and Path(folder).is_dir() else None
 
 
 def cpu_count() -> int:

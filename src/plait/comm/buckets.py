@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from plait.cluster.mesh import Levels
 from plait.comm.algorithms import Name, Started, advance, launch, sum_over
+from plait.comm.board import described
 from plait.comm.host import Host, Memory
 from plait.comm.record import record
 from plait.comm.summing import add_in_order
@@ -128,6 +129,7 @@ class SharedBuckets:
         self.buffers = [pieces[host.rank] for pieces in self._pieces]
         for buffer in self.buffers:
             buffer.zero_()  # also places the pages near this rank
+        self._shapes = [described([flat.numel], flat.dtype) for flat in flats]
         self._calls = [0] * len(flats)
         """How often each buffer was started."""
         self._waiting: list[int] = []
@@ -143,11 +145,15 @@ class SharedBuckets:
     def finish(self, index: int) -> None:
         """See Buckets."""
         while index in self._waiting:
-            self._host.wait(partial(self._late, self._waiting[0], 0), operation="all-reduce")
+            self._wait(self._waiting[0], 0)
             self._go_on()
-        self._host.wait(partial(self._late, index, 1), operation="all-reduce")
+        self._wait(index, 1)
         whole = self.buffers[index]
         record("all_reduce", full_bytes=whole.numel() * whole.element_size(), dtype=whole.dtype, ranks=self._host.ranks)
+
+    def _wait(self, index: int, word: int) -> None:
+        shape = self._shapes[index]
+        self._host.wait(partial(self._late, index, word), operation="all-reduce", sequence=self._calls[index], shape=shape)
 
     def _go_on(self) -> None:
         while self._waiting and not self._late(self._waiting[0], 0):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
 
 
@@ -23,7 +24,9 @@ def naming(operation: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in text:
             raise
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-        if "imed out" in text or "imeout" in text:
+        if WATCH.found:
+            what = WATCH.found
+        elif "imed out" in text or "imeout" in text:
             what = f"{rank} waited for ranks that did not take part: one is stuck, or issues other collectives"
         else:
             what = f"{rank} lost the connection to another one, which ended; the first failure is there"

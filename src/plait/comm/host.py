@@ -19,13 +19,16 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from plait._torch.groups import timeout_of
 from plait.cluster.host_memory import free_host_bytes
+from plait.comm.board import Wait
 from plait.comm.system_calls import memfd_create, pidfd_open
+from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
 from plait.units import format_bytes
 
@@ -72,27 +75,44 @@ class Host:
         """A rank of the group, for errors: `rank 3`, its number in the world."""
         return f"rank {self._global_ranks[rank]}"
 
-    def wait(self, late: Callable[[], list[int]], *, operation: str) -> None:
-        """Return once `late()`, the ranks that are still missing, is empty.
+    def wait(self, late: Callable[[], list[int]], *, operation: str, sequence: int = 0, shape: str = "") -> None:
+        """Return once `late()`, the ranks that are still missing, is empty. `sequence`, `shape`: its number, and of what is exchanged, for
+        messages.
 
         Yields the core at once and sleeps later: there may be more ranks than cores. Raises CommunicationError naming the ranks and the
         operation when one of them has ended, or at the group's deadline.
         """
-        began = checked = time.monotonic()
+        began = time.monotonic()
         while late():
             os.sched_yield()
             if time.monotonic() - began > _YIELDING_SECONDS:
                 break
-        pause = 20e-6
+        missing = late()
+        if missing:
+            wait = Wait(operation, self.label, began, sequence, shape, self._names(missing), tuple(self._global_ranks))
+            with WATCH.waiting(wait):
+                self._wait_on(late, wait)
+
+    def _wait_on(self, late: Callable[[], list[int]], wait: Wait) -> None:
+        """The part of a wait that is published as `wait`, because it is long."""
+        checked, pause = wait.since, 20e-6
         while late():
             time.sleep(pause)
             pause = min(pause * 1.5, 200e-6)
             now = time.monotonic()
             if now - checked > 0.05:
                 checked = now
-                self._check(late, operation, waited=now - began)
+                missing = self._names(self._check(late, wait.operation, waited=now - wait.since))
+                if missing and missing != wait.missing:
+                    wait = replace(wait, missing=missing)
+                    WATCH.again(wait)
 
-    def _check(self, late: Callable[[], list[int]], operation: str, *, waited: float) -> None:
+    def _names(self, ranks: list[int]) -> tuple[int, ...]:
+        """Their numbers in the world."""
+        return tuple(self._global_ranks[rank] for rank in ranks)
+
+    def _check(self, late: Callable[[], list[int]], operation: str, *, waited: float) -> list[int]:
+        """The ranks that are missing. Raises CommunicationError as `wait` does."""
         ended = self._ended()
         missing = late()  # after `ended`: what a rank wrote before it ended is seen
         dead = [rank for rank in missing if rank in ended]
@@ -106,6 +126,7 @@ class Host:
                 f"{operation} over {self.label}: {me} waited {waited:.0f} s for {names}, which runs and did not take part; "
                 "it is stuck or issues other collectives"
             )
+        return missing
 
     def _ended(self) -> set[int]:
         poll = select.poll()

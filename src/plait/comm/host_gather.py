@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.units import AllGather
+from plait.comm.board import described
 from plait.comm.host import Host
 from plait.comm.host_slots import HostSlots
 from plait.comm.record import record
@@ -67,20 +68,20 @@ class SharedAllGather(HostSlots, AllGather):
             staged.view(self._host.ranks, -1)[self._host.rank].copy_(input_tensor.reshape(-1))
         if slot is None:
             dist.all_gather_single(output_tensor, input_tensor, group=group)
-        self._meet(count)
+        self._meet(count, described(output_tensor.shape, output_tensor.dtype))
         if staged is not None:
             output_tensor.view(-1).copy_(staged)
         if slot is not None:
             record("all_gather", full_bytes=count, dtype=output_tensor.dtype, ranks=self._host.ranks)
 
-    def _meet(self, count: int) -> None:
+    def _meet(self, count: int, shape: str) -> None:
         """Wait for every rank's shard, and agree on the next slot."""
         memory, host, parity = self._memory, self._host, self._round % 2
         assert memory is not None
         # Two words in turn: a rank can be one call ahead, never two. The slot of this call is in use until its output is freed.
         memory.write(2 + parity, count)
         memory.write(parity, (self._round + 1) << SLOTS | self._free)
-        host.wait(partial(self._late, parity), operation="all-gather")
+        host.wait(partial(self._late, parity), operation="all-gather", sequence=self._round + 1, shape=shape)
         self._same_everywhere(2 + parity, count, operation="all-gather", does="gathers")
         free = _ALL_FREE
         for rank in range(host.ranks):

@@ -57,4 +57,4 @@ class HostParameters:
 
     def _wait(self, word: int, operation: str) -> None:
         with self._waits.during(f"all_gather {self._host.label}"):
-            self._host.wait(partial(self._memory.behind, word, self._round), operation=operation)
+            self._host.wait(partial(self._memory.behind, word, self._round), operation=operation, sequence=self._round)

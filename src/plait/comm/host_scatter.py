@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.units import ReduceScatter
+from plait.comm.board import described
 from plait.comm.host import Host
 from plait.comm.host_slots import HostSlots
 from plait.comm.record import record
@@ -85,7 +86,7 @@ class SharedReduceScatter(HostSlots, ReduceScatter):
         if slot is None and (slot := self._free_slot()) is not None:
             staged = self._lease(slot, stacked.numel(), stacked.dtype)
             staged.copy_(stacked.reshape(-1))
-        chosen = self._meet(count, _NO_SLOT if slot is None else slot)
+        chosen = self._meet(count, described(stacked.shape, stacked.dtype), _NO_SLOT if slot is None else slot)
         if _NO_SLOT in chosen:
             reduce_scatter(output, stacked, group)
         else:
@@ -98,7 +99,7 @@ class SharedReduceScatter(HostSlots, ReduceScatter):
             record("reduce_scatter", full_bytes=count, dtype=output.dtype, ranks=host.ranks)
         memory.write(_READ, self._round)
 
-    def _meet(self, count: int, slot: int) -> list[int]:
+    def _meet(self, count: int, shape: str, slot: int) -> list[int]:
         """Wait until every rank has its input in place; the slots they chose."""
         memory, host, parity = self._memory, self._host, self._round % 2
         assert memory is not None
@@ -108,7 +109,7 @@ class SharedReduceScatter(HostSlots, ReduceScatter):
         # Two words in turn: a rank can be one call ahead, never two.
         memory.write(2 + parity, count)
         memory.write(parity, self._round << 8 | slot)
-        host.wait(partial(self._late, parity), operation="reduce-scatter")
+        host.wait(partial(self._late, parity), operation="reduce-scatter", sequence=self._round, shape=shape)
         self._same_everywhere(2 + parity, count, operation="reduce-scatter", does="reduces")
         return [memory.read(rank, parity) & 255 for rank in range(host.ranks)]
 
@@ -125,7 +126,8 @@ class SharedReduceScatter(HostSlots, ReduceScatter):
         slot = min(free, key=lambda slot: self._used[slot])
         memory = self._memory
         assert memory is not None
-        self._host.wait(partial(memory.behind, _READ, self._used[slot]), operation="reduce-scatter")
+        late = partial(memory.behind, _READ, self._used[slot])
+        self._host.wait(late, operation="reduce-scatter", sequence=self._used[slot])
         return slot
 
     def _lease(self, slot: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

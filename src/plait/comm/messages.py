@@ -12,6 +12,7 @@ more than two ranks each direction has three groups (`lane`), and in none of the
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster.mesh import LANES
+from plait.comm.board import Wait, described
 from plait.comm.failures import naming
 from plait.comm.waits import Waits
+from plait.comm.watch import WATCH
 from plait.errors import CommunicationError
 
 
@@ -33,12 +36,19 @@ class Arriving:
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
     waits: Waits
+    source: int
+    """The rank, of all, that sends them."""
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The tensors, delivered."""
         with self.waits.during("message pp"), naming("message between pipeline stages"):
-            for work in self.works:
-                work.wait()
+            for work, tensor in zip(self.works, self.tensors, strict=True):
+                if not work.is_completed():
+                    shape = described(tensor.shape, tensor.dtype)
+                    with WATCH.waiting(Wait("message", "pp", time.monotonic(), shape=shape, missing=(self.source,))):
+                        work.wait()
+                else:
+                    work.wait()
         return self.tensors
 
 
@@ -76,7 +86,8 @@ class Messenger:
     def receive(self, like: Sequence[tuple[torch.Size, torch.dtype]], *, source: int) -> Arriving:
         """Begin to receive tensors of the given shapes and dtypes."""
         buffers = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in like)
-        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers), self.waits)
+        group = self._towards(source, self.rank)
+        return Arriving(buffers, tuple(self._irecv(buffer, source) for buffer in buffers), self.waits, dist.get_global_rank(group, source))
 
     def send_object(self, value: object, *, to: int) -> None:
         """Send what can be pickled. Both sides are this program."""

@@ -18,7 +18,9 @@ from plait.checkpoint.load import Verify
 from plait.checkpoint.places import Place, place_of
 from plait.checkpoint.writer import Writer
 from plait.cluster import accelerator
+from plait.comm import board
 from plait.comm.pending import Pending
+from plait.comm.watch import WATCH
 from plait.engine.facts import EngineFacts
 from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
@@ -29,6 +31,7 @@ from plait.losses.weight_check import WeightCheck
 from plait.sharded.guard import checked_loss
 from plait.sharded.misuse import refuse_own_batches
 from plait.sharded.model import ShardedModel
+from plait.sharded.replicas import compare_replicas
 from plait.sharded.step import Outcome, Stepper
 
 
@@ -83,6 +86,7 @@ class Engine(EngineFacts):
         """How data-parallel ranks exchange gradients and parameters, and why so; with what the first steps decided."""
         self._decided = ""
         self._writer = Writer(sharded.mesh)
+        WATCH.progress(1, board.BETWEEN)
 
     # ---- full steps -------------------------------------------------------------------------------------------------------------
 
@@ -90,8 +94,9 @@ class Engine(EngineFacts):
         """One optimizer step over this data-parallel rank's share of the batch: micro_batch_size x accumulation samples (see
         `parallel.micro_batches.micro_batches`).
 
-        The loss of every target counts the same, whichever rank and micro-batch it is in. Raises InputError for a wrong amount of data and
-        PlaitError where the engine has no loss.
+        The loss of every target counts the same, whichever rank and micro-batch it is in. Raises InputError for a wrong amount of data,
+        PlaitError where the engine has no loss, and NumbersError on all ranks, before anything is updated, where loss or gradients are not
+        finite and `faults.non_finite` does not skip such steps.
         """
         loss_fn = self._loss()
         self._recover()
@@ -116,9 +121,10 @@ class Engine(EngineFacts):
             return total * factor().to(total.dtype)
 
         self.sharded.train_microbatches(pieces, scaled, loss_fn=loss_fn)
-        everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; overlaps with the update
+        own = totals.clone()
+        everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; overlaps with the norm
         scale, rate = self.sharded.loss_scale, self.get_lr()[0]
-        outcome = self._update()
+        outcome = self._update(loss=lambda: everywhere.value()[0], own_loss=lambda: float(own[0]))
         targets = weight.value()
         total, returned = everywhere.value()
         self._weight_check(loss_fn, divided_by=targets, returned=returned, step=self.global_steps)
@@ -197,13 +203,17 @@ class Engine(EngineFacts):
     def _restart_step(self) -> None:
         self._micro_step, self._boundary, self._weights = self._step_began, None, []
 
-    def _update(self, *, divisor: float = 1.0) -> Outcome:
-        outcome, end, self._decided = self.sharded.update(self.stepper, divisor=divisor)
+    def _update(self, *, divisor: float = 1.0, **losses: Callable[[], Any]) -> Outcome:
+        outcome, end, self._decided = self.sharded.update(self.stepper, divisor=divisor, step=self.global_steps + 1, **losses)
         self._outcome = outcome
         self.exposed_communication_seconds = dict(end.waited_seconds) if self.device.type == "cpu" else {}
         if self._decided:
             self.communication = f"{self.communication}. {self._decided}"
         self.global_steps += 1
+        every = self.config.faults.compare_replicas_every
+        if every and self.global_steps % every == 0:
+            compare_replicas(self.model, self.optimizer, self.sharded.mesh, step=self.global_steps)
+        WATCH.progress(self.global_steps + 1, board.BETWEEN)
         self.skipped_steps += outcome.skipped
         return outcome
 
@@ -311,9 +321,10 @@ class Engine(EngineFacts):
         Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError; for a copy that could not
         be written the next step or save does, or `close`. What was saved before stays."""
         self._recover()
-        taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {})
-        self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
-        written = self._writer.wait() if wait else None
+        with WATCH.during(board.CHECKPOINT):
+            taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {})
+            self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
+            written = self._writer.wait() if wait else None
         return written or taken.folder / taken.tag
 
     def checkpoint_written(self, *, wait: bool = False) -> Place | None:
@@ -329,8 +340,11 @@ class Engine(EngineFacts):
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         self._recover()
-        self._writer.wait()
-        return load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note)
+        with WATCH.during(board.CHECKPOINT):
+            self._writer.wait()
+            found = load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note)
+        WATCH.progress(self.global_steps + 1, board.BETWEEN)
+        return found
 
     def close(self) -> None:
         """Let go of the model, and end the process group, if `initialize` made it. A replicated model may be given to Plait again.

@@ -7,10 +7,13 @@ afterwards, what a pipeline stage has. Costs one all-gather of a digest; the fac
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +31,18 @@ Fact = tuple[str, str]
 _DIGEST_BYTES = 16
 _OWN = ("sources", "model", "data", "run", "path", "links", "kept_links")
 """Fields of a configuration that may differ from rank to rank: folders and files, and what a caller who brings the model does not use."""
+_LOOKED_AT = 2**20
+"""Bytes at the beginning and at the end of a file."""
 _SHOWN = 3
 """Different kinds of ranks that a message names."""
 
 
-def refuse_different_ranks(model: nn.Module, resolved: Resolved, mesh: Mesh) -> int:
-    """Raise InputError, on all ranks, where `model` (not split yet) or `resolved` differ, with the first difference. Returns the seed of
-    rank 0's generator. Collective over all ranks; on a fake group, whose other ranks do not exist, nothing is asked."""
-    return _compare([*_versions(model), *_settings("", resolved.model_dump()), *_model(model)], mesh, alike_over_stages=True)
+def refuse_different_ranks(model: nn.Module, resolved: Resolved, mesh: Mesh, *, weights: str | Path | None = None) -> int:
+    """Raise InputError, on all ranks, where `model` (not split yet), `resolved`, the code or the files in the folder `weights` differ, with
+    the first difference. Returns the seed of rank 0's generator. Collective over all ranks; on a fake group, whose other ranks do not
+    exist, nothing is asked."""
+    facts = [*_versions(model), *_code(), *_settings("", resolved.model_dump()), *_model(model), *_files(weights)]
+    return _compare(facts, mesh, alike_over_stages=True)
 
 
 def refuse_different_optimizers(optimizer: torch.optim.Optimizer, scheduler: Any, mesh: Mesh) -> None:
@@ -60,6 +67,32 @@ def _versions(model: nn.Module) -> Iterator[Fact]:
     used = any(type(module).__module__.partition(".")[0] == "transformers" for module in model.modules())
     if used and "transformers" in sys.modules:
         yield "transformers", str(sys.modules["transformers"].__version__)
+
+
+@cache
+def _code() -> tuple[Fact, ...]:
+    """Of Plait, and of the script: machines may hold different copies of one version."""
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    script = Path(str(getattr(sys.modules.get("__main__"), "__file__", None)))
+    facts = [("Plait's source files", digest.hexdigest())]
+    if script.is_file():
+        facts.append((f"the script {script.name}", blake2b(script.read_bytes(), digest_size=_DIGEST_BYTES).hexdigest()))
+    return tuple(facts)
+
+
+def _files(folder: str | Path | None) -> Iterator[Fact]:
+    """Size, beginning and end of each file of weights: another model's, or another step's, differ in their first or last values."""
+    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+        with open(path, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest = blake2b(size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
+            for at in (0, max(0, size - _LOOKED_AT)):
+                stream.seek(at)
+                digest.update(stream.read(_LOOKED_AT))
+        yield f"the file of weights {path.name}", digest.hexdigest()
 
 
 def _settings(path: str, value: Any) -> Iterator[Fact]:

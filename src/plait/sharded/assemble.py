@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.cluster.topology import place
+from plait.comm.watch import WATCH
 from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.config.schema.config import Config
 from plait.dryrun.rank_activations import solved_recompute
@@ -115,8 +117,16 @@ def split(
     _warn_of_little(checked.parts.noted(TensorPlan), model)
     check_placement(resolved)
     on_host = resolved.optimizer_offload.device == "cpu"
-    mesh = build_mesh(resolved.layout, host_tensors=on_host, library=resolved.library, groups=checked.groups)
-    seed = refuse_different_ranks(model, resolved, mesh)
+    mesh = build_mesh(
+        resolved.layout,
+        timeout=timedelta(seconds=resolved.faults.timeout_seconds),
+        host_tensors=on_host,
+        library=resolved.library,
+        groups=checked.groups,
+        on_default_group=WATCH.arm,
+    )
+    WATCH.name_axes(mesh)
+    seed = refuse_different_ranks(model, resolved, mesh, weights=None if callable(weights) else weights)
     if not on_meta:
         model.to(mesh.device)
         materialise.broadcast(model)

@@ -19,6 +19,7 @@ from plait.optim.optimizer import refuse_nothing_to_train
 from plait.parallel.order import check_all, groups_of
 from plait.parallel.technique import Parts
 from plait.sharded.misuse import refuse_unfit_layers
+from plait.sharded.replicas import refuse_without_replicas
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class CheckedModel:
 def checked_model(model: nn.Module, resolved: Resolved) -> CheckedModel:
     """Raise ConfigError or ModelError for what cannot be. Changes nothing."""
     refuse_nothing_to_train(model)
+    refuse_without_replicas(resolved)
     blocks = find_blocks(model, resolved.blocks or None)
     refuse_unfit_layers(model, resolved)
     context = resolved.context(device_type=accelerator.available_type(), model=model, blocks=blocks)

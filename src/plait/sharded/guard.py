@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from plait._torch.units import drop_gradients, has_unreduced
+from plait.comm.board import BACKWARD
+from plait.comm.watch import WATCH
 from plait.errors import InputError
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
@@ -57,6 +59,7 @@ class Guard(StepHook):
     def backward(self) -> Iterator[None]:
         """Around every backward of the handle's own."""
         self.backwards += 1
+        WATCH.phase(BACKWARD)
         with self.running("step"), self._parts.hooks.backward():
             yield
 

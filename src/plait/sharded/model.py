@@ -7,8 +7,8 @@ steps one brings it (`stepper`, `update`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait.cluster.mesh import Mesh
+from plait.comm import board
+from plait.comm.desync import ComparedCollectives
 from plait.comm.waits import Waits
+from plait.comm.watch import WATCH
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved
+from plait.errors import NumbersError
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_norm import global_norm
@@ -32,6 +36,7 @@ from plait.parallel.precision.loss_scale import LossScaler
 from plait.parallel.technique import Parts
 from plait.parallel.tensor.styles import Region
 from plait.sharded.cache import new_cache
+from plait.sharded.finite import not_finite
 from plait.sharded.guard import Guard
 from plait.sharded.misuse import refuse_cache
 from plait.sharded.step import Outcome, Stepper
@@ -54,6 +59,9 @@ class ShardedModel:
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
         self.is_evaluating = False
+        self._compared = ExitStack()
+        if config.faults.check_collectives and mesh.layout.world_size > 1:
+            self._compared.enter_context(ComparedCollectives())
         free_after_evaluation(parts.model, unless=lambda: self.is_evaluating)
         # A plain attribute of the user's model, outside nn.Module's registries: no wrapper, no global table, names stay as they are.
         object.__setattr__(parts.model, _ATTRIBUTE, self)
@@ -100,6 +108,7 @@ class ShardedModel:
 
     def before_microbatch(self, *, last: bool) -> None:
         """Before the forward of a micro-batch. `last`: of its step."""
+        WATCH.phase(board.FORWARD)
         for tell in self.hooks.before_microbatch:
             tell(last)
 
@@ -144,19 +153,52 @@ class ShardedModel:
             clipping=self.config.gradient_clipping,
             counted_by_others=self.counted_by_others,
             scaler=self.scaler,
-            check_overflow=self.config.precision.check_overflow,
+            non_finite=self.non_finite,
+            asks=self.asks_before_update,
             tier=self.tier,
             before_update=self.hooks.before_update,
             in_backward=in_backward,
             **schedule,
         )
 
-    def update(self, stepper: Stepper, *, divisor: float = 1.0) -> tuple[Outcome, StepEnd, str]:
-        """End a step: reduce, update, tell the hooks. Returns also a description of what they decided. Collective."""
+    @property
+    def non_finite(self) -> Literal["raise", "skip"]:
+        """What becomes of a step whose loss or gradients are not finite."""
+        wanted = self.config.faults.non_finite
+        return wanted if wanted != "auto" else "skip" if self.config.precision.check_overflow else "raise"
+
+    @property
+    def asks_before_update(self) -> bool:
+        """Whether a step is known to be finite before its update. Where nothing asks for it, a GPU is not waited for."""
+        asked = self.scaler is not None or self.config.precision.check_overflow or self.config.faults.non_finite != "auto"
+        return asked or self.device.type == "cpu"
+
+    def error_of_numbers(self, step: int, own_loss: Callable[[], float] | None = None) -> Callable[[float], NumbersError]:
+        """Makes the error of a step that is not finite from the norm of its gradients. Collective."""
+
+        def error(norm: float) -> NumbersError:
+            own = own_loss() if own_loss is not None else None
+            return not_finite(self.model, step=step, norm=norm, loss=own, device=self.device)
+
+        return error
+
+    def update(
+        self,
+        stepper: Stepper,
+        *,
+        divisor: float = 1.0,
+        loss: Callable[[], torch.Tensor] | None = None,
+        own_loss: Callable[[], float] | None = None,
+        step: int = 0,
+    ) -> tuple[Outcome, StepEnd, str]:
+        """End a step: reduce, update, tell the hooks. Returns also a description of what they decided. `loss`, `own_loss`: the step's over
+        all ranks, and what this rank has of it; `step`: its number, for the error. Collective. Raises NumbersError on all ranks, before
+        anything has changed, where the step is not finite and none is skipped."""
         self.guard.check_update(stepper.optimizer)
+        WATCH.phase(board.UPDATE)
         self.finish_reduction()
         scale = self.loss_scale
-        outcome = stepper(divisor=divisor)
+        outcome = stepper(divisor=divisor, loss=loss, error=self.error_of_numbers(step, own_loss))
         end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale, waited_seconds=self.waits.take())
         return outcome, end, ". ".join([said for after in self.hooks.after_step if (said := after(end))])
 
@@ -195,7 +237,7 @@ class ShardedModel:
         training, self.is_evaluating = self.model.training, True
         self.model.eval()
         try:
-            with self.guard.running("forward"):
+            with self.guard.running("forward"), WATCH.during(board.EVALUATION):
                 yield
         finally:
             self.is_evaluating = False
@@ -235,6 +277,7 @@ class ShardedModel:
         """Let go of the model, if it is still this handle's: a replicated one is as it was, but for its weights."""
         if owner_of(self.model) is not self:
             return
+        self._compared.close()
         for end in self.hooks.release:
             end()
         if not self.is_cut:

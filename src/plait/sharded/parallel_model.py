@@ -63,6 +63,8 @@ class ParallelModel(ShardedModel):
         """`before`: the parameters that the model had before it was sharded."""
         self.why_called = why_called(config)
         self._watch = StepWatch(parts.model, before, parts.hooks.of(Reducer), why_called=self.why_called)
+        self.steps = 0
+        """Taken with `step`, of this process."""
         self._steppers: WeakKeyDictionary[torch.optim.Optimizer, Stepper] = WeakKeyDictionary()
         parts = parts.with_(hooks=Hooks((*parts.hooks.all, self._watch)))
         super().__init__(parts, mesh, config, forward=forward, handle="sharded")
@@ -154,7 +156,8 @@ class ParallelModel(ShardedModel):
 
     def step(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Unscale, find the global norm, clip by `gradient_clipping` of the configuration, update unless gradients overflowed, and drop the
-        gradients of the optimizer's parameters. `optimizer` was built over `model.parameters()` after `parallelize`. Collective."""
+        gradients of the optimizer's parameters. `optimizer` was built over `model.parameters()` after `parallelize`. Collective. Raises
+        NumbersError on all ranks, before anything has changed, where gradients are not finite and `faults.non_finite` does not skip."""
         self.guard.recover()
         stepper = self._steppers.get(optimizer)
         if stepper is None:
@@ -172,10 +175,11 @@ class ParallelModel(ShardedModel):
                 stepper.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._watch.inside = True
         try:
+            self.steps += 1
             if self.why_called is None:
-                return stepper()
+                return stepper(error=self.error_of_numbers(self.steps))
             with self.guard.running("step"):
-                return self.update(stepper)[0]
+                return self.update(stepper, step=self.steps)[0]
         finally:
             self._watch.inside = False
 
@@ -203,6 +207,10 @@ def parallelize(
         rule = "only plait.causal_lm_loss is computed in chunks, and no loss is given"
         remedy = "use 0, and call plait.chunked_causal_lm_loss in your own training loop"
         raise ConfigError(Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, remedy))
+    every = resolved.faults.compare_replicas_every
+    if every:
+        rule = "plait.parallelize makes no optimizer, whose states are compared too"
+        raise ConfigError(Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0"))
     if resolved.data_parallel.update_in_backward:
         raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
     before = list(model.parameters())

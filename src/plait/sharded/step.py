@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,7 +45,10 @@ class Stepper:
     clipping: float
     """Largest global norm; 0 leaves gradients as they are."""
     scaler: LossScaler | None
-    check_overflow: bool
+    non_finite: Literal["raise", "skip"]
+    """What becomes of a step whose gradients or loss are not finite. A loss scaler skips it in any case."""
+    asks: bool
+    """Whether that is asked before the update. On a GPU the program waits for the device then, once a step."""
     scheduler: Scheduler | None = None
     tier: DiskTier | None = None
     """Where gradients and optimizer states are, if not in memory."""
@@ -65,8 +68,16 @@ class Stepper:
         """What losses are multiplied by before backward."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def __call__(self, *, divisor: float = 1.0) -> Outcome:
-        """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards."""
+    def __call__(
+        self,
+        *,
+        divisor: float = 1.0,
+        loss: Callable[[], torch.Tensor] | None = None,
+        error: Callable[[float], Exception] | None = None,
+    ) -> Outcome:
+        """One update. Gradients hold loss_scale x divisor times the true ones, and are None afterwards. `loss`: that of the step over all
+        ranks, where it is known; asked for after the norm. `error(norm)` makes what is raised for a step that is not finite, before
+        anything has changed; without it, or where such steps are skipped, the outcome says so."""
         if self.in_backward is not None:
             return self._after_backward(self.in_backward, divisor)
         inverse = 1.0 / (self.loss_scale * divisor)
@@ -74,7 +85,9 @@ class Stepper:
         grads = [p.grad for p in held]
         counted = [p.grad for p in held if p not in self.counted_by_others]
         norm = global_norm(counted, self.mesh, tier=self.tier) * inverse
-        skipped = (self.check_overflow or self.scaler is not None) and not math.isfinite(norm.item())
+        skipped = self.asks and not math.isfinite((norm if loss is None else norm + 0 * loss()).item())  # one wait for a device
+        if skipped and self.scaler is None and self.non_finite == "raise" and error is not None:
+            raise error(norm.item())
         if not skipped:
             self._rescale(grads, norm, inverse)
             for hook in self.before_update:

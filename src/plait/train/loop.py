@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from plait.checkpoint.folder import remove_old
 from plait.checkpoint.places import Place
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
-from plait.errors import PlaitError
+from plait.errors import NumbersError
 from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.clock import StepClock
 from plait.train.memory import peak_memory_bytes
@@ -77,13 +77,15 @@ class TrainingContext:
     started: RunStarted
     stop: StopRequest
     emit: Listener
+    left_out: Collection[int] = ()
+    """Batches that are not trained on, by the sequences consumed before them."""
 
 
 def train(context: TrainingContext, start: Position) -> int:
     """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint either way.
 
-    Returns 0 when all steps are done, else the signal that asked to stop, the same on every rank. Raises PlaitError when the loss is not
-    finite: the parameters are lost then, and the last checkpoint is kept as it is.
+    Returns 0 when all steps are done, else the signal that asked to stop, the same on every rank. Raises NumbersError when the loss is not
+    finite, where such steps are not skipped; the last checkpoint is kept as it is.
     """
     section, began, clock = context.section, time.perf_counter(), StepClock(context.engine.device)
     position, stopped_by = start, 0
@@ -95,7 +97,13 @@ def train(context: TrainingContext, start: Position) -> int:
     context.emit(context.started)
     saving = _Saving(context)
     while position.step < section.steps and not stopped_by:
-        result = context.engine.train_batch(context.loader.at(position.samples))
+        while position.samples in context.left_out:
+            position = Position(position.step, position.samples + context.loader.batch)
+        try:
+            result = context.engine.train_batch(context.loader.at(position.samples))
+        except NumbersError as error:
+            error.samples = position.samples
+            raise
         position = Position(position.step + 1, position.samples + context.loader.batch)
         unread.append(_Taken(position.step, result, context.stop.shared(device=context.engine.device), clock.mark()))
         validates = _due(position.step, section.validate_every)
@@ -162,9 +170,9 @@ def _step_done(taken: _Taken, context: TrainingContext, *, seconds: float) -> St
         memory_bytes=peak_memory_bytes(context.engine.device),
         exposed_communication_seconds=dict(result.exposed_communication_seconds),
     )
-    # A loss scaler skips steps that overflow and goes on; without a skip the parameters have taken the step and hold NaN now.
+    # Other steps are skipped, or end in an error before the update; updates in the backward have come before that.
     if not event.skipped and not (math.isfinite(event.loss) and math.isfinite(event.grad_norm)):
-        raise PlaitError(
+        raise NumbersError(
             f"step {event.step}: loss = {event.loss}, gradient norm = {event.grad_norm}: the run has diverged and was stopped without a "
             "checkpoint; lower the learning rate or set gradient_clipping, and run the command again to go on from the last one in "
             f"{context.checkpoints}"

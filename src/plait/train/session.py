@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.checkpoint.agreement import together
+from plait.checkpoint.folder import find
 from plait.checkpoint.places import Place, place_of
 from plait.cluster import accelerator
 from plait.comm import links
@@ -30,7 +31,7 @@ from plait.data.prepare import Prepared, prepare
 from plait.engine import generators
 from plait.engine.build import Given, begin
 from plait.engine.engine import Engine
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, NumbersError, Problem
 from plait.events import Event, Listener, RunStarted
 from plait.files import require_folder, user_path
 from plait.losses.loss import causal_lm_loss
@@ -232,7 +233,22 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
             for listener in listeners:
                 listener(event)
 
-        return train(_job(checked, engine, stop, emit, notes, position), position)
+        left_out: set[int] = set()
+        for left in range(section.roll_backs, -1, -1):
+            try:
+                return train(_job(checked, engine, stop, emit, notes, position, left_out), position)
+            except NumbersError as error:
+                engine.checkpoint_written(wait=True)  # so that all ranks find the same
+                if not left or find(checked.folder.checkpoints) is None:
+                    raise
+                notes = [str(error)]
+                loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
+                assert loaded is not None  # every rank has found it
+                position = Position(loaded[1]["step"], loaded[1]["samples"])
+                if error.of_batch and error.samples is not None:
+                    left_out.add(error.samples)
+                notes.append(f"went back to step {position.step}; {left - 1} more times before the run ends")
+        raise AssertionError("the last time raises")
     finally:
         with held:
             engine.close()
@@ -261,7 +277,13 @@ def _same_everywhere(checked: ValidatedRun) -> None:
 
 
 def _job(
-    checked: ValidatedRun, engine: Engine, stop: StopRequest, emit: Listener, notes: Sequence[str], start: Position
+    checked: ValidatedRun,
+    engine: Engine,
+    stop: StopRequest,
+    emit: Listener,
+    notes: Sequence[str],
+    start: Position,
+    left_out: Collection[int],
 ) -> TrainingContext:
     resolved, section, data = checked.resolved, checked.section, checked.data
 
@@ -299,4 +321,5 @@ def _job(
         ),
         stop=stop,
         emit=emit,
+        left_out=left_out,
     )

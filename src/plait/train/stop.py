@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request that the loop reads between steps, agreed on by all ranks.
+"""Ctrl-C, SIGTERM and SIGUSR1 as a request that the loop reads between steps, agreed on by all ranks.
 
 A signal reaches ranks at different moments, or only one of them. A rank that stopped alone would leave the others waiting in a collective
 for ever, so all stop after the first step in which any of them was asked to.
@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from plait.cluster import accelerator
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Schedulers send SIGUSR1 before a limit of time."""
 
 
 class StopRequest:
-    """Listens for SIGINT and SIGTERM while it is entered as a context. The first one asks, a second SIGINT interrupts at once."""
+    """Listens for SIGINT, SIGTERM and SIGUSR1 while it is entered as a context. The first one asks, a second SIGINT interrupts at once."""
 
     def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
         self.number = 0

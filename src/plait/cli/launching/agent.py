@@ -25,16 +25,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
-from plait.cli.launching import lifeline, rendezvous
+from plait.cli.launching import lifeline, rendezvous, watch
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
 from plait.cli.launching.lifeline import SIGNALS, on_signals
 from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
+from plait.cli.launching.watch import RankWatch
 from plait.cluster.topology import thread_count
-from plait.errors import PlaitError
+from plait.errors import CommunicationError, ConfigError, NumbersError, ParityError, PlaitError
 
 WORKER = Path(__file__).with_name("worker.py")
-STOP_SECONDS = 30
-"""What ranks get to end in when others failed."""
+AS_BEFORE = (ConfigError.exit_code, ParityError.exit_code, NumbersError.exit_code)
+"""Exit codes of failures that would come again: a wrong file, and numbers that follow from the same data and weights. No restart."""
+STOP_SECONDS = 6
+"""What ranks get to end in when others failed: they cannot go on together, and what they write is at most a checkpoint begun before."""
+ENDING_SECONDS = 5
+"""What a rank that has failed gets to end in by itself; meanwhile others may wait for it."""
 ENDS_WELL = {signal.SIGINT: (0, 128 + signal.SIGINT, -signal.SIGINT), signal.SIGTERM: (0, 128 + signal.SIGTERM, -signal.SIGTERM)}
 """Exit codes of a rank that are no failure after the launcher sent it the signal."""
 
@@ -57,16 +62,18 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
     with (
         tempfile.TemporaryDirectory(prefix="plait-launch-") as folder,
         _quiet_torchrun(),
-        _environment({**_additions(settings), **(environment or {})}),
+        _environment({**_additions(settings), **watch.environment(Path(folder)), **(environment or {})}),
         # Until torch's agent has started ranks and handles signals, nothing needs an orderly end, and waiting for the other machines
         # happens in C++, where a handler in Python would not run.
         on_signals(signal.SIG_DFL),
         Reporter(socket.gethostname()) as reporter,
     ):
         agent = None
+        ranks = RankWatch(Path(folder), kept=settings.stack_folder or settings.log_folder, tell=reporter.tell_hang)
         try:
             handler = rendezvous.make(settings)
-            agent = Agent(_spec(command, settings, handler), _Logs(folder, reporter, settings.log_folder), reporter, settings.grace_seconds)
+            logs = _Logs(folder, reporter, settings.log_folder)
+            agent = Agent(_spec(command, settings, handler), logs, reporter, ranks, settings.grace_seconds)
             if follow_stdin:
                 lifeline.follow(agent)
             result = agent.run()
@@ -84,24 +91,48 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
 class Agent(LocalElasticAgent):
     """torchrun's agent for the ranks of this machine."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reporter: Reporter, grace_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reporter: Reporter, watch: RankWatch, grace_seconds: float) -> None:
         super().__init__(spec, logs_specs=logs)
         self.grace_seconds = grace_seconds
         self.exit_code = 1
-        self._reporter = reporter
+        self._reporter, self._watch = reporter, watch
         self._failed_attempts = 0
         self._ended: dict[int, int] = {}
         self._interrupted = False
         self._overdue = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = {worker.global_rank for worker in worker_group.workers if not _running(worker.id)}  # before torch ends the others
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and result.failures:
             self._failed_attempts += 1
             exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            if set(exit_codes.values()) & set(AS_BEFORE):
+                self._remaining_restarts = 0
+                self._failed_attempts = worker_group.spec.max_restarts + 1
             restarting = self._failed_attempts <= worker_group.spec.max_restarts
-            self.exit_code = process_exit_code(self._reporter.failed(exit_codes, time.time_ns(), restarting=restarting))
+            early = ended - exit_codes.keys()
+            cause = self._reporter.failed(exit_codes, time.time_ns(), ended=early, restarting=restarting)
+            self.exit_code = process_exit_code(cause)
+            if early and cause.record is not None and cause.record.lost_peer:
+                self.exit_code = CommunicationError.exit_code
+        if result.state == WorkerState.HEALTHY and self._stuck(worker_group):
+            self._failed_attempts += 1
+            if self._failed_attempts <= worker_group.spec.max_restarts:
+                self._reporter.tell_restart()
+            return RunResult(state=WorkerState.FAILED)
         return result
+
+    def _stuck(self, worker_group: WorkerGroup) -> bool:
+        """Whether the ranks can go on no more although none has ended: one is late for a collective, or has failed and does not end."""
+        processes = {worker.global_rank: int(worker.id) for worker in worker_group.workers}
+        if self._watch.hangs(processes):
+            self.exit_code = CommunicationError.exit_code
+            return True
+        failed = self._reporter.failed_and_running([rank for rank, pid in processes.items() if _running(pid)], ENDING_SECONDS)
+        if failed:
+            self.exit_code = process_exit_code(self._reporter.failed(failed, time.time_ns()))
+        return bool(failed)
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *args: Any, **kwargs: Any) -> None:
         """End the ranks. torch's own shutdown follows and finds none left.
@@ -124,6 +155,7 @@ class Agent(LocalElasticAgent):
             if running and self._interrupted and seconds:
                 _say(f"{sent.name}: the ranks have up to {seconds:.0f} s to end; Ctrl-C or another signal stops them at once")
             _kill(running, sent)
+            _kill(running, signal.SIGCONT)  # one that is stopped takes no other signal
             deadline = time.monotonic() + seconds
             while running:
                 for pid in [pid for pid in running if not _running(pid)]:
@@ -198,6 +230,8 @@ def _additions(settings: Settings) -> dict[str, str]:
     additions = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(handled)}
     if "OMP_NUM_THREADS" not in os.environ:
         additions["OMP_NUM_THREADS"] = str(thread_count(settings.processes))
+    if "TORCH_FR_BUFFER_SIZE" not in os.environ:  # torch's record of collectives, which `comm.watch` reads again and again
+        additions["TORCH_FR_BUFFER_SIZE"] = "64"
     if not settings.single_node and (settings.max_restarts or settings.min_nodes != settings.max_nodes):
         # The agent's own store still holds the dead ranks' addresses after a restart, and new ranks connect to them (torch 2.13).
         additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

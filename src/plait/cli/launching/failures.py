@@ -12,7 +12,8 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,9 +21,11 @@ from typing import Self
 from plait.cluster import accelerator
 
 POLL_SECONDS = 0.1
+NOBODY = -1
+"""In place of the rank whose failure was told: the ranks hang, and none has failed."""
 
 _LOST_PEER = re.compile(
-    r"(RuntimeError|Dist\w*Error|Connection\w*Error|BrokenPipeError): .*"
+    r"CommunicationError: |(RuntimeError|Dist\w*Error|Connection\w*Error|BrokenPipeError): .*"
     r"(connection (closed|reset|refused)|broken pipe|socket|remote process|\bpeer\b|timed ?out|timeout|aborted|watchdog|"
     rf"{accelerator.LOST_PEER})",
     re.IGNORECASE | re.DOTALL,
@@ -130,17 +133,36 @@ class Reporter:
             self._files = dict(files)
             self._told = None
 
-    def failed(self, exit_codes: Mapping[int, int], noticed_ns: int, *, restarting: bool = False) -> Failure:
-        """An attempt is over: tell its cause if that was not done, and the rest in a line each. Returns the cause."""
+    def tell_hang(self, text: str) -> None:
+        """A line about ranks that hang: what fails from now on is its effect."""
+        with self._lock:
+            self._told = NOBODY
+            self._tell(text)
+
+    def tell_restart(self) -> None:
+        """The ranks start again."""
+        self._tell("plait: starting the ranks again")
+
+    def failed_and_running(self, running: Collection[int], seconds: float) -> dict[int, int]:
+        """The exit codes of the ranks that have failed so long ago, and still run: something blocks their end."""
+        with self._lock:
+            records = {rank: record for rank in running if (record := read(self._files.get(rank, os.devnull))) is not None}
+            return {rank: record.exit_code for rank, record in records.items() if time.time_ns() - record.time_ns > seconds * 1e9}
+
+    def failed(self, exit_codes: Mapping[int, int], noticed_ns: int, *, ended: Collection[int] = (), restarting: bool = False) -> Failure:
+        """An attempt is over: tell its cause if that was not done, and the rest in a line each. `ended`: ranks that had ended before with
+        exit code 0. Returns the cause."""
         with self._lock:
             failures = [Failure(rank, code, noticed_ns, read(self._files.get(rank, os.devnull))) for rank, code in exit_codes.items()]
             cause = first(failures)
             if self._told is None:
+                if ended and cause.record is not None and cause.record.lost_peer:
+                    self._tell(f"plait: {_ranks(ended)} (node {self._node}) ended with exit code 0 before the others, which wait for it")
                 self._tell_cause(cause)
             cause = next((failure for failure in failures if failure.rank == self._told), cause)
             self._tell_others(cause, sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank))
             if restarting:
-                self._tell("plait: starting the ranks again")
+                self.tell_restart()
             return cause
 
     def _watch(self) -> None:
@@ -173,12 +195,12 @@ class Reporter:
         same = [f for f in others if cause.record is not None and f.record is not None and f.record.summary == cause.record.summary]
         stopped = [failure for failure in others if failure.stopped]
         if same and not told:
-            self._tell(f"plait: {_ranks(same)} failed in the same way")
+            self._tell(f"plait: {_ranks([failure.rank for failure in same])} failed in the same way")
         for failure in others:
             if failure not in same and failure not in stopped:
                 self._tell(f"plait: {self._line(failure)}")
         if stopped and not told:
-            self._tell(f"plait: {_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
+            self._tell(f"plait: {_ranks([failure.rank for failure in stopped])} {'was' if len(stopped) == 1 else 'were'} stopped")
 
     def _line(self, failure: Failure) -> str:
         who = self._who(failure)
@@ -191,8 +213,8 @@ class Reporter:
         return f"rank {failure.rank} (node {self._node}{pid})"
 
 
-def _ranks(failures: list[Failure]) -> str:
-    return f"{'rank' if len(failures) == 1 else 'ranks'} {', '.join(str(failure.rank) for failure in failures)}"
+def _ranks(ranks: Collection[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _how(exit_code: int) -> str:

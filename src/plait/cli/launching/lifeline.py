@@ -43,7 +43,8 @@ def _follow(agent: Patient, stream: Iterable[bytes]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""That end a launch. Schedulers send SIGUSR1 before a limit of time (Slurm's --signal)."""
 
 
 @contextmanager

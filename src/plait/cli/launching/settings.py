@@ -44,6 +44,8 @@ class Settings:
     """How long to wait for the other machines."""
     log_folder: Path | None = None
     """Where files with what each rank prints are written, too."""
+    stack_folder: Path | None = None
+    """Where the stacks of ranks that hang are written; None: in `log_folder`, else in a new folder for temporary files."""
 
     @property
     def single_node(self) -> bool:

@@ -10,6 +10,7 @@ launcher prints the first failure first. The process never outlives its launcher
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -19,6 +20,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from importlib.machinery import ModuleSpec
@@ -26,6 +28,8 @@ from types import CodeType, ModuleType, TracebackType
 
 EXIT_TIMEOUT_SECONDS = 60
 """A rank that failed but cannot end (a thread or a communicator blocks its exit) is ended after this, with every thread's stack."""
+THREADS_SECONDS = 2
+"""Of them for threads that are not daemons: others wait meanwhile."""
 
 
 class UserError(Exception):
@@ -36,6 +40,7 @@ def main(arguments: list[str]) -> None:
     """Run it. Exits with the script's own exit code, 1 after an exception, or a PlaitError's code."""
     _die_with(int(arguments[0]))
     faulthandler.enable()
+    _write_stacks_when_asked()
     try:
         code, module = _load_module(arguments[2:]) if arguments[1] == "-m" else _load_script(arguments[1:])
         sys.modules["__main__"] = module
@@ -44,7 +49,21 @@ def main(arguments: list[str]) -> None:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
-        sys.exit(_fail(error))
+        _leave(_fail(error))
+
+
+def _leave(exit_code: int) -> None:
+    """End as the interpreter does, with its threads and what is registered for the end, but for taking the modules apart: that takes
+    seconds with torch, in which other ranks wait for this one."""
+    ends = time.monotonic() + THREADS_SECONDS
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join(max(0.0, ends - time.monotonic()))
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(exit_code)
 
 
 def _load_script(arguments: list[str]) -> tuple[CodeType, ModuleType]:
@@ -146,6 +165,14 @@ def _record(error: Exception, exit_code: int, text: str, told: bool) -> bool:
     except OSError:
         return False
     return True
+
+
+def _write_stacks_when_asked() -> None:
+    """The launcher's signal writes the stacks of all threads, from C: also while a call holds the interpreter's lock."""
+    folder, number = os.environ.get("PLAIT_WATCH_FOLDER"), os.environ.get("PLAIT_STACK_SIGNAL", "")
+    if folder and number.isdigit() and os.path.isdir(folder):
+        file = os.open(os.path.join(folder, f"{os.getpid()}.stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(int(number), file=file, all_threads=True)
 
 
 def _die_with(launcher: int) -> None:

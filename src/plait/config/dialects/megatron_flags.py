@@ -148,9 +148,8 @@ FLAGS: dict[str, Flag] = {
     **_ignored(_ALWAYS, "no_delay_grad_reduce delay_param_gather align_grad_reduce overlap_p2p_communication", "switch"),
     **_ignored("the strategy of sharding decides", "use_megatron_fsdp use_custom_fsdp", "switch"),
     **_ignored("buckets are sized in bytes by parallel.bucket_mib", "ddp_num_buckets"),
-    **_ignored(
-        "nccl on GPUs and gloo on CPUs, or the process group that exists", "distributed_backend distributed_timeout_minutes local_rank"
-    ),
+    "distributed_timeout_minutes": _sets("faults.timeout_seconds", convert=lambda minutes: 60 * minutes),
+    **_ignored("nccl on GPUs and gloo on CPUs, or the process group that exists", "distributed_backend local_rank"),
     **_ignored(
         _MODEL,
         "encoder_num_layers decoder_num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "

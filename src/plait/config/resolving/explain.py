@@ -233,7 +233,7 @@ def _named(values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, A
     for part, tell in _TELL.items():
         if part in values:
             found |= tell(values[part])
-    for section in ("model", "data", "run"):
+    for section in ("faults", "model", "data", "run"):
         found |= _flat(values[section], section, sources)
     return found
 

@@ -23,6 +23,7 @@ from plait.config.resolving import resolved_parts, techniques
 from plait.config.resolving.batch import Batch
 from plait.config.resolving.validation import validate
 from plait.config.schema.config import Config
+from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
 from plait.errors import ConfigError, Problem, refuse
@@ -70,6 +71,8 @@ class Resolved(Policy):
     """Where the shards of parameters live."""
     library: Library = Library()
     """Settings of the GPUs' own library of collectives."""
+    faults: FaultsSection = FaultsSection()
+    """How long ranks wait, and what is checked in every step."""
     loss_chunk_tokens: int = 0
     """Tokens whose logits exist at the same time; 0 is all."""
     added: tuple[SerializeAsAny[Technique], ...] = ()
@@ -231,7 +234,9 @@ def outline(
     clipping = found.value("gradient_clipping", config.gradient_clipping, 1.0, "1.0, the default of DeepSpeed and of Transformers")
     if layout and batch and precision and compression and data_parallel and states:
         found.attempt(
-            lambda: techniques.refuse_in_backward(data_parallel, compression, layout, batch, precision, states, clipping=clipping)
+            lambda: techniques.refuse_in_backward(
+                data_parallel, compression, layout, batch, precision, states, clipping=clipping, non_finite=config.faults.non_finite
+            )
         )
     tensor = techniques.tensor_parallel(found)
     pipeline = techniques.pipeline(found, layout) if layout is not None else None
@@ -256,6 +261,7 @@ def outline(
         "tensor_parallel": tensor,
         "compile": compiled,
         "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
+        "faults": config.faults,
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
         "blocks": config.parallel.blocks,
         "gradient_clipping": clipping,

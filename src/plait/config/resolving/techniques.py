@@ -94,6 +94,10 @@ def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: 
     unused = found.value("parallel.unused_parameters", found.config.parallel.unused_parameters, True, "DeepSpeed's default")
     bucket_bytes = _bucket_bytes(found, dtypes, hidden_size or described(found.config, "hidden_size", "n_embd"))
     transport = found.config.parallel.transport
+    checked = found.config.faults.check_collectives
+    if checked and transport == "shared-memory":
+        rule = "parallel.transport is shared-memory, whose exchanges torch does not see"
+        raise ConfigError(Problem("faults.check_collectives", True, rule, 'set parallel.transport = "torch", or false'))
     if transport == "auto":
         found.sources["parallel.transport"] += _BY_GROUP
     return DataParallel(
@@ -101,7 +105,7 @@ def data_parallel(found: Findings, dtypes: Precision, scheme: Scheme, *, shard: 
         bucket_bytes=bucket_bytes or scheme.bucket_bytes(DEFAULT_BUCKET_BYTES),
         bucket_by_links=bucket_bytes is None,
         unused_parameters=unused,
-        transport="prefer-shared-memory" if transport == "auto" else transport,
+        transport="torch" if checked else "prefer-shared-memory" if transport == "auto" else transport,
         all_reduce=_all_reduce(found),
         links=found.config.parallel.links,
         measure_seconds=found.config.parallel.measure_seconds,
@@ -147,7 +151,7 @@ def compression(found: Findings, dtypes: Precision) -> Compression:
             weight_bits=_BITS.get(weights, 0),
             powersgd_rank=rank,
             error_feedback=bool(feedback) and bits > 0,
-            revocable=dtypes.check_overflow or dtypes.loss_scale is not None,
+            revocable=dtypes.check_overflow or dtypes.loss_scale is not None or found.config.faults.non_finite == "skip",
         )
 
     allowed = gradients if isinstance(gradients, list) else ["int8", "int4"] if decided else []
@@ -165,6 +169,7 @@ def refuse_in_backward(
     states: OptimizerOffload,
     *,
     clipping: float,
+    non_finite: str,
 ) -> None:
     """What an update in the backward does not go with: what needs all gradients first, and what is not proven. Raises ConfigError with
     all of it."""
@@ -179,6 +184,11 @@ def refuse_in_backward(
             precision.check_overflow and precision.loss_scale is None,
             "bf16.check_grad_overflow asks whether all gradients are finite before the first update",
             "set bf16.check_grad_overflow = false",
+        ),
+        (
+            non_finite != "auto",
+            f"faults.non_finite is {non_finite!r}, which asks whether all gradients are finite before the first update",
+            'set faults.non_finite = "auto"',
         ),
         (
             replicated,

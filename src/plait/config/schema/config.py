@@ -1,4 +1,5 @@
-"""The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run` and `parallel`.
+"""The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run`, `parallel`
+and `faults`.
 
 A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys of DeepSpeed that Plait ignores are not fields: they are
 in the table `deepspeed`. Every key has one default, DeepSpeed 0.19.8's, whatever else stands in the file; what `"Left out: ..."` derives,
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from plait.cluster.nccl import Algorithms, Protocols
+from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
@@ -20,7 +22,7 @@ from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 
-PLAIT_SECTIONS = ("model", "data", "run", "parallel")
+PLAIT_SECTIONS = ("model", "data", "run", "parallel", "faults")
 """A file without any of these is one that DeepSpeed takes too. No default depends on it."""
 
 
@@ -329,6 +331,8 @@ class Config(Policy):
     """How inputs of recomputed blocks are kept."""
     parallel: ParallelSection = ParallelSection()
     """The layout."""
+    faults: FaultsSection = FaultsSection()
+    """Hangs, and numbers that are not finite."""
     model: ModelSection | None = None
     """The model that `plait train` builds."""
     data: DataSection | None = None

@@ -114,6 +114,9 @@ class RunSection(Policy):
     """How many checkpoints stay in the folder."""
     checkpoints: Place | None = None
     """Where checkpoints are written: a folder, or a store's URL (`s3://bucket/run`). Left out: `checkpoints/` in `folder`."""
+    roll_backs: Annotated[Whole, Field(ge=0)] = 0
+    """How often a run goes back to its last checkpoint after a step that faults.non_finite has raised for, and leaves its batch out then,
+    or after replicas that differed. 0: such a step ends the run."""
     sample: SampleSection | None = None
     """A text written by the model at the end. Left out: none."""
     history: Place | None = None

@@ -153,6 +153,34 @@ class TestReporter:
             reporter.failed({0: -9}, 99)
         assert "signal 9 SIGKILL (out of memory?)" in lines[0]
 
+    def test_a_collective_that_cannot_complete_is_an_effect(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[0], summary="CommunicationError: rank 1 ended", text="rank 1 ended", told=True, exit_code=5)
+            time.sleep(0.3)
+            assert lines == []
+            assert reporter.failed({0: 5, 1: -9}, 99).rank == 1
+        assert "rank 1 (node a01) was killed by signal 9" in lines[0]
+
+    def test_a_rank_that_ended_well_before_the_others_is_their_cause(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[0], summary=LOST)
+            reporter.failed({0: 1}, 99, ended={1})
+        assert lines[0] == "plait: rank 1 (node a01) ended with exit code 0 before the others, which wait for it"
+
+    def test_a_rank_that_failed_and_does_not_end(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            _record(files[2], exit_code=4, time_ns=time.time_ns() - 3 * 10**9)
+            _record(files[3], time_ns=time.time_ns())
+            assert reporter.failed_and_running([0, 1, 2, 3], 2) == {2: 4}
+            assert reporter.failed_and_running([0, 1, 3], 2) == {}
+
+    def test_after_a_hang_other_failures_are_its_effects(self, lines: list[str], files: dict[int, Path]) -> None:
+        with self._reporter(lines, files) as reporter:
+            reporter.tell_hang("plait: rank 1 is stuck")
+            _record(files[0], summary="ValueError: late")
+            time.sleep(0.3)
+        assert lines == ["plait: rank 1 is stuck"]
+
     def test_every_attempt_is_told(self, lines: list[str], files: dict[int, Path], tmp_path: Path) -> None:
         with self._reporter(lines, files) as reporter:
             _record(files[0], text="first")
