@@ -259,7 +259,7 @@ def _overlap(gpus: int) -> list[Row]:
     rows = (("copies", "copies of activations under computation", 1, offload, ""),
             ("collectives", "collectives of ZeRO 3 under computation", gpus, zero3, _needs_two(gpus)))  # fmt: skip
     return [
-        Row(f"overlap/{kind}", title, "overlap:trace", ranks, 150, {"kind": kind, "config": config}, apart=True, without=without)
+        Row(f"overlap/{kind}", title, "overlap:trace", ranks, 300, {"kind": kind, "config": config}, apart=True, without=without)
         for kind, title, ranks, config, without in rows
     ]
 
