@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import plait
+from plait._torch.units import parameter_groups, sharded_modules, unsharded_parameter_bytes
 from plait.errors import InputError
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
@@ -123,6 +124,7 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
             count = config.get("gradient_accumulation_steps", 1)
             engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
             losses = []
+            freed = [group.post_forward_mesh_info is None for unit in sharded_modules(model) for group in parameter_groups(unit)]
             for _ in range(3):
                 losses.append(float(engine.train_batch([{"input_ids": ids, "labels": ids}] * count).loss))
                 if generates:  # ranks need not have as many prompts, and one has none
@@ -130,7 +132,11 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
                         PROMPTS[: 2 * rank] if engine.dp_size > 1 else PROMPTS, max_new_tokens=5, temperature=0.8, seed=3
                     )
                     assert len(made) == (2 * rank if engine.dp_size > 1 else 3)
-            assert model.training
+            assert model.training and not unsharded_parameter_bytes(model)
+            if generates and name == "ZeRO 3":
+                assert [
+                    group.post_forward_mesh_info is None for unit in sharded_modules(model) for group in parameter_groups(unit)
+                ] == freed
             ends.append((losses, [parameter.detach().clone() for parameter in map(local, model.parameters())]))
             engine.close()
         assert ends[0][0] == ends[1][0], name
