@@ -43,7 +43,8 @@ test: environment
 	$(RUN) tools/tests.py $(ARGS)
 
 simulated: environment
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device $(ARGS)
+	@mkdir -p $(RESULTS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/simulated_device --junitxml=$(RESULTS)/simulated.xml $(ARGS)
 
 simulated-docs: environment
 	@mkdir -p $(RESULTS)

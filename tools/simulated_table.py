@@ -1,6 +1,6 @@
 """docs/simulated_device.md: every configuration that ran on the simulated device, with its largest difference and its races.
 
-    python tools/simulated_table.py build/results/simulated.xml     take the results (junit) of `make simulated-docs`, and write the page
+    python tools/simulated_table.py build/results/simulated.xml     take results (junit) of tests/simulated_device, and write the page
 
 The numbers are the tests' own records: each test records what it compared, and the device counts the races.
 """
@@ -60,10 +60,13 @@ def page(found: list[Row]) -> str:
     lines = [
         "# On simulated GPUs",
         "",
-        "Written by `make simulated-docs` from the records of its tests; do not edit. Every row is a training run on devices of the kind",
-        "`cuda` with NCCL's streams and order of calls, simulated on the CPU (`tests/simulated_device`): copies and collectives are",
-        "deferred until somebody waits for them, memory that was not written holds NaN, and two accesses that no wait orders are counted",
-        "as a race. It shows that the program orders what GPUs do; it says nothing of their speed, nor of their kernels' rounding.",
+        "Written by `tools/simulated_table.py` from the tests' own records; do not edit. `make simulated` runs the tests and leaves the",
+        "records in `build/results/simulated.xml`; `make simulated-docs` runs more of them and writes this page.",
+        "",
+        "Every row is a training run on devices of the kind `cuda` with NCCL's streams and order of calls, simulated on the CPU",
+        "(`tests/simulated_device`): copies and collectives are deferred until somebody waits for them, memory that was not written holds",
+        "NaN, and two accesses that no wait orders are counted as a race. It shows that the program orders what GPUs do; it says nothing",
+        "of their speed, nor of their kernels' rounding.",
         "",
         f"**{len(found)} configurations ({counts} devices), {sum(row.races for row in found)} races, "
         f"{sum(row.outcome != 'passed' for row in found)} failures.** The largest difference to one process on the CPU, in float64, is",

@@ -23,10 +23,12 @@ from plait.events import Event, RunStarted, StepDone
 from plait.train.clock import StepClock
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
+from plait.verify.parity import compare, worst
 from tests.checkpoints import put
 from tests.parity import cases
 from tests.parity.digests import digest
 from tests.pool import Pool
+from tests.simulated_device.conftest import Row
 from tests.simulated_device.pool import SimulatedPool
 from tests.simulated_device.runs import config_of, resumed, steps_taken
 
@@ -208,11 +210,11 @@ def test_what_is_staged_has_arrived(simulated: SimulatedPool) -> None:
     assert simulated.run(1, staged) == [[0.0, 1.0, 2.0, 3.0]]
 
 
-def test_a_checkpoint_beside_the_training(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_a_checkpoint_beside_the_training(simulated: SimulatedPool, row: Row, tmp_path: Path) -> None:
     """It has the numbers of its step, though the next has begun; the copies to the host do not wait for each other."""
-    config = config_of(1, 0, parallel={})
-    straight, again, _ = simulated.run(1, resumed, config, str(tmp_path), torch.float32, True)[0]
+    straight, again, _ = simulated.run(2, resumed, config_of(2, 1, parallel={}), str(tmp_path), torch.float32, True)[0]
     assert digest(straight) == digest(again)
+    row("dp 2, ZeRO 1, checkpoint beside the training", "without a resume", worst(compare(straight, again)).error)
 
 
 def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None:
