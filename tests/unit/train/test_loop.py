@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ import torch
 from plait.config.schema.sections import RunSection, SampleSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences
-from plait.errors import PlaitError
+from plait.errors import NumbersError, PlaitError
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
@@ -71,7 +71,14 @@ class FakeEngine:
 
 
 def _run(
-    folder: Path, engine: FakeEngine, *, start: Position = BEGINNING, batches: int = 2, ranks: tuple[int, int] = (0, 1), **section: Any
+    folder: Path,
+    engine: FakeEngine,
+    *,
+    start: Position = BEGINNING,
+    batches: int = 2,
+    ranks: tuple[int, int] = (0, 1),
+    left_out: Collection[int] = (),
+    **section: Any,
 ) -> tuple[int, list[Event]]:
     events: list[Event] = []
     sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
@@ -87,6 +94,7 @@ def _run(
             started=RunStarted(start.step, section["steps"], 1, 10, "one process", str(folder)),
             stop=stop,
             emit=events.append,
+            left_out=left_out,
         )
         return train(job, start), events
 
@@ -155,7 +163,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000004", "step-00000005"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: int) -> None:
     engine = FakeEngine(before=lambda step: os.kill(os.getpid(), number) if step == 2 else None)
     ended, events = _run(tmp_path, engine, steps=9, sample=SampleSection())
@@ -205,6 +213,21 @@ def test_a_lost_loss_stops_the_run_and_keeps_the_checkpoints(tmp_path: Path, los
     with pytest.raises(PlaitError, match=rf"step 3: loss = {loss}"):
         _run(tmp_path, engine, steps=9, checkpoint_every=1, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def test_a_batch_that_was_not_finite_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step == 3:
+            raise NumbersError("not finite")
+
+    engine, whole = FakeEngine(before=fail), FakeEngine()
+    with pytest.raises(NumbersError) as error:
+        _run(tmp_path, engine, steps=5)
+    _run(tmp_path, whole, steps=5)
+    assert error.value.samples is not None
+    again = FakeEngine()
+    _run(tmp_path, again, steps=4, left_out={error.value.samples})
+    assert again.batches == [*whole.batches[:2], *whole.batches[3:]]
 
 
 def test_a_skipped_step_may_overflow(tmp_path: Path) -> None:
