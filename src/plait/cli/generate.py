@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 AUTO = "auto"
+SIGN_SECONDS = 20.0
 DEFAULT_TOKENS = 1024
 """Of keys and values of a request, where the command chooses a layout before it knows the prompts (a chat)."""
 
@@ -300,10 +303,13 @@ def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -
 
     turns: list[dict[str, str]] = []
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    for said in _said(first):
+    several = asked.tp * asked.pp > 1
+    for said in _said(first, several=several):
         box = [said]
-        if asked.tp * asked.pp > 1:
+        if several:
             dist.broadcast_object_list(box, src=0)
+        if box[0] is None:
+            continue
         if not box[0]:
             return
         turns.append({"role": "user", "content": box[0]})
@@ -311,16 +317,31 @@ def _chat(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -
         turns.append({"role": "assistant", "content": answer})
 
 
-def _said(first: bool) -> Iterator[str]:
-    """Lines of the person; "" on other processes, and at the end."""
+def _said(first: bool, *, several: bool) -> Iterator[str | None]:
+    """Lines of the person; "" on other processes, and at the end. Where others wait for the line (`several`), None now and then while there
+    is none, since a wait that takes long is taken for a hang."""
     console = Console(stderr=True, highlight=False)
+    while not first:
+        yield ""
+    asked: Queue[None] = Queue()
+    lines: Queue[str] = Queue()
+
+    def read() -> None:
+        while True:
+            asked.get()
+            lines.put(sys.stdin.readline().strip())
+
+    Thread(target=read, daemon=True).start()
     while True:
-        if not first:
-            yield ""
-            continue
         if sys.stdin.isatty():
             console.print("> ", end="")
-        yield sys.stdin.readline().strip()
+        asked.put(None)
+        while True:
+            try:
+                yield lines.get(timeout=SIGN_SECONDS if several else None)
+                break
+            except Empty:
+                yield None
 
 
 if __name__ == "__main__":
