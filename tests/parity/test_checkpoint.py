@@ -71,3 +71,38 @@ def load_other(rank: int, world: int, conf: dict[str, Any], folder: str) -> str:
     except plait.PlaitError as error:
         return str(error)
     return "loaded"
+
+
+def between_micro_batches(rank: int, world: int, folder: str) -> str:
+    """What a save says in the middle of a step of the three calls; a load there begins the step anew. Runs in a worker."""
+    engine = plait.initialize(cases.build("plain", tied=True), settings(world, 1, 1, 2), loss_fn=plait.causal_lm_loss)
+    pieces = cases.ragged_steps(2 * world, steps=1, keys=())[0][2 * rank : 2 * rank + 2]
+
+    def micro_batch(index: int) -> None:
+        engine.backward(engine(pieces[index]["input_ids"]).logits.square().mean())
+
+    def weights() -> list[torch.Tensor]:
+        return [whole(parameter) for parameter in engine.model.parameters()]
+
+    engine.save_checkpoint(folder)
+    before = weights()
+    micro_batch(0)
+    with pytest.raises(plait.PlaitError) as caught:
+        engine.save_checkpoint(folder)
+    engine.step()
+    micro_batch(1)
+    engine.step()
+    after = weights()
+    micro_batch(1)
+    engine.load_checkpoint(folder)
+    assert all(torch.equal(one, other) for one, other in zip(weights(), before, strict=True))
+    for index in range(2):
+        micro_batch(index)
+        engine.step()
+    assert all(torch.equal(one, other) for one, other in zip(weights(), after, strict=True))
+    return str(caught.value)
+
+
+def test_a_save_between_micro_batches_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Its gradients would be lost in silence."""
+    assert all("1 micro-batches of this step" in said for said in pool.run(2, between_micro_batches, str(tmp_path)))

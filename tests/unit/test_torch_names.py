@@ -17,7 +17,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from plait._torch import dtensor, gathering, groups, learning_rates, modules, operators, passes, pipelining, storage, units, watched_shards
+from plait._torch import (
+    dtensor,
+    gathering,
+    groups,
+    learning_rates,
+    modules,
+    operators,
+    passes,
+    pipelining,
+    storage,
+    units,
+    watched_shards,
+)
 from plait.errors import InputError
 
 

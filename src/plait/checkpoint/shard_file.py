@@ -41,6 +41,11 @@ _DTYPES = {
 _CHUNK = 16 << 20
 
 
+def is_kept(dtype: object) -> bool:
+    """Whether tensors of the dtype can be written."""
+    return dtype in _DTYPES
+
+
 class FileEntry(Policy):
     """A tensor in a file."""
 

@@ -319,8 +319,14 @@ class Engine(EngineFacts):
 
         `wait` False returns when the state was copied, and a thread writes the copy; `checkpoint_written` says when it is on the disk.
         Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError; for a copy that could not
-        be written the next step or save does, or `close`. What was saved before stays."""
+        be written the next step or save does, or `close`. What was saved before stays. Raises InputError between the micro-batches of a
+        step, whose gradients no checkpoint keeps."""
         self._recover()
+        if self._guard.backwards:
+            raise InputError(
+                f"engine.save_checkpoint: {self._guard.backwards} micro-batches of this step have had their backward, and no checkpoint "
+                "keeps their gradients, which a resumed run would lose; save after the engine.step() that updates"
+            )
         with WATCH.during(board.CHECKPOINT):
             taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {})
             self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
@@ -340,6 +346,9 @@ class Engine(EngineFacts):
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
         is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
         self._recover()
+        if self._guard.backwards:
+            self.zero_grad()  # they are of other weights
+            self._restart_step()
         with WATCH.during(board.CHECKPOINT):
             self._writer.wait()
             found = load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import plait
@@ -45,6 +46,8 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mesh = build_mesh(Layout())
     for tag in ("one", "two"):
         write(snapshot(folder, tag, mesh=mesh, tensors=tensors, own={}, values={}, metadata=facts))
+    if dist.is_initialized():  # other tests of this process make their own
+        dist.destroy_process_group()
     return folder
 
 

@@ -1,0 +1,154 @@
+"""Checkpoints of torch.distributed.checkpoint: what they hold, on Plait's side; and nothing is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import plait
+from plait import exact
+from plait.checkpoint.foreign import content, convert
+from plait.checkpoint.inspect import open_one, verify
+from plait.checkpoint.load import Reader
+from plait.checkpoint.places import place_of
+from plait.errors import CheckpointError, InputError, PlaitError
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Other tests of this process make their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Canary:
+    """Pickled, it makes a folder where it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.place),)
+
+
+class Model(nn.Module):
+    """Two groups, a frozen weight, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.frozen = nn.Linear(7, 7, bias=False)
+        self.last = nn.Linear(7, 3, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("mean", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.frozen(self.first(x).relu())) - self.mean).square().mean()
+
+
+def trained() -> tuple[Model, torch.optim.AdamW]:
+    """Three steps."""
+    torch.manual_seed(0)
+    model = Model()
+    rows = torch.randn(4, 5)
+    groups = [
+        {"params": [model.first.weight, model.last.weight], "weight_decay": 0.1},
+        {"params": [model.first.bias], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.98))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(rows).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def in_this_process(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> convert.Imported:
+    """Without the seconds that a process takes to start; one test takes the process."""
+
+    def run(command: list[str], **_: Any) -> Any:
+        import contextlib
+        import io
+        import types
+
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            convert.main(*command[3:])
+        return types.SimpleNamespace(stdout=said.getvalue(), stderr="", returncode=0)
+
+    monkeypatch.setattr(convert.subprocess, "run", run)
+    return convert.convert(source, str(out))
+
+
+def compare(out: Path, *, rtol: float) -> Reader:
+    """With what plain torch has computed."""
+    model, optimizer = trained()
+    found = open_one(place_of(out))
+    verify(found, lambda done, of: None)
+    reader = Reader(found)
+    wanted = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, states in optimizer.state.items():
+        wanted |= {f"optimizer.state.{names[parameter]}.{key}": value for key, value in states.items()}
+    assert set(reader.tensors) == set(wanted)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(reader.read(name), tensor.detach(), rtol=rtol, atol=1e-7, msg=name)
+    groups = found.manifest.metadata["optimizer"]["groups"]
+    assert sorted((tuple(group["params"]), exact.decode(group["now"]["weight_decay"])) for group in groups) == [
+        (("first.bias",), 0.0),
+        (("first.weight", "last.weight"), 0.1),
+    ]
+    other = Model()
+    plait.load_trained(other, out)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=rtol, atol=1e-7)
+    return reader
+
+
+def test_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    in_this_process(tmp_path / "dcp", tmp_path / "out", monkeypatch)
+    compare(tmp_path / "out", rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["metadata", "item", "path above", "none"])
+def test_what_was_made_to_do_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Nothing is executed; a message."""
+    source, canary = tmp_path / "source", tmp_path / "executed"
+    if kind in ("metadata", "item", "path above"):
+        dcp.save({"model": {"x": torch.ones(3)}, "y": "text"}, checkpoint_id=source, no_dist=True)
+        if kind == "metadata":
+            (source / ".metadata").write_bytes(pickle.dumps(Canary(canary)))
+        else:
+            metadata = pickle.loads((source / ".metadata").read_bytes())
+            for index, info in metadata.storage_data.items():
+                if kind == "path above":
+                    info.relative_path = "../other"
+                elif index.fqn == "model.x":
+                    torch.save(Canary(canary), source / "own.pt")
+                    info.relative_path, info.offset, info.length = "own.pt", 0, (source / "own.pt").stat().st_size
+            (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        source.mkdir()
+    with pytest.raises(PlaitError) as caught:
+        in_this_process(source, tmp_path / "out", monkeypatch)
+    assert isinstance(caught.value, CheckpointError | InputError) and str(source) in str(caught.value)
+    assert not canary.exists() and not (tmp_path / "out" / "LATEST").exists()
+
+
+def test_elements_across_parts() -> None:
+    parts = [torch.arange(3.0), torch.arange(3.0, 4.0), torch.arange(4.0, 9.0)]
+    assert all(content.of_parts(parts, a, b).tolist() == list(range(a, a + b)) for a in range(9) for b in range(10 - a))
+    with pytest.raises(CheckpointError, match="lacks 1 of them"):
+        content.of_parts(parts, 4, 6)
