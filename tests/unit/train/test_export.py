@@ -23,7 +23,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exc
     reader = mock.Mock(under=lambda start: [("weight", TensorRecord(dtype="float32", shape=(2, 2)))])
     monkeypatch.setattr(export_module, "require_transformers", mock.Mock())
     monkeypatch.setattr(export_module, "Reader", lambda found: reader)
-    monkeypatch.setattr(export_module, "_described", lambda found: model)
+    monkeypatch.setattr(export_module, "described_model", lambda found: model)
     monkeypatch.setattr(export_module, "save_file", mock.Mock(side_effect=error))
     with pytest.raises(InputError, match=r"--out .*out cannot be written: .*No space left on device"):
         export_module.export(mock.Mock(), tmp_path / "out")
