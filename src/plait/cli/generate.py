@@ -28,6 +28,8 @@ from plait.cluster.topology import default_processes, device_count, place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from plait.inference.source import Source
     from plait.sharded.model import ShardedModel
 
@@ -125,7 +127,8 @@ def generate_command(
     settings = {name: value for name, value in chosen.items() if value is not None}
     budget = None if cpu_budget is None else bytes_of(cpu_budget, "--cpu-budget")
     known = [prompt] if prompt is not None else [line.prompt for line in lines]
-    work = Work(source, dtype, _tokens_of(known, settings, source), min(batch_size, len(known) or 1))
+    unloaded, tokenizer = source.model(_torch_dtype(dtype)), source.tokenizer()
+    work = Work(source, unloaded, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1))
     if budget is None:
         degrees, other = _placed(work, tp=tp, pp=pp, devices=nproc_per_node), 0
     else:
@@ -146,7 +149,7 @@ def generate_command(
         settings,
     )
     if asked.tp * asked.pp == 1:
-        raise typer.Exit(_work(asked))
+        raise typer.Exit(_answers(asked, source, tokenizer))
     raise typer.Exit(launch.run(["plait.cli.generate", json.dumps(asdict(asked))], Settings(asked.tp * asked.pp)))
 
 
@@ -155,21 +158,22 @@ class Work:
     """What decides the layout."""
 
     source: Source
-    dtype: Dtype
+    model: nn.Module
+    """On meta."""
     tokens: int
     """Of the longest request, its new ones included."""
     requests: int
     """At once."""
 
 
-def _tokens_of(prompts: list[Any], settings: dict[str, Any], source: Source) -> int:
-    """Of the longest request."""
+def _longest(prompts: list[Any], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
+    """Tokens of the longest request."""
     from plait.inference.requests import token_ids
     from plait.inference.settings import settings_of
 
     if not prompts:
         return DEFAULT_TOKENS
-    found, tokenizer = settings_of(source.model(), settings), source.tokenizer()
+    found = settings_of(model, settings)
     return max(len(ids) + found.new_tokens(len(ids)) for ids in token_ids(prompts, tokenizer))
 
 
@@ -189,7 +193,7 @@ def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, 
         here = (wanted["--tp"] or 1) * (wanted["--pp"] or 1)
     free = free_bytes(torch.device(accelerator.NAME if on_gpus else "cpu"), 1 if on_gpus else here)
     placed = place_model(
-        needs_of(work.source.model(_torch_dtype(work.dtype)), tokens=work.tokens * work.requests),
+        needs_of(work.model, tokens=work.tokens * work.requests),
         machines=1,
         per_machine=here,
         device_bytes=free if free is not None else 1 << 62,
@@ -208,12 +212,12 @@ def _streamed(work: Work, budget: int) -> int:
     from plait.inference.streamed import plan, tensors_of
     from plait.units import format_bytes
 
-    model = work.source.model(_torch_dtype(work.dtype))
-    config, itemsize, tokens = getattr(model, "config", None), next(model.parameters()).element_size(), work.tokens * work.requests
+    itemsize, tokens = next(work.model.parameters()).element_size(), work.tokens * work.requests
+    config = getattr(work.model, "config", None)
     other = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize) + activation_bytes(
         config, tokens=tokens, requests=work.requests, itemsize=itemsize
     )
-    found = plan(model, tensors_of(work.source), budget_bytes=budget, other_bytes=other)
+    found = plan(work.model, tensors_of(work.source), budget_bytes=budget, other_bytes=other)
     print(
         f"{format_bytes(found.resident_bytes)} of weights stay in memory, {len(found.streamed)} layers "
         f"({format_bytes(found.streamed_bytes)}) are read for every token; {format_bytes(other)} for keys, values and activations",
@@ -234,19 +238,25 @@ def _torch_dtype(dtype: Dtype) -> Any:
     return None if dtype is Dtype.stored else getattr(torch, dtype.value)
 
 
-def _work(asked: Asked) -> int:
-    """On each process."""
-    from plait.inference.load import load_model
+def _process(asked: Asked) -> int:
+    """One of several."""
     from plait.inference.source import open_source
-    from plait.inference.streamed import load_streamed
 
     source = open_source(Path(asked.model))
+    return _answers(asked, source, source.tokenizer())
+
+
+def _answers(asked: Asked, source: Source, tokenizer: Any) -> int:
+    """On each process."""
+    from plait.inference.load import load_model
+    from plait.inference.streamed import load_streamed
+
     dtype = _torch_dtype(Dtype(asked.dtype))
     if asked.budget_bytes is None:
         sharded = load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype)
     else:
         sharded, _ = load_streamed(source, budget_bytes=asked.budget_bytes, other_bytes=asked.other_bytes, dtype=dtype)
-    tokenizer, first = source.tokenizer(), place().rank == 0
+    first = place().rank == 0
     try:
         if asked.prompts is not None and asked.out is not None:
             _answer_file(asked, sharded, tokenizer, first=first)
@@ -347,4 +357,4 @@ def _said(first: bool, *, several: bool) -> Iterator[str | None]:
 if __name__ == "__main__":
     from plait.cluster.ending import end_process
 
-    end_process(_work(Asked(**json.loads(sys.argv[1]))))
+    end_process(_process(Asked(**json.loads(sys.argv[1]))))

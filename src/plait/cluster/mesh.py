@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from plait._torch.groups import flattened, give_timeout, set_timeout, timeout_of
 from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
+from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.nccl import Library
 from plait.cluster.topology import RankInfo, init_method, place, tell_library
@@ -147,7 +148,7 @@ class Mesh:
         mesh = replace(self, combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used})
         if self.layout.pp > 1:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
-        if self.layout.pp > 2 and accelerator.is_one(self.device) and dist.get_backend() != "fake":
+        if self.layout.pp > 2 and accelerator.is_one(self.device) and not is_fake():
             mesh = replace(mesh, more_pp=mesh.message_groups(LANES - 1))
         mesh = replace(mesh, stages={stages: mesh.stages_group(stages) for stages in wanted.stages})
         nodes = _nodes() if wanted.levels else []
@@ -244,7 +245,7 @@ def _nodes() -> list[int]:
     """The machine of every rank of the world. Collective where the run spans several."""
     here = place()
     nodes = [0] * dist.get_world_size()
-    if here.local_world_size != here.world_size and dist.get_backend() != "fake":
+    if here.local_world_size != here.world_size and not is_fake():
         dist.all_gather_object(nodes, here.node_rank)
     return nodes
 
@@ -252,7 +253,7 @@ def _nodes() -> list[int]:
 def _timed(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of this mesh, whose collectives give up when those of the default group do: the time that a user gave that one holds for
     all."""
-    if dist.get_backend(group) != "fake":
+    if not is_fake(group):
         assert dist.group.WORLD is not None
         give_timeout(group, dist.group.WORLD)
     return group
@@ -278,7 +279,7 @@ def build_mesh(
     device = local_device(device_type, here)
     owns = not dist.is_initialized()
     finish_at_exit()
-    if library is not None and (owns or dist.get_backend() != "fake"):
+    if library is not None and (owns or not is_fake()):
         tell_library(library, device_type=device.type, group_exists=not owns)
     if owns:
         _make_default_group(here, device, timeout, host_tensors=host_tensors)

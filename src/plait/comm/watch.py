@@ -25,6 +25,7 @@ import torch.distributed as dist
 from plait._torch.flight import begun_collectives
 from plait._torch.groups import set_timeout, timeout_of
 from plait.cluster.ending import end_process
+from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
@@ -115,7 +116,7 @@ class Watch:
         """Watch the waits of the default group's ranks from now on. Collective, once a default group; nothing for one rank, or a fake
         group."""
         group = dist.group.WORLD
-        if group is None or group is self._group or group.size() == 1 or dist.get_backend() == "fake":
+        if group is None or group is self._group or group.size() == 1 or is_fake():
             return
         self.disarm()
         self._group, timeout, folder = group, timeout_of(group), watch_folder()

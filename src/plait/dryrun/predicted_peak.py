@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from plait._torch.groups import FakeStore
 from plait._torch.operators import FakeTensorMode
 from plait._torch.storage import storage_bytes
+from plait.cluster.fake_group import FAKE
 from plait.cluster.mesh import Mesh, build_mesh
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import DryModel, handed_on, token_batch
@@ -75,7 +76,7 @@ def predict_peak(model: nn.Module, resolved: Resolved, *, rank: int, samples: in
     model, which is not changed. Makes and ends a process group; raises InputError where one exists."""
     if dist.is_initialized():
         raise InputError("a prediction makes a process group of ranks that do not exist, and this process has one already")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
+    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
     try:
         return predict_peak_on(build_mesh(resolved.layout), model, resolved, samples=samples, length=length)
     finally:

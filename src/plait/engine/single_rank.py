@@ -23,6 +23,7 @@ from plait._torch.groups import FakeStore, delivered_at_once, process_group_of
 from plait._torch.operators import FakeTensorMode
 from plait._torch.storage import storage_bytes
 from plait.cluster import accelerator
+from plait.cluster.fake_group import FAKE
 from plait.cluster.layout import AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
@@ -113,7 +114,7 @@ def run_single_rank(
     resolved = resolved.model_copy(update={"data_parallel": quiet})
     began = time.perf_counter()
     tell(f"building rank {rank} of {resolved.layout.world_size:,}")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
+    dist.init_process_group(FAKE, store=FakeStore(), rank=rank, world_size=resolved.layout.world_size)
     try:
         mesh, parts, _ = split(checked_model(model, resolved))
         watch: _Watch | _Profile = _Profile(mesh) if real else _Watch(mesh)

@@ -15,6 +15,10 @@ from plait.errors import InputError
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
 
+ENDS = ("", "length", "stop")
+"""Why a request has ended, by the number that ranks send each other; "" for one that goes on."""
+GOES_ON, LENGTH, STOP = range(3)
+
 
 class Chooser:
     """Of the requests of one batch. Only the rank that chooses has one."""
@@ -28,11 +32,11 @@ class Chooser:
         self._generators = [None if request.seed is None else torch.Generator().manual_seed(request.seed) for request in requests]
         self._processors = [_processors(settings, prompt) for prompt in self._prompts]
         self._vocabulary = len(tokenizer) if tokenizer is not None else None
-        self.finished = [False] * len(requests)
+        self.ends = [GOES_ON] * len(requests)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, whether it is
-        the request's last. Requests that have ended get padding."""
+        """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, and which of
+        `ENDS` holds after it. Requests that have ended get padding."""
         if self._vocabulary is not None and self._vocabulary < logits.shape[-1]:
             logits = logits[:, : self._vocabulary]  # rows that pad the embedding are no tokens
         logprobs = torch.log_softmax(logits.float(), dim=-1)
@@ -40,19 +44,22 @@ class Chooser:
             tokens = logits.argmax(dim=-1).tolist()
         else:
             scores = logits.float().cpu()
-            tokens = [0 if self.finished[row] else self._choose(row, scores[at]) for at, row in enumerate(rows)]
+            tokens = [0 if self.ends[row] else self._choose(row, scores[at]) for at, row in enumerate(rows)]
         chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device).unsqueeze(1))[:, 0].double().tolist()
         for at, row in enumerate(rows):
-            if self.finished[row]:
+            if self.ends[row]:
                 tokens[at], chosen[at] = self._settings.pad_token_id, 0.0
                 continue
             token = tokens[at]
             self._known[row].append(token)
-            self.finished[row] = len(self._known[row]) - self._prompts[row] >= self._limits[row] or self.stops(row)
-        return torch.tensor([tokens, chosen, [self.finished[row] for row in rows]], dtype=torch.float64)
+            self.ends[row] = STOP if self._stops(row) else LENGTH if self._at_limit(row) else GOES_ON
+        return torch.tensor([tokens, chosen, [self.ends[row] for row in rows]], dtype=torch.float64)
 
-    def stops(self, row: int) -> bool:
-        """Whether the last token of a request ends it, before its limit."""
+    def _at_limit(self, row: int) -> bool:
+        return len(self._known[row]) - self._prompts[row] >= self._limits[row]
+
+    def _stops(self, row: int) -> bool:
+        """Whether the last token of a request ends it."""
         new = self._known[row][self._prompts[row] :]
         if new and new[-1] in self._settings.eos_token_id:
             return True

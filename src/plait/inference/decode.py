@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from plait.errors import InputError
-from plait.inference.choose import Chooser
-from plait.inference.requests import Request
+from plait.inference.choose import ENDS, GOES_ON, Chooser
+from plait.inference.requests import Answer, Request
 from plait.inference.settings import Settings
 from plait.sharded.cache import arguments_of, keep_rows
 from plait.sharded.model import ShardedModel
@@ -48,31 +48,30 @@ class Decoder:
         self._stage = sharded.pipeline.output_rank if sharded.pipeline is not None else 0
         self._chooses = at["pp"] == self._stage and at["tp"] == 0
 
-    def forwards(self, requests: Sequence[Request], first: int, tokens: list[list[int]], logprobs: list[list[float]]) -> Iterator[None]:
-        """Decode `requests`; yields before every forward. New tokens and their log probabilities are added to the lists of the requests,
-        which begin at `first`."""
+    def forwards(self, requests: Sequence[Request], first: int, answers: Sequence[Answer]) -> Iterator[None]:
+        """Decode `requests`, of which the first has the number `first`; yields before every forward. New tokens are added to `answers`."""
         chooser = Chooser(requests, self._settings, self._tokenizer) if self._chooses else None
         state = _Cached(self, requests) if self._use_cache else _Recomputed(self, requests)
-        rows, ended = list(range(len(requests))), [False] * len(requests)
-        """Those that are computed, and all that have ended."""
+        rows = list(range(len(requests)))
+        """Those that are computed; ones that have ended may be among them."""
         while True:
             logits = None
             for run in state.next_forwards():
                 yield
                 logits = run()
             chosen = self._shared(chooser(logits, rows) if chooser is not None and logits is not None else None, len(rows))
-            ids, probabilities, last = chosen[0].long().tolist(), chosen[1].tolist(), chosen[2].bool().tolist()
-            for row, token, probability in zip(rows, ids, probabilities, strict=True):
-                if not ended[row]:
-                    tokens[first + row].append(token)
-                    logprobs[first + row].append(probability)
-                    if self._on_token is not None:
-                        self._on_token(first + row, token)
-            for row, is_last in zip(rows, last, strict=True):
-                ended[row] = is_last
-            if all(last):
+            ids, probabilities, ends = chosen[0].long().tolist(), chosen[1].tolist(), chosen[2].long().tolist()
+            for row, token, probability, end in zip(rows, ids, probabilities, ends, strict=True):
+                if answers[row].finish_reason:
+                    continue
+                answers[row].token_ids.append(token)
+                answers[row].logprobs.append(probability)
+                answers[row].finish_reason = ENDS[end]
+                if self._on_token is not None:
+                    self._on_token(first + row, token)
+            if all(ends):
                 return
-            rows = [rows[at] for at in state.add(ids, [at for at, is_last in enumerate(last) if not is_last])]
+            rows = [rows[at] for at in state.add(ids, [at for at, end in enumerate(ends) if end == GOES_ON])]
 
     def idle(self) -> None:
         """A forward whose result nobody reads."""
@@ -116,16 +115,18 @@ class _Cached:
         pad = decoder._settings.pad_token_id
         self._ids = torch.tensor([[pad] * (longest - len(r.token_ids)) + list(r.token_ids) for r in requests])
         self._mask = torch.tensor([[0] * (longest - len(r.token_ids)) + [1] * len(r.token_ids) for r in requests])
-        self._seen = 0
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        """Of the tokens from `_start` on, which were added together."""
+        self._start = self._seen = 0
 
     def next_forwards(self) -> Iterator[Callable[[], torch.Tensor | None]]:
         """Over the tokens that the model has not seen, in pieces of `prefill_tokens`."""
         end = self._ids.shape[1]
-        positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         step = self._decoder._prefill or end
         while self._seen < end:
             low, high = self._seen, min(self._seen + step, end)
-            inputs = {"input_ids": self._ids[:, low:high], "attention_mask": self._mask[:, :high], "position_ids": positions[:, low:high]}
+            positions = self._positions[:, low - self._start : high - self._start]
+            inputs = {"input_ids": self._ids[:, low:high], "attention_mask": self._mask[:, :high], "position_ids": positions}
             yield partial(self._decoder.predicted, inputs, self._cache)
             self._seen = high
             if self._cache.get_seq_length() != high:
@@ -136,10 +137,11 @@ class _Cached:
 
     def add(self, tokens: list[int], going: list[int]) -> list[int]:
         """One token for every request. Returns which rows are left: those in `going`, where what is kept of the others can be dropped."""
+        self._start, self._positions = self._ids.shape[1], self._positions[:, -1:] + 1
         self._ids = torch.cat([self._ids, torch.tensor(tokens).unsqueeze(1)], dim=1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
         if len(going) < len(tokens) and keep_rows(self._cache, torch.tensor(going)):
-            self._ids, self._mask = self._ids[going], self._mask[going]
+            self._ids, self._mask, self._positions = self._ids[going], self._mask[going], self._positions[going]
             return going
         return list(range(len(tokens)))
 

@@ -15,10 +15,10 @@ from plait.checkpoint.agreement import together
 from plait.errors import InputError
 from plait.inference.capacity import ROOM, cache_bytes, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
 from plait.inference.decode import Decoder, OnToken
-from plait.inference.requests import Generation, Request, checked_ids, token_ids
+from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
 from plait.inference.untouched import untouched
-from plait.sharded.cache import arguments_of, new_cache
+from plait.sharded.cache import arguments_of, takes_cache
 from plait.sharded.model import ShardedModel
 from plait.units import dtype_of
 
@@ -67,13 +67,12 @@ def generate(
     requests = _of_first_rank(sharded, requests)
     use_cache = found.use_cache and _keeps(model, requests)
     decoder = Decoder(sharded, found, tokenizer=tokenizer, use_cache=use_cache, prefill_tokens=prefill_tokens, on_token=on_token)
-    tokens: list[list[int]] = [[] for _ in requests]
-    logprobs: list[list[float]] = [[] for _ in requests]
+    answers = [Answer() for _ in requests]
 
     def work() -> Iterator[None]:
         size = batch_size or len(requests) or 1
         for first in range(0, len(requests), size):
-            yield from decoder.forwards(requests[first : first + size], first, tokens, logprobs)
+            yield from decoder.forwards(requests[first : first + size], first, answers[first : first + size])
 
     before = sharded.waits.take()
     with untouched(model, mesh.device), ExitStack() as stack:
@@ -82,7 +81,7 @@ def generate(
             stack.enter_context(kept_gathered(model))
         _run(work(), decoder.idle, _anybody(sharded, apart=not gathers))
     sharded.waits.put_back(before)
-    return [_generation(request, new, of, found, tokenizer) for request, new, of in zip(requests, tokens, logprobs, strict=True)]
+    return [_generation(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
 def _run(work: Iterator[None], idle: Callable[[], None], anybody: Callable[[bool], bool]) -> None:
@@ -160,7 +159,7 @@ def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | 
 
 def _keeps(model: torch.nn.Module, requests: Sequence[Request]) -> bool:
     """Whether the model takes a cache, and requests of several lengths with one."""
-    if new_cache(model, None) is None:
+    if not takes_cache(model):
         return False
     return "attention_mask" in arguments_of(model) or len({len(request.token_ids) for request in requests}) == 1
 
@@ -174,14 +173,6 @@ def _of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Reque
     return box[0]
 
 
-def _generation(request: Request, tokens: list[int], logprobs: list[float], settings: Settings, tokenizer: Any) -> Generation:
-    text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else None
-    return Generation(list(request.token_ids), tokens, logprobs, _reason(request, tokens, settings, tokenizer), text)
-
-
-def _reason(request: Request, tokens: list[int], settings: Settings, tokenizer: Any) -> str:
-    if tokens[-1] in settings.eos_token_id:
-        return "stop"
-    if settings.stop_strings and any(stop in tokenizer.decode(tokens) for stop in settings.stop_strings):
-        return "stop"
-    return "length"
+def _generation(request: Request, answer: Answer, tokenizer: Any) -> Generation:
+    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True) if tokenizer is not None else None
+    return Generation(list(request.token_ids), answer.token_ids, answer.logprobs, answer.finish_reason, text)

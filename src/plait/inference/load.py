@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.cluster.layout import Layout
 from plait.cluster.topology import place
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
+from plait.inference.capacity import cache_bytes
 from plait.inference.placement import Needs
 from plait.inference.source import Source
 from plait.parallel.micro_batches import default_forward
@@ -21,17 +23,16 @@ from plait.sharded.model import ShardedModel
 def needs_of(model: nn.Module, *, tokens: int) -> Needs:
     """What a model of Transformers, on meta, needs for `tokens` tokens of keys and values. Raises InputError for a configuration that does
     not say its heads and layers."""
-    config: Any = model.config
-    config = config.get_text_config(decoder=True)
+    full: Any = model.config
+    config = full.get_text_config(decoder=True)
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     if not heads or not layers:
         raise InputError(f"{type(model).__name__}: its configuration does not say num_attention_heads and num_hidden_layers")
     shared = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     split = sum(size for name, size in sizes.items() if model.get_parameter(name).ndim > 1)
-    itemsize = next(model.parameters()).element_size()
-    return Needs(sum(sizes.values()), split, 2 * layers * shared * width * tokens * itemsize, heads, shared, layers)
+    cache = cache_bytes(full, Layout(), tokens=tokens, itemsize=next(model.parameters()).element_size())
+    return Needs(sum(sizes.values()), split, cache, heads, shared, layers)
 
 
 @leaving_no_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,16 @@ class Request:
     """At most."""
     seed: int | None
     """Of its draws; None without sampling."""
+
+
+@dataclass
+class Answer:
+    """What has been added to one prompt so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    """See `Generation`; "" while the request goes on."""
 
 
 @dataclass(frozen=True)

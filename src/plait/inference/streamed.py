@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,9 @@ from plait.inference.source import Source
 from plait.inference.stream import SLOTS, Stored, WeightStream, block_bytes, read_into, stored_tensors
 from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
-from plait.parallel import materialise
-from plait.parallel.full_state import accept_full_tensors
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import default_forward
-from plait.parallel.order import attach_all
-from plait.sharded.assemble import leaving_no_group, split
+from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
 from plait.sharded.load_weights import load_weights, weight_files
 from plait.sharded.model import ShardedModel
@@ -109,21 +106,24 @@ def load_streamed(source: Source, *, budget_bytes: int, other_bytes: int, dtype:
     stored = tensors_of(source)
     planned = plan(model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes)
     _check_dtypes(model, planned.streamed, stored)
-    template = materialise.template_of(model)
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
     checked = checked_model(model, resolved)
-    mesh, parts, _ = split(checked, weights=source.folder)
-    left = _empty(model, planned.streamed)
-    materialise.allocate(model, mesh.device)
-    load_weights(model, source.folder, leaving=left | _read_resident(model, stored, left))
-    materialise.fill_buffers(model, template)
-    parts = attach_all(resolved.techniques, parts, mesh)
-    accept_full_tensors(model)
+    mesh, parts, _ = shard(checked, weights=_filler(source, stored, _empty(model, planned.streamed)))
     model.requires_grad_(False)
     if planned.streamed:
         streaming = Streaming(WeightStream(model, planned.streamed, stored))
         parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate"), planned
+
+
+def _filler(source: Source, stored: dict[str, Stored], streamed: frozenset[str]) -> Filler:
+    """What gives a model the weights that stay."""
+
+    def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
+        leaving = streamed | _read_resident(model, stored, streamed)
+        load_weights(model, source.folder, leaving=leaving, whole=whole, filled=filled)
+
+    return fill
 
 
 def _read_resident(model: nn.Module, stored: dict[str, Stored], streamed: frozenset[str]) -> frozenset[str]:
@@ -159,12 +159,12 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[str], stored: dict[str, Sto
 
 
 def _empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
-    """Replace the parameters of streamed blocks by ones without memory; returns their names."""
+    """Replace the parameters of streamed blocks, on meta, by ones without elements; returns their names."""
     names = [f"{block}.{leaf}" for block in blocks for leaf, _ in model.get_submodule(block).named_parameters()]
     for name in names:
         owner, _, leaf = name.rpartition(".")
         own = own_parameters(model.get_submodule(owner))
         held = own[leaf]
         assert held is not None
-        own[leaf] = nn.Parameter(torch.empty(0, dtype=held.dtype), requires_grad=False)
+        own[leaf] = nn.Parameter(torch.empty(0, dtype=held.dtype, device="meta"), requires_grad=False)
     return frozenset(names)

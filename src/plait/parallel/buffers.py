@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from plait._torch.modules import is_persistent, own_buffers
 from plait._torch.storage import version_of
 from plait.cluster import accelerator
+from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.parallel.hooks import StepEnd, StepHook
@@ -60,7 +61,7 @@ class ChangingBuffers(StepHook):
         """In your own training loop: the step continues after this micro-batch."""
         self._in_forward: RemovableHandle | None = None
         self._mesh, self._blocks = mesh, tuple(blocks)
-        real = mesh.layout.world_size > 1 and dist.get_backend() != "fake"
+        real = mesh.layout.world_size > 1 and not is_fake()
         self._data, self._stages = (mesh.group(*axes) if real else None for axes in (batch_axes, ("pp",)))
         self._all = mesh.group("pp", *batch_axes) if real else None
         self._seen: dict[str, _Seen] = {}

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.modules import is_persistent
+from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import InputError
@@ -137,7 +138,7 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[Fact]:
 
 def _compare(facts: Sequence[Fact], mesh: Mesh, *, alike_over_stages: bool) -> int:
     world, seed = mesh.layout.world_size, torch.initial_seed()
-    if world == 1 or dist.get_backend() == "fake":
+    if world == 1 or is_fake():
         return seed
     digest = blake2b(repr(list(facts)).encode(), digest_size=_DIGEST_BYTES).digest() + seed.to_bytes(8, "little")
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(mesh.device)

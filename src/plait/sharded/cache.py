@@ -27,14 +27,19 @@ def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
     return True
 
 
+def takes_cache(model: nn.Module) -> bool:
+    """Whether a model can be given what it keeps of earlier tokens."""
+    return CACHE in arguments_of(model) and getattr(model, "config", None) is not None
+
+
 def new_cache(model: nn.Module, staged: StagedModel | None) -> Any:
     """Transformers' `DynamicCache`, with a layer for each of the model's (full, or with a sliding window); under a pipeline one for each of
     this rank's stages. None for a model that takes none."""
-    config = getattr(model, "config", None)
-    if CACHE not in arguments_of(model) or config is None:
+    if not takes_cache(model):
         return None
     from transformers import DynamicCache
 
+    config: Any = model.config
     if staged is None:
         return DynamicCache(config=config)
     return StageCaches(staged, lambda: DynamicCache(config=config))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.comm import board
 from plait.comm.desync import ComparedCollectives
@@ -172,7 +173,7 @@ class ShardedModel:
         """Whether a step is known to be finite before its update. Where nothing asks for it, a GPU is not waited for, and the numbers of a
         rank whose peers do not exist are not looked at."""
         asked = self.scaler is not None or self.config.precision.check_overflow or self.config.faults.non_finite != "auto"
-        return asked or (self.device.type == "cpu" and not (dist.is_initialized() and dist.get_backend() == "fake"))
+        return asked or (self.device.type == "cpu" and not is_fake())
 
     def error_of_numbers(self, step: int, own_loss: Callable[[], float] | None = None) -> Callable[[float], NumbersError]:
         """Makes the error of a step that is not finite from the norm of its gradients. Collective."""

@@ -86,7 +86,7 @@ def test_penalties_and_bans_are_transformers_own(chosen: dict[str, Any]) -> None
     config.eos_token_id = None
     expected = Table(config).generate(torch.tensor([prompt]), max_new_tokens=6, use_cache=False, do_sample=False, pad_token_id=0, **given)
     chooser, last, found = Chooser([Request(prompt, 6, None)], Settings(**chosen), None), prompt[-1], []
-    while not all(chooser.finished):
+    while not all(chooser.ends):
         last = int(chooser(table[last : last + 1], [0])[0, 0])
         found.append(last)
     assert found == expected[0, len(prompt) :].tolist()

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, cast
 import torch.distributed as dist
 
 from plait._torch.units import sharded_modules
+from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.comm.algorithms import Name
 from plait.comm.buckets import AlgorithmBuckets, Buckets, Flat
@@ -104,7 +105,7 @@ def _agreed(mesh: Mesh, mine: T) -> T:
     """What the first rank of the tp axis found. Its ranks measure links in groups of their own, and replicated parameters keep the same
     bits on all of them only if all use one algorithm. Collective over tp."""
     group = mesh.group("tp")
-    if group is None or dist.get_backend(group) == "fake":
+    if group is None or is_fake(group):
         return mine
     box = [mine]
     dist.broadcast_object_list(box, group=group, group_src=0)
@@ -114,7 +115,7 @@ def _agreed(mesh: Mesh, mine: T) -> T:
 def _on_all_of_tp(mesh: Mesh, here: bool) -> bool:
     """Whether it holds on every rank of the tp axis. Collective over tp."""
     group = mesh.group("tp")
-    if group is None or dist.get_backend(group) == "fake":
+    if group is None or is_fake(group):
         return here
     answers = [here] * group.size()
     dist.all_gather_object(answers, here, group=group)
@@ -148,7 +149,7 @@ def replicated(
     if wanted == "hierarchical" and levels is None:
         rule = f"the {group.size()} processes are on one machine, or do not fill several equally with two or more"
         raise ConfigError(Problem("parallel.all_reduce", "hierarchical", rule, 'use "auto" or "all-reduce"'))
-    if wanted == "by-machines" and dist.get_backend(group) != "fake":
+    if wanted == "by-machines" and not is_fake(group):
         if technique.links is not None:
             found = Found(_from_file(technique.links, group, mesh.machines("dp_replicate")), f"read from {technique.links}")
         else:
