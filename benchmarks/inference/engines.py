@@ -24,6 +24,7 @@ from plait.inference import stream
 from plait.inference.generate import generate
 from plait.inference.load import load_model
 from plait.inference.source import open_source
+from plait.inference.stored import Stored
 from plait.inference.stream import WeightStream
 from plait.inference.streamed import load_streamed
 
@@ -69,9 +70,9 @@ def throttled(bytes_per_second: float) -> None:
     """Reads of streamed weights take as long as at that rate, or longer; a sleep that was too long is made up for."""
     read, due = stream.read_into, [0.0]
 
-    def slow(file: int, view: memoryview, stored: stream.Stored, ended: threading.Event) -> None:
-        due[0] = max(due[0], time.perf_counter() - 0.02) + stored.size / bytes_per_second
-        read(file, view, stored, ended)
+    def slow(file: int, view: memoryview, stored: Stored, ended: threading.Event, *, first: int = 0) -> None:
+        due[0] = max(due[0], time.perf_counter() - 0.02) + len(view) / bytes_per_second
+        read(file, view, stored, ended, first=first)
         time.sleep(max(0.0, due[0] - time.perf_counter()))
 
     stream.read_into = slow

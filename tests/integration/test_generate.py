@@ -92,7 +92,7 @@ def test_one_prompt_and_a_chat(folder: Path, capsys: pytest.CaptureFixture[str],
     [
         (["--prompt", "a", "--cpu-budget", "9KiB"], "--cpu-budget|budget of 9.0 KiB is too small: .* give at least"),
         (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: give a size such as 2GiB"),
-        (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = '2': chooses a layout of several devices"),
+        (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = 2: chooses a layout of several devices, and a budget"),
         (["--prompt", "a", "--tp", "3"], "--tp 3: must divide the model's 4 attention heads"),
         (["--prompt", "a", "--tp", "x"], "--tp x: give a number of devices, or auto"),
         (["--prompt", "a", "--top-p", "7"], "top_p = 7.0 must be above 0"),

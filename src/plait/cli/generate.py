@@ -23,8 +23,7 @@ from plait.cli import launch
 from plait.cli.launching.settings import Settings
 from plait.cli.options import in_panel, refuse_given
 from plait.cli.progress import progress_bar
-from plait.cluster import accelerator
-from plait.cluster.topology import default_processes, device_count, place
+from plait.cluster.topology import place
 from plait.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,6 +65,8 @@ class Asked:
     """Where weights are streamed."""
     other_bytes: int = 0
     """Of it, for keys, values and activations."""
+    host_bytes: int = 0
+    """That may be pinned."""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +94,12 @@ def generate_command(
         int | None, _layout(min=1, metavar="N", help="Devices of this machine to use at most. (default: all)")
     ] = None,
     dtype: Annotated[Dtype, _layout(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
-    cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Memory to use, such as 2GiB; the rest is read from disk.")] = None,
+    gpu_budget: Annotated[
+        str | None, _layout(metavar="SIZE", help="Memory of one GPU to use, such as 20GiB; other layers are copied to it.")
+    ] = None,
+    cpu_budget: Annotated[
+        str | None, _layout(metavar="SIZE", help="Host memory to use, such as 2GiB; what does not fit is read from disk.")
+    ] = None,
     batch_size: Annotated[int, _layout(min=1, metavar="N", help="Prompts that are decoded together.")] = 16,
 ) -> None:
     """Generate text from a model, on as many devices as it needs.
@@ -101,6 +107,7 @@ def generate_command(
     With --prompt or --prompts it ends when they are answered; with neither it is a chat in the terminal, which an empty line ends. Sampling
     options that are not given are those of the model's generation_config.json.
     """
+    from plait.inference.deployment import Work, deploy, deploy_streamed
     from plait.inference.prompt_file import read_prompts
     from plait.inference.source import open_source
     from plait.units import bytes_of
@@ -125,45 +132,37 @@ def generate_command(
         "stop_strings": list(stop) if stop else None,
     }
     settings = {name: value for name, value in chosen.items() if value is not None}
-    budget = None if cpu_budget is None else bytes_of(cpu_budget, "--cpu-budget")
+    asked_for = (("--gpu-budget", gpu_budget), ("--cpu-budget", cpu_budget))
+    budgets = [None if value is None else bytes_of(value, name) for name, value in asked_for]
     known = [prompt] if prompt is not None else [line.prompt for line in lines]
     unloaded, tokenizer = source.model(_torch_dtype(dtype)), source.tokenizer()
     work = Work(source, unloaded, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1))
-    if budget is None:
-        degrees, other = _placed(work, tp=tp, pp=pp, devices=nproc_per_node), 0
+    degrees = [None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))]
+    if any(budgets):
+        given = {"--tp": degrees[0], "--pp": degrees[1], "--nproc-per-node": nproc_per_node}
+        refuse_given(given, "chooses a layout of several devices, and a budget streams weights to one", "leave one of them out")
+        found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1])
     else:
-        given = {"--tp": None if tp == AUTO else tp, "--pp": None if pp == AUTO else pp, "--nproc-per-node": nproc_per_node}
-        refuse_given(given, "chooses a layout of several devices, and --cpu-budget streams weights in one process", "leave one of them out")
-        degrees, other = (1, 1), _streamed(work, budget)
+        found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
+    print(found.why, file=sys.stderr)
     asked = Asked(
         str(model),
         dtype.value,
-        *degrees,
+        found.tp,
+        found.pp,
         prompt,
         None if prompts is None else str(prompts),
         None if out is None else str(out),
         batch_size,
         seed,
-        budget,
-        other,
+        found.budget_bytes,
+        found.other_bytes,
+        found.host_bytes,
         settings,
     )
     if asked.tp * asked.pp == 1:
         raise typer.Exit(_answers(asked, source, tokenizer))
     raise typer.Exit(launch.run(["plait.cli.generate", json.dumps(asdict(asked))], Settings(asked.tp * asked.pp)))
-
-
-@dataclass(frozen=True)
-class Work:
-    """What decides the layout."""
-
-    source: Source
-    model: nn.Module
-    """On meta."""
-    tokens: int
-    """Of the longest request, its new ones included."""
-    requests: int
-    """At once."""
 
 
 def _longest(prompts: list[Any], settings: dict[str, Any], model: nn.Module, tokenizer: Any) -> int:
@@ -175,55 +174,6 @@ def _longest(prompts: list[Any], settings: dict[str, Any], model: nn.Module, tok
         return DEFAULT_TOKENS
     found = settings_of(model, settings)
     return max(len(ids) + found.new_tokens(len(ids)) for ids in token_ids(prompts, tokenizer))
-
-
-def _placed(work: Work, *, tp: str, pp: str, devices: int | None) -> tuple[int, int]:
-    """(tp, pp), printed on standard error."""
-    import torch
-
-    from plait.inference.capacity import free_bytes
-    from plait.inference.load import needs_of
-    from plait.inference.placement import place_model
-    from plait.units import format_bytes
-
-    wanted = {name: None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))}
-    on_gpus = bool(device_count())
-    here = devices or default_processes()
-    if not on_gpus and devices is None:  # processes of one machine share its memory, so more of them hold no more
-        here = (wanted["--tp"] or 1) * (wanted["--pp"] or 1)
-    free = free_bytes(torch.device(accelerator.NAME if on_gpus else "cpu"), 1 if on_gpus else here)
-    placed = place_model(
-        needs_of(work.model, tokens=work.tokens * work.requests),
-        machines=1,
-        per_machine=here,
-        device_bytes=free if free is not None else 1 << 62,
-        tp=wanted["--tp"],
-        pp=wanted["--pp"],
-    )
-    each = " on each" if placed.devices > 1 else ""
-    print(f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}", file=sys.stderr)
-    return placed.tp, placed.pp
-
-
-def _streamed(work: Work, budget: int) -> int:
-    """Bytes of the budget for other things than weights; what is streamed is printed on standard error."""
-    from plait.cluster.layout import Layout
-    from plait.inference.capacity import activation_bytes, cache_bytes
-    from plait.inference.streamed import plan, tensors_of
-    from plait.units import format_bytes
-
-    itemsize, tokens = next(work.model.parameters()).element_size(), work.tokens * work.requests
-    config = getattr(work.model, "config", None)
-    other = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize) + activation_bytes(
-        config, tokens=tokens, requests=work.requests, itemsize=itemsize
-    )
-    found = plan(work.model, tensors_of(work.source), budget_bytes=budget, other_bytes=other)
-    print(
-        f"{format_bytes(found.resident_bytes)} of weights stay in memory, {len(found.streamed)} layers "
-        f"({format_bytes(found.streamed_bytes)}) are read for every token; {format_bytes(other)} for keys, values and activations",
-        file=sys.stderr,
-    )
-    return other
 
 
 def _degree(name: str, value: str) -> int:
@@ -255,7 +205,8 @@ def _answers(asked: Asked, source: Source, tokenizer: Any) -> int:
     if asked.budget_bytes is None:
         sharded = load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype)
     else:
-        sharded, _ = load_streamed(source, budget_bytes=asked.budget_bytes, other_bytes=asked.other_bytes, dtype=dtype)
+        of = {name: getattr(asked, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
+        sharded, _ = load_streamed(source, **of, dtype=dtype)
     first = place().rank == 0
     try:
         if asked.prompts is not None and asked.out is not None:

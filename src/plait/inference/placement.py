@@ -17,6 +17,10 @@ WORKSPACE = 0.08
 """The part of a device's memory that weights and the cache leave free, for activations and the allocator."""
 
 
+class DoesNotFit(InputError):
+    """No placement on these devices holds the model."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """Of a model and what is asked of it."""
@@ -57,8 +61,8 @@ def place_model(
     tp: int | None = None,
     pp: int | None = None,
 ) -> Placement:
-    """The placement on the fewest devices. `tp`, `pp`: chosen by the user. Raises InputError, with the numbers, where nothing fits or a
-    choice cannot be."""
+    """The placement on the fewest devices. `tp`, `pp`: chosen by the user. Raises DoesNotFit, with the numbers, where nothing fits, and
+    InputError where a choice cannot be."""
     _check(needs, machines=machines, per_machine=per_machine, tp=tp, pp=pp)
     room = int(device_bytes * (1 - WORKSPACE))
     closest: Placement | None = None
@@ -74,7 +78,7 @@ def place_model(
         if closest is None or weights + cache < closest.weight_bytes + closest.cache_bytes:
             closest = found
     assert closest is not None
-    raise InputError(
+    raise DoesNotFit(
         f"the model does not fit: at tp = {closest.tp}, pp = {closest.pp} a device would hold {format_bytes(closest.weight_bytes)} of "
         f"weights and {format_bytes(closest.cache_bytes)} of keys and values, and {format_bytes(room)} of its {format_bytes(device_bytes)} "
         f"may be used ({machines} x {per_machine} devices); use more devices, fewer tokens or requests at once, or a smaller dtype"

@@ -1,50 +1,39 @@
-"""Blocks of a model whose weights do not stay in memory: each is read from the model's safetensors files just before it runs.
+"""Blocks of a model whose weights do not stay where they compute: each is brought there just before it runs.
 
-A thread reads ahead, in the order in which blocks run and from the last one to the first of the next token. There are `SLOTS` places for
-the weights of a block; when a block has run, its place is read into for the next block that has none. The parameters of a block are views
+There are `SLOTS` places for the weights of a block where the model computes; when a block has run, its place is filled for the next block
+that has none, in the order in which blocks run and from the last one to the first of the next token. The parameters of a block are views
 into its place while it runs, and empty otherwise. Numbers are those of the model in memory, bit for bit: only where weights lie differs.
+
+A thread fills places. On the CPU it reads a block's weights from the model's safetensors files into its place. On another device they are
+copied there from pinned host memory, on a stream of their own: the stream waits until the block that had the place before has computed, and
+the computation waits for the copy. Where all blocks fit into host memory they are read once; of the others each place has a staging buffer,
+which a file is read into while the device works.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from plait._torch.modules import own_parameters
+from plait.cluster import accelerator
 from plait.errors import CheckpointError
+from plait.inference.stored import Stored, read_into
 
 SLOTS = 2
-"""The weights that a block computes with, and those that are read meanwhile."""
-CHUNK = 16 << 20
-"""Bytes of one read."""
+"""The weights that a block computes with, and those that are brought meanwhile."""
 PATIENCE_SECONDS = 60.0
 """A read that takes longer is an error."""
 _ALIGNED = 64
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies."""
-
-    path: Path
-    offset: int
-    """Bytes from the beginning of the file."""
-    size: int
-    """Bytes."""
-    dtype: torch.dtype | None
-    """None for one that no model computes in."""
-    shape: tuple[int, ...]
+_UNIT = 1 << 20
+"""Bytes of the smallest stretch of pinned memory."""
 
 
 @dataclass
@@ -58,43 +47,79 @@ class _Streamed:
     """Bytes from the beginning of its place."""
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What is in a safetensors file, from its header. Raises CheckpointError where it is not one."""
-    try:
-        with path.open("rb") as file:
-            begin = 8 + int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if begin > size:
-                raise ValueError(f"its header would end at byte {begin:,} of {size:,}")
-            header: dict[str, Any] = json.loads(file.read(begin - 8))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from None
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        low, high = entry["data_offsets"]
-        if begin + high > size:
-            raise CheckpointError(f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off")
-        found[name] = Stored(path, begin + low, high - low, _DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
-    return found
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory, in one stretch or several."""
+
+    chunks: Sequence[torch.Tensor]
+    """uint8."""
+
+    @classmethod
+    def pinned(cls, size: int) -> HostMemory:
+        """At least `size` bytes. torch rounds each pinned tensor up to a power of two, so several of such sizes take the place of one."""
+        units = -(-size // _UNIT)
+        return cls([torch.empty(_UNIT << bit, dtype=torch.uint8, pin_memory=True) for bit in range(units.bit_length()) if units >> bit & 1])
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(chunk.numel() for chunk in self.chunks)
+
+    def pieces(self, start: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes from `start` on, as (first byte, uint8 tensor) of each stretch."""
+        begin = 0
+        for chunk in self.chunks:
+            low, high = max(start, begin), min(start + size, begin + chunk.numel())
+            if low < high:
+                yield low, chunk[low - begin : high - begin]
+            begin += chunk.numel()
+
+
+@dataclass
+class _Slot:
+    """A place for the weights of a block, where it computes."""
+
+    place: torch.Tensor
+    """uint8."""
+    staging: HostMemory | None
+    """What files are read into: `place` itself on the CPU. None where no file is read after the start."""
+    copied: torch.Event | None = None
+    """After the last copy into the place. These are None on the CPU, and before there was one."""
+    used: torch.Event | None = None
+    """After the last computation with it."""
 
 
 class WeightStream:
-    """Of one process. Owns a thread and the files; `close` ends them."""
+    """Of one process. Owns a thread, the files and the places; `close` ends them."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], stored: Mapping[str, Stored]) -> None:
-        """`blocks` are streamed, in the order in which they run; the parameters of each are in `stored` by their names."""
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        stored: Mapping[str, Stored],
+        *,
+        device: torch.device | None = None,
+        on_host: Collection[str] = (),
+    ) -> None:
+        """`blocks` are streamed, in the order in which they run; the parameters of each are in `stored` by their names. They compute on
+        `device` (the CPU). Those `on_host` are kept in pinned host memory, for a device besides the CPU."""
         self.blocks = tuple(blocks)
+        self._device = device or torch.device("cpu")
+        self._copies = accelerator.new_stream(self._device) if accelerator.is_one(self._device) else None
         self._parts = [_parts(model, block, stored) for block in self.blocks]
-        self.slot_bytes = max(max((one.start + one.stored.size for one in parts), default=0) for parts in self._parts)
-        self._slots = [torch.empty(self.slot_bytes, dtype=torch.uint8) for _ in range(min(SLOTS, len(self.blocks)))]
-        self._free = list(range(len(self._slots)))
+        self._sizes = [max((one.start + one.stored.size for one in parts), default=0) for parts in self._parts]
         self._files = {path: os.open(path, os.O_RDONLY) for path in {one.stored.path for parts in self._parts for one in parts}}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-weights")
-        self._reading: dict[int, tuple[Future[None], int]] = {}
         self._ended = threading.Event()
         self.bytes_read = 0
+        self._kept = {index: HostMemory.pinned(self._sizes[index]) for index, name in enumerate(self.blocks) if name in on_host}
+        for index, memory in self._kept.items():
+            self._read(index, memory)
+        self.slot_bytes = max(self._sizes)
+        reads = len(self._kept) < len(self.blocks)
+        self._slots = [self._slot(reads=reads) for _ in range(min(SLOTS, len(self.blocks)))]
+        self._free = list(range(len(self._slots)))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-weights")
+        self._coming: dict[int, tuple[Future[None], int]] = {}
         self.handles = []
         for index, name in enumerate(self.blocks):
             block = model.get_submodule(name)
@@ -105,46 +130,69 @@ class WeightStream:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the places for weights."""
+        """Of the places for weights, where blocks compute."""
         return len(self._slots) * self.slot_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of pinned host memory."""
+        if self._copies is None:
+            return 0
+        staged = [slot.staging for slot in self._slots if slot.staging is not None]
+        return sum(memory.size for memory in (*staged, *self._kept.values()))
 
     def close(self) -> None:
         """End the thread; the model cannot run afterwards."""
         self._ended.set()
         self._reader.shutdown(wait=True, cancel_futures=True)
+        if self._copies is not None:
+            self._copies.synchronize()  # before the memory that it copies from and to is anybody else's
         for handle in self.handles:
             handle.remove()
         for file in self._files.values():
             os.close(file)
         self._files.clear()
 
+    def _slot(self, *, reads: bool) -> _Slot:
+        place = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+        if self._copies is None:
+            return _Slot(place, HostMemory([place]))
+        # The copies have a stream of their own, which knows nothing of what this memory was used for before.
+        before = accelerator.current_stream(self._device).record_event()
+        return _Slot(place, HostMemory.pinned(self.slot_bytes) if reads else None, used=before)
+
     # ---- a block runs -----------------------------------------------------------------------------------------------------------------
 
     def _before(self, index: int) -> None:
-        if index not in self._reading:  # another order than the one that was read ahead in
-            for other in list(self._reading):
+        if index not in self._coming:  # another order than the one that was brought ahead
+            for other in list(self._coming):
                 self._wait(other)
                 self._release(other)
             self._ahead(index)
-        self._bind(index, self._wait(index))
+        slot = self._slots[self._wait(index)]
+        if slot.copied is not None:
+            accelerator.current_stream(self._device).wait_event(slot.copied)
+        self._bind(index, slot.place)
 
     def _after(self, index: int) -> None:
         self._unbind(index)
+        if self._copies is not None:
+            self._slots[self._coming[index][1]].used = accelerator.current_stream(self._device).record_event()
         if self._release(index):
             self._ahead(index + 1)
 
     def _release(self, index: int) -> bool:
         """Give the place of a block free, also of one that could not be read; not while it is being written to."""
-        future, slot = self._reading[index]
+        future, slot = self._coming[index]
         if not future.done():
             return False
-        del self._reading[index]
+        del self._coming[index]
         self._free.append(slot)
         return future.exception() is None
 
     def _wait(self, index: int) -> int:
-        """The place that a block's weights are in."""
-        future, slot = self._reading[index]
+        """The place that a block's weights are in, or are being copied to."""
+        future, slot = self._coming[index]
         try:
             future.result(timeout=PATIENCE_SECONDS)
             return slot
@@ -155,51 +203,59 @@ class WeightStream:
             ) from None
 
     def _ahead(self, first: int) -> None:
-        """Read the blocks from `first` on, as many as there are places for."""
+        """Bring the blocks from `first` on, as many as there are places for."""
         for step in range(len(self.blocks)):
             if not self._free:
                 return
             index = (first + step) % len(self.blocks)
-            if index not in self._reading:
+            if index not in self._coming:
                 slot = self._free.pop()
-                self._reading[index] = self._reader.submit(self._read, index, slot), slot
+                self._coming[index] = self._reader.submit(self._bring, index, self._slots[slot]), slot
 
-    def _bind(self, index: int, slot: int) -> None:
-        buffer = self._slots[slot]
+    def _bind(self, index: int, place: torch.Tensor) -> None:
         for one in self._parts[index]:
             stored = one.stored
             assert stored.dtype is not None
-            whole = buffer[one.start : one.start + stored.size].view(stored.dtype).view(stored.shape)
             parameter = own_parameters(one.owner)[one.leaf]
             assert parameter is not None
-            parameter.data = whole
+            parameter.data = place[one.start : one.start + stored.size].view(stored.dtype).view(stored.shape)
 
     def _unbind(self, index: int) -> None:
         for one in self._parts[index]:
             parameter = own_parameters(one.owner)[one.leaf]
             assert parameter is not None
-            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
     # ---- the thread -------------------------------------------------------------------------------------------------------------------
 
-    def _read(self, index: int, slot: int) -> None:
-        view = memoryview(self._slots[slot].numpy().data)
+    def _bring(self, index: int, slot: _Slot) -> None:
+        kept = self._kept.get(index)
+        if kept is None:
+            assert slot.staging is not None
+            if slot.copied is not None:
+                slot.copied.synchronize()  # the copy of the block that was read there before
+            self._read(index, slot.staging)
+        source = slot.staging if kept is None else kept
+        if self._copies is None or source is None:
+            return
+        if slot.used is not None:
+            self._copies.wait_event(slot.used)
+        with accelerator.on_stream(self._copies):
+            for start, piece in source.pieces(0, self._sizes[index]):
+                slot.place[start : start + piece.numel()].copy_(piece, non_blocking=True)
+        slot.copied = self._copies.record_event()
+
+    def _read(self, index: int, memory: HostMemory) -> None:
         for one in self._parts[index]:
-            read_into(self._files[one.stored.path], view[one.start : one.start + one.stored.size], one.stored, self._ended)
+            for start, piece in memory.pieces(one.start, one.stored.size):
+                view = memoryview(piece.numpy().data)
+                read_into(self._files[one.stored.path], view, one.stored, self._ended, first=start - one.start)
             self.bytes_read += one.stored.size
 
 
-def read_into(file: int, view: memoryview, stored: Stored, ended: threading.Event) -> None:
-    """All bytes of a tensor. Raises CheckpointError where they cannot be read."""
-    done = 0
-    while done < stored.size and not ended.is_set():
-        try:
-            count = os.preadv(file, [view[done : min(done + CHUNK, stored.size)]], stored.offset + done)
-        except OSError as error:
-            raise CheckpointError(f"{stored.path} cannot be read at byte {stored.offset + done:,}: {error.strerror}") from error
-        if not count:
-            raise CheckpointError(f"{stored.path} ends at byte {stored.offset + done:,}, and a tensor goes on: the file was cut off")
-        done += count
+def pinned_bytes(size: int) -> int:
+    """What `size` bytes take in pinned memory."""
+    return -(-size // _UNIT) * _UNIT
 
 
 def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> int:

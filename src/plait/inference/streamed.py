@@ -1,4 +1,4 @@
-"""A model that is larger than the memory it may take: which of its blocks are streamed, and the model with them."""
+"""A model that is larger than the memory where it computes: which of its blocks are streamed, from where, and the model with them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from plait._torch.modules import own_parameters
-from plait.cluster import accelerator
-from plait.cluster.topology import device_count
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.source import Source
-from plait.inference.stream import SLOTS, Stored, WeightStream, block_bytes, read_into, stored_tensors
+from plait.inference.stored import Stored, read_into, stored_tensors
+from plait.inference.stream import SLOTS, WeightStream, block_bytes, pinned_bytes
 from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
 from plait.parallel.hooks import Hooks, StepHook
@@ -30,16 +29,20 @@ from plait.units import format_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one process."""
+    """Of one process. Bytes of weights."""
 
     streamed: tuple[str, ...]
-    """Blocks, in the order in which they run; those that stay in memory lie between them, so that reading has their time, too."""
+    """Blocks, in the order in which they run; those that stay lie between them, so that streaming has their time, too."""
     resident_bytes: int
-    """Of weights that stay."""
+    """That stay."""
     slot_bytes: int
-    """Of the places that streamed blocks are read into."""
+    """Of the places that streamed blocks compute in."""
     streamed_bytes: int
-    """Read for every token, or for every piece of the prompts."""
+    """That are brought for every token, or for every piece of the prompts."""
+    on_host: tuple[str, ...] = ()
+    """Those of `streamed` that are kept in pinned host memory. The others are read from files."""
+    read_bytes: int = 0
+    """Those of `streamed_bytes` that are read from files."""
 
 
 class Streaming(StepHook):
@@ -67,9 +70,10 @@ def tensors_of(source: Source) -> dict[str, Stored]:
     return found
 
 
-def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, other_bytes: int) -> Plan:
-    """`model` is on meta. `other_bytes` of the budget are for other things than weights: keys and values, activations. Raises InputError,
-    with the numbers, where the budget is too small."""
+def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, other_bytes: int, host_bytes: int = 0) -> Plan:
+    """`model` is on meta. The budget is of the memory where it computes; `other_bytes` of it are for other things than weights: keys and
+    values, activations. `host_bytes` of host memory may be pinned, where it computes elsewhere than on the CPU. Raises InputError, with the
+    numbers, where one of them is too small."""
     blocks = find_blocks(model)
     tied = {name for group in tied_names(model) for name in group}
     sizes = {name: sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in blocks}
@@ -91,27 +95,43 @@ def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, othe
     count = min(len(movable), max(1, -(-(sum(sizes[name] for name in movable) - room) // size)))
     chosen = tuple(movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count))
     streamed = sum(sizes[name] for name in chosen)
-    return Plan(chosen, total - streamed, slots, streamed)
+    on_host = _kept_on_host(model, stored, chosen, host_bytes)
+    return Plan(chosen, total - streamed, slots, streamed, on_host, streamed - sum(sizes[name] for name in on_host))
+
+
+def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[str, ...], host_bytes: int) -> tuple[str, ...]:
+    """All of `streamed` where they fit into `host_bytes`, else some, evenly, beside the staging buffers of the others. Raises InputError
+    where not even those fit."""
+    if not host_bytes:
+        return ()
+    each = [pinned_bytes(block_bytes(model, name, stored)) for name in streamed]
+    if sum(each) <= host_bytes:
+        return streamed
+    staging = min(SLOTS, len(streamed)) * max(each)
+    if staging > host_bytes:
+        raise InputError(
+            f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))} layers that are read from files take "
+            f"{format_bytes(staging)}"
+        )
+    count = (host_bytes - staging) // max(each)
+    return tuple(streamed[(2 * index + 1) * len(streamed) // (2 * count)] for index in range(count))
 
 
 @leaving_no_group()
-def load_streamed(source: Source, *, budget_bytes: int, other_bytes: int, dtype: torch.dtype | None = None) -> tuple[ShardedModel, Plan]:
-    """The model in one process, within the budget. Raises InputError where it cannot be."""
-    if device_count():
-        raise InputError(
-            "streaming weights to a GPU has not been run on one yet, so it is refused; use more devices (--nproc-per-node), or hide the "
-            f"GPUs to compute on the CPU ({accelerator.VISIBLE}=)"
-        )
+def load_streamed(
+    source: Source, *, budget_bytes: int, other_bytes: int, host_bytes: int = 0, dtype: torch.dtype | None = None
+) -> tuple[ShardedModel, Plan]:
+    """The model in one process, on its device, within the budget (see `plan`). Raises InputError where it cannot be."""
     model = source.model(dtype)
     stored = tensors_of(source)
-    planned = plan(model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes)
+    planned = plan(model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
     _check_dtypes(model, planned.streamed, stored)
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=_filler(source, stored, _empty(model, planned.streamed)))
     model.requires_grad_(False)
     if planned.streamed:
-        streaming = Streaming(WeightStream(model, planned.streamed, stored))
+        streaming = Streaming(WeightStream(model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host))
         parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate"), planned
 
@@ -128,11 +148,11 @@ def _filler(source: Source, stored: dict[str, Stored], streamed: frozenset[str])
 
 def _read_resident(model: nn.Module, stored: dict[str, Stored], streamed: frozenset[str]) -> frozenset[str]:
     """Read what stays straight into its place, and return its names: a file that is mapped would take the memory twice. What is stored in
-    another dtype is left out."""
+    another dtype, or stays on another device, is left out."""
     done = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         one = stored.get(name)
-        if one is None or name in streamed or one.dtype != tensor.dtype or one.shape != tuple(tensor.shape):
+        if tensor.device.type != "cpu" or one is None or name in streamed or one.dtype != tensor.dtype or one.shape != tuple(tensor.shape):
             continue
         if not one.size or not tensor.is_contiguous():
             continue

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.errors import InputError
-from plait.inference.choose import Chooser
+from plait.inference.choose import GOES_ON, LENGTH, STOP, Chooser
 from plait.inference.requests import Request
 from plait.inference.settings import Settings
 
@@ -33,9 +33,9 @@ def test_a_request_ends_at_its_token_its_limit_or_never_again() -> None:
     scores = torch.zeros(2, 8)
     scores[0, 3], scores[1, 5] = 1, 1
     chooser = Chooser([Request((1,), 9, None), Request((1,), 2, None)], Settings(eos_token_id=(3, 4), pad_token_id=7), None)
-    assert chooser(scores, [0, 1])[2].tolist() == [1, 0]
+    assert chooser(scores, [0, 1])[2].tolist() == [STOP, GOES_ON]
     tokens, logprobs, last = chooser(scores, [0, 1])
-    assert tokens.tolist() == [7, 5] and last.tolist() == [1, 1] and logprobs[0] == 0
+    assert tokens.tolist() == [7, 5] and last.tolist() == [STOP, LENGTH] and logprobs[0] == 0
 
 
 def test_draws_follow_from_the_seed_alone_whatever_is_beside_them() -> None:
@@ -111,6 +111,6 @@ def test_a_stop_string_ends_a_request_and_padded_rows_are_no_tokens() -> None:
     chooser = Chooser(requests((1,), new=9), Settings(stop_strings=("bc",)), Words())
     scores = torch.zeros(1, 40)
     scores[0, 39] = 9
-    for token, ends in ((1, 0), (2, 1)):
+    for token, ends in ((1, GOES_ON), (2, STOP)):
         scores[0, token] = token
         assert chooser(scores, [0])[:, 0].tolist()[::2] == [token, ends]

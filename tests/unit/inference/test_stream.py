@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.errors import CheckpointError, InputError
+from plait.inference import stored as stored_module
 from plait.inference import stream
-from plait.inference.stream import Stored, WeightStream, read_into, stored_tensors
+from plait.inference.stored import Stored, read_into, stored_tensors
+from plait.inference.stream import WeightStream
 from plait.inference.streamed import plan
 
 
@@ -101,7 +103,7 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
     def failing(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(stream.os, "preadv", failing)
+    monkeypatch.setattr(stored_module.os, "preadv", failing)
     one = Stored(saved[1], 100, 8, torch.float32, (2,))
     with pytest.raises(CheckpointError, match="cannot be read at byte 100: Input/output error"):
         read_into(0, memoryview(bytearray(8)), one, stream.threading.Event())
@@ -111,11 +113,11 @@ def test_a_file_that_shrinks_and_a_disk_that_fails(
 def test_a_disk_that_does_not_answer(streamed: tuple[Chain, WeightStream], monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = streamed
     model(torch.zeros(1, 8))
-    for future, _ in made._reading.values():
+    for future, _ in made._coming.values():
         future.result()
     release = stream.threading.Event()
     monkeypatch.setattr(stream, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(stream, "read_into", lambda *_: release.wait(20))
+    monkeypatch.setattr(stream, "read_into", lambda *_, **__: release.wait(20))
     try:
         with pytest.raises(CheckpointError, match="reading the weights of layers.4 has not ended"):
             model(torch.zeros(1, 8))
