@@ -23,7 +23,7 @@ def page(results: Mapping[str, Found]) -> str:
         "",
         "Written by `python -m tools.planted_waits`; do not edit. Every call in the package that orders a device's work, or lets it",
         "overlap, listed from the syntax tree. Each was taken out alone, and the tests on the simulated device that come by were run, the",
-        "fastest first (`test_waits.py`, then `test_ahead.py` and `test_cover.py`), until one failed.",
+        "fastest first (`test_waits.py`, then `test_ahead.py`, `test_generation.py` and `test_cover.py`), until one failed.",
         "",
         f"**{noticed} of {len(device)} are noticed.**{missing}",
         "",

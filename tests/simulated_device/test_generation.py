@@ -1,0 +1,98 @@
+"""Weights that are streamed to a simulated GPU: from pinned host memory, from files, and from both; the tokens are those of the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.inference import stream
+from plait.inference.source import open_source
+from plait.inference.streamed import Streaming, load_streamed, plan, tensors_of
+from tests.simulated_device.conftest import Row
+from tests.simulated_device.pool import SimulatedPool
+
+PROMPTS = [[5, 6, 7], [11, 3, 9, 4, 8]]
+NEW = 4
+OTHER = 1 << 20
+
+
+def save(folder: Path) -> list[list[int]]:
+    """A Llama of random weights, float64 and in two files, and what Transformers makes of the prompts on the CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.3, bos_token_id=0, eos_token_id=1, max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    model.save_pretrained(folder, max_shard_size="7MB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    made = [model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, pad_token_id=0) for ids in PROMPTS]
+    return [found[0, len(ids) :].tolist() for found, ids in zip(made, PROMPTS, strict=True)]
+
+
+def generated(rank: int, world: int, folder: str, budget: int, host: int, times: int) -> tuple[list[list[list[int]]], dict[str, Any]]:
+    """Tokens of several calls, and how the model was kept. Runs in a worker."""
+    device: Any = sys.modules["simulated_device.on_torch"]
+    before = device.pinned_bytes()
+    read = stream.read_into
+
+    def seen_by_the_device(file: int, view: memoryview, *args: Any, **options: Any) -> None:
+        """A read writes to memory behind torch's back; the device looks for races in what torch does."""
+        own = memoryview(bytearray(len(view)))
+        read(file, own, *args, **options)
+        torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(own, dtype=torch.uint8))
+
+    stream.read_into = seen_by_the_device
+    junk = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
+    junk.add_(1)  # still to be computed when its memory becomes the places'
+    del junk
+    torch.accelerator.reset_peak_memory_stats()
+    sharded, planned = load_streamed(open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host)
+    held = torch.accelerator.memory_allocated()
+    streaming = sharded.hooks.of(Streaming)
+    assert streaming is not None
+    copied = device.copies()
+    tokens = [[one.token_ids for one in plait.generate(sharded, PROMPTS, max_new_tokens=NEW, do_sample=False)] for _ in range(times)]
+    seen = {
+        "copies": {way: count - copied[way] for way, count in device.copies().items()},
+        "streamed": len(planned.streamed), "on host": len(planned.on_host), "pinned": streaming.stream.host_bytes,
+        "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.stream.bytes_read,
+    }  # fmt: skip
+    sharded.close()
+    stream.read_into = read
+    del sharded, streaming
+    torch.cuda.synchronize()
+    seen["left"] = device.pinned_bytes() - before
+    return tokens, seen
+
+
+@pytest.mark.parametrize("source", ["host memory", "files", "both"])
+def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path, row: Row) -> None:
+    expected = save(tmp_path)
+    found = open_source(tmp_path)
+    stored = tensors_of(found)
+    whole = sum(one.size for one in stored.values())
+    block = sum(one.size for name, one in stored.items() if ".layers.0." in name)
+    budget = whole - 2 * block  # two layers stay beside two places
+    host = {"host memory": 1 << 30, "files": 0, "both": 3 * (-(-block // (1 << 20)) << 20)}[source]
+    planned = plan(found.model(), stored, budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host)
+    assert len(planned.streamed) >= 3
+    ((tokens, seen),) = simulated.run(1, generated, str(tmp_path), budget, host, 2)
+    assert tokens == [expected, expected]
+    assert seen["on host"] == len(planned.on_host) == {"host memory": seen["streamed"], "files": 0, "both": 1}[source]
+    assert seen["pinned"] <= host or source == "files"
+    rounding = 512 * (len(stored) + 2)  # torch's allocator gives each tensor a multiple of it
+    assert seen["held"] <= budget + rounding and seen["peak"] <= budget + OTHER
+    if source == "host memory":
+        assert seen["read"] == planned.streamed_bytes  # once
+    assert seen["left"] <= 1 << 16
+    passes = 2 * NEW  # the prompts, then each token
+    assert seen["copies"]["deferred"] >= passes * (seen["streamed"] - 2) and seen["copies"]["pageable"] <= passes * 4, seen
+    row(f"generation, {seen['streamed']} of 6 layers streamed from {source}", "Transformers on the CPU", 0.0)

@@ -1,0 +1,81 @@
+"""Where a model is put: a layout that holds it, or streamed within budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.errors import InputError
+from plait.inference import deployment
+from plait.inference.deployment import Work, deploy, deploy_streamed
+from plait.inference.placement import DoesNotFit
+from plait.inference.source import open_source
+from plait.inference.stored import Stored
+from plait.inference.stream import HostMemory, pinned_bytes
+from plait.inference.streamed import plan
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    source = open_source(folder)
+    return Work(source, source.model(), 32, 1)
+
+
+def test_what_no_layout_holds_is_streamed(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deploy(work, tp=None, pp=None, devices=None).budget_bytes is None
+    monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
+    found = deploy(work, tp=None, pp=None, devices=None)
+    assert found.why.startswith("no layout of the devices here holds it: ") and found.budget_bytes == int(0.92 * 5 * MIB)
+    assert found.tp == found.pp == 1 and 0 < found.other_bytes < found.budget_bytes and found.host_bytes == 0
+    for chosen in ({"tp": 1}, {"pp": 1}, {"devices": 1}):
+        with pytest.raises(DoesNotFit, match="the model does not fit: at tp = 1, pp = 1 a device would hold"):
+            deploy(work, **{"tp": None, "pp": None, "devices": None, **chosen})  # type: ignore[arg-type]
+
+
+def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="--gpu-budget: no GPU is visible here"):
+        deploy_streamed(work, gpu_budget=4 * MIB)
+    assert deploy_streamed(work, cpu_budget=1 << 30).why.startswith("5.7 MiB of weights stay in memory, all of them fit; ")
+    monkeypatch.setattr(deployment, "device_count", lambda: 1)
+    monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
+    found = deploy_streamed(work, gpu_budget=4 * MIB, cpu_budget=3 * MIB)
+    assert (found.budget_bytes, found.host_bytes) == (4 * MIB, 3 * MIB)
+    assert "on the GPU, 4 layers" in found.why and "of them from files" in found.why
+    assert deploy_streamed(work, cpu_budget=9 * MIB).budget_bytes == int(0.92 * 5 * MIB)
+    monkeypatch.setattr(deployment, "free_host_bytes", lambda: 100 * MIB)
+    assert deploy_streamed(work, gpu_budget=4 * MIB).host_bytes == 80 * MIB
+    assert "are copied to it for every token, 0 B of them from files" in deploy_streamed(work, gpu_budget=4 * MIB).why
+
+
+def test_how_much_is_kept_on_the_host(work: Work) -> None:
+    stored = {name: Stored(Path(), 0, p.numel() * 4, torch.float32, tuple(p.shape)) for name, p in work.model.named_parameters()}
+    numbers = {"budget_bytes": 2 * MIB, "other_bytes": 0}
+    every = plan(work.model, stored, **numbers, host_bytes=1 << 30)
+    assert every.on_host == every.streamed and every.read_bytes == 0 and len(every.streamed) == 6
+    one = pinned_bytes(every.slot_bytes // 2)
+    assert one == MIB
+    assert plan(work.model, stored, **numbers, host_bytes=6 * one).on_host == every.streamed
+    some = plan(work.model, stored, **numbers, host_bytes=6 * one - 1)  # two are for reading the others
+    assert len(some.on_host) == 3 and set(some.on_host) < set(every.streamed) and some.read_bytes == every.streamed_bytes // 2
+    assert plan(work.model, stored, **numbers, host_bytes=2 * one).on_host == ()
+    with pytest.raises(InputError, match="1.0 MiB of host memory are too little: 2 layers that are read from files take 2.0 MiB"):
+        plan(work.model, stored, **numbers, host_bytes=one)
+
+
+def test_memory_in_stretches() -> None:
+    memory = HostMemory([torch.arange(4, dtype=torch.uint8), torch.arange(4, 12, dtype=torch.uint8)])
+    assert memory.size == 12
+    assert [(start, piece.tolist()) for start, piece in memory.pieces(2, 5)] == [(2, [2, 3]), (4, [4, 5, 6])]
+    assert [(start, piece.tolist()) for start, piece in memory.pieces(5, 2)] == [(5, [5, 6])]
+    assert list(memory.pieces(4, 0)) == []
