@@ -51,7 +51,7 @@ def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "free_bytes", lambda *_: 5 * MIB)
     found = deploy_streamed(work, gpu_budget=4 * MIB, cpu_budget=3 * MIB)
     assert (found.budget_bytes, found.host_bytes) == (4 * MIB, 3 * MIB)
-    assert "on the GPU, 4 layers" in found.why and "of them from files" in found.why
+    assert "on the GPU, 5 layers" in found.why and "of them from files" in found.why
     assert deploy_streamed(work, cpu_budget=9 * MIB).budget_bytes == int(0.92 * 5 * MIB)
     monkeypatch.setattr(deployment, "free_host_bytes", lambda: 100 * MIB)
     assert deploy_streamed(work, gpu_budget=4 * MIB).host_bytes == 80 * MIB
