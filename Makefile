@@ -13,7 +13,7 @@
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
-#   make faults        plants faults in runs and checks what becomes of them, two minutes; ARGS=nightly for all of them (docs/faults.md)
+#   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/faults.md)
 #   make coverage-docs docs/coverage.md from the last test runs
 #   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; resumes where it was stopped)
 #   make lock          requirements.lock from what .venv holds now

@@ -29,8 +29,8 @@ PLACES = (
     ("plait.checkpoint.save.write_shards", 1),
     ("plait.checkpoint.save.write_shards", 2),
     ("plait.checkpoint.save.write_text", 1),  # tensors are written, the list of them is not
-    ("plait.checkpoint.save.publish", 1),
-    ("plait.checkpoint.save.replace_text", 1),  # renamed, not named
+    ("plait.checkpoint.commit.publish", 1),
+    ("plait.checkpoint.commit.replace_text", 1),  # renamed, not named
     ("plait.train.loop.remove_old", 2),
 )
 FIRST_ONLY = {name for name, _ in PLACES[-3:]}

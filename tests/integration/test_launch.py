@@ -273,6 +273,20 @@ class TestFailures:
 
 
 class TestSignals:
+    def test_a_signal_that_one_rank_gets_is_no_failure(self, folder: Path) -> None:
+        """A scheduler may send it to one; the ranks agree to end, one sooner than the others, and nothing starts again."""
+        text = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    time.sleep(0.7)
+    print("rank 0 has saved", flush=True)
+sys.exit(138)
+"""
+        done = _run("--nproc-per-node", "2", "--max-restarts", "2", _script(folder, text))
+        assert (done.returncode, done.stdout) == (138, "rank 0 has saved\n")
+        assert done.stderr == "plait: the ranks have ended after SIGUSR1, which one of them got\n"
+
     @pytest.mark.proof
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ranks_get_it_once_and_end_well(self, folder: Path, start: Start, number: signal.Signals) -> None:

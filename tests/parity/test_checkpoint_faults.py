@@ -26,7 +26,8 @@ from tests.parity import cases
 from tests.parity.data_parallel import settings
 from tests.pool import Pool
 
-FLIPS = 40
+FLIPS = 6
+"""One in every file: thousands are in `damages`, without ranks."""
 
 
 def engine_of(world: int, **more: Any) -> plait.Engine:
@@ -191,7 +192,7 @@ def order(rank: int, world: int, folder: str) -> list[str]:
 def test_nothing_is_published_before_it_is_on_the_disk(pool: Pool, tmp_path: Path) -> None:
     """Files, their folder, the rename; then LATEST in the same way; what was there under the name is deleted at the end."""
     name = tmp_path.name
-    files = ("00000.safetensors", "00000.json", "manifest.sha256", "manifest.json")
+    files = ("begun", "00000.safetensors", "00000.json", "manifest.sha256", "manifest.json")
     seen = pool.run(1, order, str(tmp_path))[0]
     pointer = next(found for found in seen if "LATEST" in found).split()[1].removeprefix(f"{name}/")
     assert seen == [

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from plait.checkpoint.durable import publish, remove, replace_text, sync_folder, write_text
+from plait.checkpoint.durable import (
+    make_folder,
+    publish,
+    remove,
+    remove_if_possible,
+    rename,
+    replace_text,
+    sync_folder,
+    write_text,
+)
 from plait.checkpoint.manifest import LATEST, MANIFEST, MANIFEST_HASH, Pointer, digest, read_manifest
 from plait.checkpoint.places import Place, StorePath
 from plait.errors import CheckpointError
@@ -71,22 +79,23 @@ class Renamed(Commit):
 
     def _publish(self, manifest: str) -> None:
         write_text(self.files / MANIFEST, manifest)
-        (self.files / BEGUN).unlink()
+        remove(self.files / BEGUN)
         if self.target.exists():
             remove(self._replaced)
-            self.target.rename(self._replaced)
+            rename(self.target, self._replaced)
         try:
             publish(self.files, self.target)
         except OSError:
             if self._replaced.exists() and not self.target.exists():
-                self._replaced.rename(self.target)
+                with suppress(OSError):  # it is found under that name too, and the first failure is what a user looks for
+                    rename(self._replaced, self.target)
             raise
 
     def _clean(self) -> None:
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        remove_if_possible(self._replaced)
 
     def abandon(self) -> None:
-        shutil.rmtree(self.files, ignore_errors=True)
+        remove_if_possible(self.files)
 
 
 class Named(Commit):
@@ -130,12 +139,12 @@ def begin(folder: Place, tag: str, token: str) -> Commit:
         write_text(files / BEGUN, token)
         return Named(folder, tag, files)
     _refuse_others_files(folder / tag)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, parents=True)
     made = Renamed(folder, tag, folder / f".{tag}.tmp")
     try:
         remove(made.files)
-        made.files.mkdir()
-        (made.files / BEGUN).write_text(token)
+        make_folder(made.files)
+        write_text(made.files / BEGUN, token)
     except OSError:
         made.abandon()
         raise
@@ -171,7 +180,7 @@ def delete_checkpoint(path: Place) -> None:
         return
     gone = path.with_name(f".{path.name.lstrip('.')}.deleted")
     remove(gone)
-    path.rename(gone)
+    rename(path, gone)
     sync_folder(path.parent)
     remove(gone)
 

@@ -100,8 +100,16 @@ class Agent(LocalElasticAgent):
         self._ended: dict[int, int] = {}
         self._interrupted = False
         self._overdue = False
+        self._heard_at = 0.0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        heard = self._signal_that_ranks_heard(worker_group)
+        if heard is not None and any(_running(worker.id) for worker in worker_group.workers):
+            return RunResult(state=WorkerState.HEALTHY)
+        if heard is not None:
+            _say(f"the ranks have ended after {heard.name}, which one of them got")
+            self._remaining_restarts, self.exit_code = 0, 128 + heard
+            return RunResult(state=WorkerState.FAILED)
         ended = {worker.global_rank for worker in worker_group.workers if not _running(worker.id)}  # before torch ends the others
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and result.failures:
@@ -122,6 +130,17 @@ class Agent(LocalElasticAgent):
                 self._reporter.tell_restart()
             return RunResult(state=WorkerState.FAILED)
         return result
+
+    def _signal_that_ranks_heard(self, worker_group: WorkerGroup) -> signal.Signals | None:
+        """Of ranks that end well after a signal, which none but the ranks got: those that have ended did so with 128 + N. The others follow
+        after the same step; None where they do not within the time that ranks get to end in."""
+        codes = {_exit_code(worker.id) for worker in worker_group.workers if not _running(worker.id)}
+        heard = next((number for number in SIGNALS if codes == {128 + number}), None)
+        if heard is None:
+            self._heard_at = 0.0
+            return None
+        self._heard_at = self._heard_at or time.monotonic()
+        return heard if time.monotonic() - self._heard_at < self.grace_seconds else None
 
     def _stuck(self, worker_group: WorkerGroup) -> bool:
         """Whether the ranks can go on no more although none has ended: one is late for a collective, or has failed and does not end."""

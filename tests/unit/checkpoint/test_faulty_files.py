@@ -1,0 +1,144 @@
+"""A file system that is full, read-only, slow, or fails at any call of a save or a load: never a false success, nothing lost or mixed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.checkpoint.folder import candidates, remove_old
+from plait.checkpoint.load import Reader
+from plait.checkpoint.save import Snapshot, write
+from plait.checkpoint.windows import record_of
+from plait.checkpoint.writer import Writer
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import Mesh, build_mesh
+from plait.errors import CheckpointError
+from tests.faulty_files import Planted, failing, planted, slow
+
+CODES = (errno.ENOSPC, errno.EIO, errno.EROFS)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return build_mesh(Layout())
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of files are written, and no power is lost here."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def of(mesh: Mesh, folder: Path, value: float, tag: str) -> Snapshot:
+    """A checkpoint whose tensors have one value."""
+    tensors = {f"model.{name}": torch.full((3, 5), value) for name in ("a", "b")}
+    records = {name: record_of(tensor) for name, tensor in tensors.items()}
+    return Snapshot(folder, tag, mesh, tensors, records, records, {}, {})
+
+
+def loaded(folder: Path) -> float:
+    """The value of the one to go on from, whose every byte is verified; falls back as `load_checkpoint` does."""
+    for one in candidates(folder):
+        try:
+            reader = Reader(one)
+            reader.verify("full")
+        except CheckpointError:
+            continue
+        found = {float(value) for name in reader.tensors for value in reader.read(name).unique()}
+        assert len(found) == 1, f"mixed: {found}"
+        return found.pop()
+    raise AssertionError("lost")
+
+
+def cases(calls: int) -> Iterator[tuple[int, int, bool]]:
+    """(call, errno, whether only that call fails)."""
+    return ((call, code, once) for call in range(calls) for code in CODES for once in (True, False))
+
+
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_a_save_never_succeeds_falsely(mesh: Mesh, tmp_path: Path, tag: str) -> None:
+    """Whichever call fails, under a tag that is there and under a new one: an error that names what could not be written, and the state
+    before stays; or the new one is there."""
+    counted = Planted()
+    write(of(mesh, tmp_path / "counted" / "run", 1.0, "one"))
+    with planted(counted):
+        write(of(mesh, tmp_path / "counted" / "run", 2.0, tag))
+    assert len(counted.calls) > 20, counted.calls
+    failed = 0
+    for number, (call, code, once) in enumerate(cases(len(counted.calls))):
+        folder = tmp_path / str(number) / "run"
+        write(of(mesh, folder, 1.0, "one"))
+        said = ""
+        with planted(Planted(failing(call, code, once=once))):
+            try:
+                write(of(mesh, folder, 2.0, tag))
+            except CheckpointError as error:
+                said = str(error)
+        where = (counted.calls[call], errno.errorcode[code], once)
+        found = loaded(folder)
+        assert found in ((1.0, 2.0) if said else (2.0,)), where
+        if said:
+            failed += 1
+            name = counted.calls[call].partition(" ")[2].partition(",")[0]
+            assert f"planted error {code}" in said and re.sub("LATEST.*", "LATEST", name) in said, (where, said)
+        write(of(mesh, folder, 3.0, tag))  # on a disk that is well again
+        assert loaded(folder) == 3.0, where
+        left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert not left if once else all(name.startswith(".LATEST.") for name in left), where  # a disk that deletes nothing
+    assert failed > 0.8 * number
+
+
+def test_every_call_of_a_load(mesh: Mesh, tmp_path: Path) -> None:
+    """A read that fails is an error that names the file, or the checkpoint before it is taken."""
+    for value, tag in ((1.0, "one"), (2.0, "two")):
+        write(of(mesh, tmp_path, value, tag))
+    counted = Planted(reading=True)
+    with planted(counted):
+        assert loaded(tmp_path) == 2.0
+    for call in range(len(counted.calls)):
+        with planted(Planted(failing(call, errno.EIO, once=True), reading=True)), suppress(CheckpointError):
+            assert loaded(tmp_path) in (1.0, 2.0)
+        with planted(Planted(failing(call, errno.EIO, once=False), reading=True)), pytest.raises(CheckpointError) as caught:
+            Reader(candidates(tmp_path)[0]).verify("full")
+        assert "planted error 5" in str(caught.value) or "cannot be read" in str(caught.value), counted.calls[call]
+
+
+def test_old_ones_that_cannot_be_deleted(mesh: Mesh, tmp_path: Path) -> None:
+    """Deleting stops where it fails, is told, and leaves whole checkpoints."""
+    for number in range(4):
+        write(of(mesh, tmp_path, float(number), f"step-{number}"))
+    counted = Planted()
+    with planted(counted):
+        remove_old(tmp_path, keep=3)
+    for call in range(len(counted.calls)):
+        write(of(mesh, tmp_path, 9.0, "more"))
+        with planted(Planted(failing(call, errno.EIO, once=False))), pytest.warns(UserWarning, match="could not be deleted"):
+            remove_old(tmp_path, keep=2)
+        for one in candidates(tmp_path):
+            Reader(one).verify("full")
+        assert loaded(tmp_path) == 9.0
+        remove_old(tmp_path, keep=2)
+        write(of(mesh, tmp_path, float(call), f"again-{call}"))
+
+
+def test_a_slow_disk_does_not_keep_the_training(mesh: Mesh, tmp_path: Path) -> None:
+    """A save beside the training returns before it is on the disk, and nothing is named before it is whole."""
+    write(of(mesh, tmp_path, 1.0, "one"))
+    writer, layer = Writer(mesh), Planted(slow(0.01))
+    with planted(layer):
+        began = time.monotonic()
+        writer.begin(of(mesh, tmp_path, 2.0, "two"))
+        calls = len(layer.calls)
+        assert writer.finished() is None and loaded(tmp_path) == 1.0
+        assert writer.wait() == tmp_path / "two"
+        assert len(layer.calls) > calls + 10 and time.monotonic() - began > 0.1
+    assert loaded(tmp_path) == 2.0 and os.listdir(tmp_path)
+    writer.close()
