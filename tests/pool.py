@@ -48,6 +48,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",
+    "transformers.trainer",
     *(
         f"transformers.models.{name}.modeling_{name}"
         for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "opt", "phi3", "qwen3", "stablelm")

@@ -11,7 +11,8 @@ import os
 import platform
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,17 @@ def watch_folder() -> Path | None:
     """Where a launcher of Plait's own, which watches its ranks, looks for their boards; None under another one."""
     folder = os.environ.get(WATCH_FOLDER)
     return Path(folder) if folder and Path(folder).is_dir() else None
+
+
+@contextmanager
+def without_variable(name: str) -> Iterator[None]:
+    """A variable that a launcher set, hidden from a library that would act on it."""
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
 
 
 def cpu_count() -> int:

@@ -1,0 +1,226 @@
+"""Accelerate's Accelerator, for which the processes are the data-parallel ranks of a layout.
+
+The Trainer counts and gathers over the world: right where every process has its own batch, and wrong under tensor and pipeline
+parallelism, where several share one. Everything that it asks about processes is asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch.utils.data import DataLoader, IterableDataset
+
+from plait.cluster.layout import SAMPLE_AXES, Layout
+from plait.engine.engine import Engine
+from plait.errors import InputError
+from plait.hf.batches import Rounds, StreamPart
+from plait.sharded.model import owner_of
+
+_KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+_KEPT_OF_WORKERS = ("prefetch_factor", "persistent_workers")
+
+
+class Accelerator(accelerate.Accelerator):
+    """Made of the Trainer's own by `adopt`."""
+
+    layout: Layout
+    engine: Engine | None
+    own_rank: int
+    seed: int
+    evaluates: bool
+    """Whether the next loader is for an evaluation."""
+    backward_of: Callable[[torch.Tensor], None]
+    _alone: bool
+    _own_counts: bool
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator, layout: Layout, *, rank: int, seed: int) -> Accelerator:
+        """The same object, whose processes are the data-parallel ranks of `layout`."""
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, cls)
+        accelerator.layout, accelerator.own_rank, accelerator.seed = layout, rank, seed
+        accelerator.engine = None
+        accelerator.evaluates = accelerator._alone = accelerator._own_counts = False
+        return accelerator
+
+    @property
+    def num_processes(self) -> int:
+        """Data-parallel ranks; 1 while each of them evaluates a batch of its own."""
+        return 1 if self._alone else self.layout.dp
+
+    @property
+    def process_index(self) -> int:
+        """Which part of the batch this process has."""
+        return self.layout.dp_index(self.own_rank)
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """Whether that is so now."""
+        return self._alone
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What a rank computes inside is about its own batch only."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    @contextmanager
+    def own_counts(self) -> Iterator[None]:
+        """What is gathered inside is this rank's own."""
+        before, self._own_counts = self._own_counts, True
+        try:
+            yield
+        finally:
+            self._own_counts = before
+
+    # ---- data -----------------------------------------------------------------------------------------------------------------------
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        """A loader of this rank's part, which moves batches to the device."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        ranks, index = self.layout.dp, self.process_index
+        settings: dict[str, Any] = {name: getattr(data_loader, name) for name in _KEPT}
+        if data_loader.num_workers:
+            settings |= {name: getattr(data_loader, name) for name in _KEPT_OF_WORKERS}
+        settings["in_order"] = getattr(data_loader, "in_order", True)
+        start = settings["worker_init_fn"]
+        if isinstance(start, partial) and "rank" in start.keywords:  # ranks that share a batch have equal workers
+            settings["worker_init_fn"] = partial(start.func, *start.args, **{**start.keywords, "rank": index})
+        dataset, drop_last = data_loader.dataset, bool(data_loader.drop_last)
+        if isinstance(dataset, IterableDataset):
+            if self.evaluates and ranks > 1:  # what a worker reads last, nobody else learns
+                settings |= {"num_workers": 0, "multiprocessing_context": None}
+                for name in _KEPT_OF_WORKERS:
+                    settings.pop(name, None)
+            size = data_loader.batch_size
+            part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last)
+            made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)
+        else:
+            if data_loader.batch_sampler is None:
+                raise InputError("a DataLoader with batch_size=None has no batches to share between ranks; give it a batch_size")
+            drop_last = drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
+            rounds = Rounds(data_loader.batch_sampler, ranks=ranks, index=index, drop_last=drop_last)
+            made = DataLoader(dataset, batch_sampler=rounds, **settings)
+        prepared = prepare_data_loader(
+            made,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            dispatch_batches=False,
+            use_seedable_sampler=True,
+            data_seed=self.seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    # ---- models and steps -----------------------------------------------------------------------------------------------------------
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """A model that Plait has is ready; another one is Accelerate's."""
+        if owner_of(model) is not None:
+            return model
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of the micro-batch that the Trainer is at."""
+        self.backward_of(loss)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Refused: parts of gradients have no norm of their own."""
+        raise InputError("accelerator.clip_grad_norm_: the step clips by max_grad_norm, over all ranks; take the call out")
+
+    # ---- between ranks --------------------------------------------------------------------------------------------------------------
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if self.layout.dp == 1:
+            return None
+        if self.engine is None:
+            raise InputError("the Trainer's accelerator gathers over the ranks of a layout once train() or evaluate() has begun")
+        return self.engine.mesh.group(*SAMPLE_AXES)
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all data-parallel ranks, one after another in dim 0. Collective."""
+        if self._own_counts:
+            return tensor
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`; objects in a list. Collective."""
+        group = self._group()
+        if use_gather_object:
+            if group is None:
+                return input_data
+            found: list[Any] = [None] * group.size()
+            dist.all_gather_object(found, input_data, group=group)
+            return [entry for part in found for entry in part]
+        return self.gather(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over data-parallel ranks. Collective."""
+        group = self._group()
+
+        def reduced(one: torch.Tensor) -> torch.Tensor:
+            one = one.clone()
+            if group is not None and reduction != "none":
+                dist.all_reduce(one, group=group)
+                if reduction == "mean":
+                    one = one / group.size()
+            return one
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors filled up with `pad_index` to the longest of all data-parallel ranks. Collective."""
+        group = self._group()
+
+        def padded(one: torch.Tensor) -> torch.Tensor:
+            if group is None or dim >= one.ndim:
+                return one
+            longest = torch.tensor(one.shape[dim], device=self.device)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+            missing = int(longest) - one.shape[dim]
+            if not missing:
+                return one
+            fill = one.new_full((*one.shape[:dim], missing, *one.shape[dim + 1 :]), pad_index)
+            return torch.cat((fill, one) if pad_first else (one, fill), dim)
+
+        return recursively_apply(padded, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        group = self._group()
+        tensor = tensor.detach()[None] if tensor.ndim == 0 else tensor.detach()
+        if group is None:
+            return tensor
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.cat(parts)
+
+    def gather_first(self, data: Any, count: int) -> Any:
+        """The first `count` rows of this rank's tensors, with those of the others, whose counts differ. Collective."""
+        group = self._group()
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor[:count]
+            if group is None:
+                return tensor
+            counts = self._gathered(torch.tensor(count, device=tensor.device)).tolist()
+            filled = tensor.new_zeros((max(counts), *tensor.shape[1:]))
+            filled[:count] = tensor
+            parts = self._gathered(filled).split(max(counts))
+            return torch.cat([part[:rows] for part, rows in zip(parts, counts, strict=True)])
+
+        return recursively_apply(gathered, data, error_on_other_type=True)

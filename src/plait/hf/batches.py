@@ -1,0 +1,140 @@
+"""Which batches a data-parallel rank reads, so that every sample counts once.
+
+Batches are formed as one process forms them and dealt in rounds, one to each rank. In the last round some ranks may have none left: they
+compute on another rank's batch, because collectives need all ranks, and it counts for nothing. Accelerate repeats samples there, which
+then count twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+
+class Rounds:
+    """A batch sampler of one rank over the batch sampler of all."""
+
+    def __init__(self, batch_sampler: Any, *, ranks: int, index: int, drop_last: bool) -> None:
+        self.batch_sampler, self.ranks, self.index, self.drop_last = batch_sampler, ranks, index, drop_last
+        self.num_processes = ranks  # Accelerate's name for it
+        self._last: tuple[int, int] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+        return int(getattr(self.batch_sampler, "batch_size", 1) or 1)
+
+    @property
+    def sampler(self) -> Any:
+        """What orders the samples."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order is the epoch's."""
+        for one in (self.batch_sampler, self.sampler):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        batches = len(self.batch_sampler)
+        return batches // self.ranks if self.drop_last else math.ceil(batches / self.ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last = None
+        dealt: list[Any] = []
+        position = 0
+        for batch in self.batch_sampler:
+            dealt.append(batch)
+            if len(dealt) == self.ranks:
+                yield dealt[self.index]
+                dealt, position = [], position + 1
+        if dealt and not self.drop_last:
+            self._last = position, len(dealt)
+            yield dealt[min(self.index, len(dealt) - 1)]
+
+    def present(self, position: int) -> int:
+        """How many ranks have a batch of their own at a position of the epoch that was read."""
+        return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
+
+
+class StreamPart(IterableDataset[Any]):
+    """A rank's part of an iterable data set, which every rank reads in full."""
+
+    def __init__(self, dataset: Any, *, batch_size: int, ranks: int, index: int, drop_last: bool) -> None:
+        self.dataset, self.batch_size, self.ranks, self.index, self.drop_last = dataset, batch_size, ranks, index, drop_last
+        self.epoch = 0
+        self._last: tuple[int, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffled data sets have an order for every epoch."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        samples, round_ = len(self.dataset), self.batch_size * self.ranks
+        return (samples // round_ if self.drop_last else math.ceil(samples / round_)) * self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        self._last = None
+        own = getattr(self.dataset, "generator", None)
+        if isinstance(own, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            own.manual_seed(self.epoch)
+        size, position = self.batch_size, 0
+        dealt: list[Any] = []
+        for sample in self.dataset:
+            dealt.append(sample)
+            if len(dealt) == size * self.ranks:
+                yield from dealt[self.index * size : (self.index + 1) * size]
+                dealt, position = [], position + 1
+        if not dealt or self.drop_last:
+            return
+        if get_worker_info() is not None:  # nobody outside of this process learns which rank has none: repeat, as Accelerate does
+            filled = dealt * math.ceil(size * self.ranks / len(dealt))
+            yield from filled[self.index * size : (self.index + 1) * size]
+            return
+        self._last = position, math.ceil(len(dealt) / size)
+        yield from dealt[self.index * size : (self.index + 1) * size] or dealt[:size]
+
+    def present(self, position: int) -> int:
+        """As `Rounds.present`."""
+        return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
+
+
+class EpochOrder:
+    """A sampler that draws from its own generator, given the epoch's seed: every rank and every resumed run draws the same order."""
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler, self._seed, self._epoch = sampler, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order is the epoch's."""
+        self._epoch = epoch
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sampler.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        yield from self._sampler
+
+
+def plan_of(loader: Any) -> Rounds | StreamPart | None:
+    """What says which of a loader's batches are this rank's own; None for a loader that Plait did not make."""
+    here = getattr(loader, "dataset", None)
+    if isinstance(here, StreamPart):
+        return here
+    here = getattr(loader, "batch_sampler", None)
+    while here is not None and not isinstance(here, Rounds):
+        here = getattr(here, "batch_sampler", None)  # behind what skips the batches of a resumed epoch
+    return here

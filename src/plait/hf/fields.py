@@ -1,0 +1,255 @@
+"""What becomes of every field of `TrainingArguments` under Plait: honoured, noted or refused. docs/trainer.md is generated from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from plait.cluster.layout import Layout
+from plait.errors import Problem
+
+Effect = Literal["honoured", "noted", "refused"]
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field."""
+
+    effect: Effect
+    what: str
+    """What it does, or why it does nothing."""
+    remedy: str = ""
+    """What to do instead."""
+    when: Callable[[Any, Any, Layout], bool] | None = None
+    """(value, arguments, layout): whether a value is refused, or noted, at all. None: every value but the default."""
+
+
+def _honoured(what: str = "as in Transformers") -> Field:
+    return Field("honoured", what)
+
+
+def _split(value: Any, args: Any, layout: Layout) -> bool:
+    return bool(value) and layout.dp != layout.world_size
+
+
+_OWN = "Plait's own, over the data-parallel ranks"
+_DDP = "Plait does not wrap the model in DistributedDataParallel"
+_HUB = "pushing a folder to the hub during training has not been tested with Plait"
+_HUB_REMEDY = "leave it out, and push the folder of save_model when the training has ended"
+_FSDP = "the configuration describes the layout"
+_FSDP_REMEDY = 'leave it out, and write {"zero_optimization": {"stage": 3}} in deepspeed= or plait_config='
+_EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"
+
+FIELDS: dict[str, Field] = {
+    "output_dir": _honoured(),
+    "per_device_train_batch_size": _honoured('samples of a micro-batch on a data-parallel rank; fills an "auto" of the file'),
+    "num_train_epochs": _honoured("an epoch has each sample once, over the data-parallel ranks"),
+    "max_steps": _honoured(),
+    "learning_rate": _honoured('fills an "auto" of the file; where that has an optimizer, they must agree'),
+    "lr_scheduler_type": _honoured("unless the file has a `scheduler`"),
+    "lr_scheduler_kwargs": _honoured("unless the file has a `scheduler`"),
+    "warmup_steps": _honoured('fills an "auto" of the file'),
+    "optim": Field(
+        "refused",
+        "honoured for " + ", ".join(_ELEMENTWISE) + "; other optimizers read a parameter as a matrix, or keep states that no checkpoint of "
+        "another layout can use",
+        'use "adamw_torch", pass optimizers=, or write an `optimizer` in the file',
+        lambda value, args, layout: str(getattr(value, "value", value)) not in _ELEMENTWISE,
+    ),
+    "optim_args": _honoured(),
+    "weight_decay": _honoured('fills an "auto" of the file'),
+    "adam_beta1": _honoured('fills an "auto" of the file'),
+    "adam_beta2": _honoured('fills an "auto" of the file'),
+    "adam_epsilon": _honoured('fills an "auto" of the file'),
+    "optim_target_modules": Field("refused", "it belongs to optimizers that read a parameter as a matrix", "leave it out"),
+    "gradient_accumulation_steps": _honoured('in a pipeline the micro-batches that are in flight; fills an "auto" of the file'),
+    "average_tokens_across_devices": _honoured("over the data-parallel ranks"),
+    "max_grad_norm": _honoured('the largest norm over all ranks; fills an "auto" of the file'),
+    "label_smoothing_factor": _honoured(),
+    "bf16": _honoured("the optimizer keeps the parameters' own dtype, blocks compute in bfloat16; no autocast"),
+    "fp16": _honoured("with Plait's own loss scale, which a checkpoint keeps"),
+    "bf16_full_eval": Field("refused", _EVAL_CAST, "use bf16=True, which evaluates in bfloat16 too"),
+    "fp16_full_eval": Field("refused", _EVAL_CAST, "use fp16=True, which evaluates in float16 too"),
+    "tf32": _honoured(),
+    "activation_checkpointing": _honoured("as parallel.recompute of Plait: every block keeps its input alone"),
+    "activation_checkpointing_kwargs": Field(
+        "refused",
+        "honoured for `every_n_layers` and `use_reentrant`; the rest is of torch's checkpoint function, which Plait does not call",
+        "leave it out, or describe it in parallel.recompute and parallel.activation_offload of the file",
+        lambda value, args, layout: bool(set(value or {}) - {"every_n_layers", "use_reentrant"}),
+    ),
+    "gradient_checkpointing": _honoured("the old name of activation_checkpointing"),
+    "gradient_checkpointing_kwargs": _honoured("the old name of activation_checkpointing_kwargs, which is refused in its place"),
+    "torch_compile": _honoured("as `compile` of the file: every block by itself"),
+    "torch_compile_backend": _honoured("as `compile.backend` of the file"),
+    "torch_compile_mode": _honoured("as `compile.mode` of the file"),
+    "use_liger_kernel": Field(
+        "refused", "its kernels replace layers that Plait splits and casts, and have not been run with it", "leave it out"
+    ),
+    "liger_kernel_config": Field("refused", "it belongs to use_liger_kernel", "leave it out"),
+    "use_cache": _honoured(),
+    "neftune_noise_alpha": Field(
+        "refused",
+        "honoured where every process has its own batch; processes that share a batch would draw different noise",
+        "leave it out, or use parallel.tp = 1 and parallel.pp = 1",
+        _split,
+    ),
+    "torch_empty_cache_steps": _honoured("but in a pipeline"),
+    "auto_find_batch_size": Field(
+        "refused",
+        "it trains again with a smaller batch after memory ran out, and a sharded model cannot begin anew",
+        "leave it out; `plait plan` says what fits",
+    ),
+    "logging_strategy": _honoured(),
+    "logging_steps": _honoured(),
+    "logging_first_step": _honoured(),
+    "log_on_each_node": _honoured(),
+    "logging_nan_inf_filter": Field(
+        "noted",
+        "a step that is not finite ends the run, or is skipped, as faults.non_finite of the file says",
+        when=lambda value, args, layout: False,
+    ),
+    "include_num_input_tokens_seen": _honoured("each token once"),
+    "log_level": _honoured(),
+    "log_level_replica": _honoured(),
+    "disable_tqdm": _honoured(),
+    "report_to": _honoured(),
+    "run_name": _honoured(),
+    "project": _honoured(),
+    "trackio_space_id": _honoured(),
+    "trackio_bucket_id": _honoured(),
+    "trackio_static_space_id": _honoured(),
+    "eval_strategy": _honoured(),
+    "eval_steps": _honoured(),
+    "eval_delay": _honoured(),
+    "per_device_eval_batch_size": _honoured(),
+    "prediction_loss_only": _honoured(),
+    "eval_on_start": _honoured(),
+    "eval_do_concat_batches": _honoured(),
+    "eval_use_gather_object": Field("refused", "objects have no rows, so repeated samples could not be told from others", "leave it out"),
+    "eval_accumulation_steps": _honoured(),
+    "include_for_metrics": _honoured(),
+    "batch_eval_metrics": _honoured(),
+    "save_only_model": _honoured(),
+    "save_strategy": _honoured(),
+    "save_steps": _honoured(),
+    "save_on_each_node": Field("refused", "a checkpoint is one folder that all machines share", "leave it out, and name a shared folder"),
+    "save_total_limit": _honoured(),
+    "enable_jit_checkpoint": Field(
+        "refused", "it saves inside of a step, whose gradients no checkpoint keeps", "leave it out, and use save_steps"
+    ),
+    "push_to_hub": Field("refused", _HUB, _HUB_REMEDY),
+    "hub_token": Field("noted", "it belongs to push_to_hub"),
+    "hub_private_repo": Field("noted", "it belongs to push_to_hub"),
+    "hub_model_id": Field("noted", "it belongs to push_to_hub"),
+    "hub_strategy": Field("noted", "it belongs to push_to_hub"),
+    "hub_always_push": Field("noted", "it belongs to push_to_hub"),
+    "hub_revision": Field("noted", "it belongs to push_to_hub"),
+    "load_best_model_at_end": _honoured(),
+    "metric_for_best_model": _honoured(),
+    "greater_is_better": _honoured(),
+    "ignore_data_skip": _honoured(),
+    "restore_callback_states_from_checkpoint": _honoured(),
+    "full_determinism": _honoured(),
+    "seed": _honoured("the order of the data is one process's; dropout draws other numbers on every layout"),
+    "data_seed": _honoured(),
+    "use_cpu": _honoured(),
+    "accelerator_config": Field(
+        "refused",
+        "honoured for non_blocking and gradient_accumulation_kwargs; Plait shares the batches between ranks itself, each sample once",
+        "leave split_batches, dispatch_batches, even_batches, use_seedable_sampler and use_configured_state at their defaults",
+        lambda value, args, layout: bool(value is not None and _changed_data(value)),
+    ),
+    "parallelism_config": Field(
+        "refused", _FSDP, 'leave it out, and write {"parallel": {"tp": 2, "pp": 2}} in deepspeed= or plait_config='
+    ),
+    "dataloader_drop_last": _honoured("drops what does not fill a batch on every rank"),
+    "dataloader_num_workers": _honoured(
+        "an iterable data set is evaluated without workers, and its last round of training repeats samples"
+    ),
+    "dataloader_pin_memory": _honoured(),
+    "dataloader_persistent_workers": _honoured(),
+    "dataloader_prefetch_factor": _honoured(),
+    "dataloader_multiprocessing_context": _honoured(),
+    "dataloader_in_order": _honoured(),
+    "remove_unused_columns": _honoured(),
+    "label_names": _honoured(),
+    "train_sampling_strategy": Field(
+        "refused",
+        "honoured; `batch_rebalance` only where every process has its own batch",
+        'use "group_by_length", or parallel.tp = 1 and parallel.pp = 1',
+        lambda value, args, layout: value == "batch_rebalance",
+    ),
+    "length_column_name": _honoured(),
+    "ddp_find_unused_parameters": Field("noted", f"{_DDP}; parallel.unused_parameters of the file says whether a step may leave some out"),
+    "ddp_bucket_cap_mb": Field("noted", f"{_DDP}; parallel.bucket_mib of the file sets its buckets"),
+    "ddp_broadcast_buffers": Field("noted", f"{_DDP}; buffers that a forward changes are the first rank's"),
+    "ddp_static_graph": Field("noted", _DDP),
+    "ddp_backend": _honoured(),
+    "ddp_timeout": _honoured(),
+    "fsdp": Field("refused", _FSDP, _FSDP_REMEDY),
+    "fsdp_config": Field("refused", _FSDP, _FSDP_REMEDY, lambda value, args, layout: bool(value) and bool(args.fsdp)),
+    "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
+    "debug": Field(
+        "refused",
+        "its checks look at unsharded activations and have not been run with Plait",
+        "leave it out; faults of the file has Plait's",
+    ),
+    "skip_memory_metrics": _honoured(),
+    "resume_from_checkpoint": _honoured("train(resume_from_checkpoint=...) decides, as in Transformers"),
+    "local_rank": _honoured("read from the launcher, as in Transformers"),
+    "do_train": _honoured(),
+    "do_eval": _honoured(),
+    "do_predict": _honoured(),
+}
+"""By name."""
+
+SEQ2SEQ: dict[str, Field] = {
+    "sortish_sampler": Field("noted", "Transformers does not use it"),
+    "predict_with_generate": Field(
+        "refused",
+        "Transformers' generate calls each rank's model on its own, and models with an encoder have no generate in Plait",
+        "leave it out, and call trainer.engine.generate(prompts, max_new_tokens=...), which runs on every layout",
+    ),
+    "generation_max_length": Field("noted", "it belongs to predict_with_generate"),
+    "generation_num_beams": Field("noted", "it belongs to predict_with_generate"),
+    "generation_config": Field("noted", "it belongs to predict_with_generate"),
+}
+"""Of Seq2SeqTrainingArguments besides."""
+
+
+def _changed_data(config: Any) -> bool:
+    defaults = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
+    return any(getattr(config, name, value) != value for name, value in defaults.items()) or bool(
+        getattr(config, "use_configured_state", False)
+    )
+
+
+def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
+    """(what is refused of the arguments, notes about what changes nothing)."""
+    problems, notes = [], []
+    for field in fields(args):
+        entry = FIELDS.get(field.name) or SEQ2SEQ.get(field.name)
+        if entry is None or entry.effect == "honoured":
+            continue
+        value = getattr(args, field.name)
+        default = _default(field)
+        asked = value != default if entry.when is None else entry.when(value, args, layout)
+        if not asked or (entry.when is None and value in (None, False, "", [], {})):
+            continue
+        if entry.effect == "refused":
+            problems.append(Problem(f"TrainingArguments.{field.name}", getattr(value, "value", value), entry.what, entry.remedy))
+        else:
+            notes.append(f"TrainingArguments.{field.name} changes nothing: {entry.what}")
+    if getattr(args, "n_gpu", 1) > 1:
+        rule = "one process would drive them all, and Plait drives one GPU in every process"
+        problems.append(Problem("GPUs of this process", args.n_gpu, rule, "start the script with plait launch or torchrun"))
+    return problems, notes
+
+
+def _default(field: Any) -> Any:
+    from dataclasses import MISSING
+
+    return field.default_factory() if field.default is MISSING and field.default_factory is not MISSING else field.default

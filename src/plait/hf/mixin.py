@@ -1,0 +1,371 @@
+"""`TrainerMixin`: a Trainer of Transformers, or a subclass, whose model, step, evaluation and checkpoints are Plait's.
+
+The Trainer keeps its loop, its data sets, its schedule, its logging and its callbacks. What it asks about processes it asks of
+`hf.accelerator`; a micro-batch and the end of a step are the engine's; nothing is wrapped, so `trainer.model` is the user's own object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size
+
+from plait.cluster.topology import place
+from plait.config.schema.config import Config
+from plait.engine.build import initialize
+from plait.engine.engine import Engine
+from plait.errors import ConfigError, InputError, Problem, refuse, warn
+from plait.hf.accelerator import Accelerator
+from plait.hf.arguments import reroute
+from plait.hf.batches import EpochOrder, plan_of
+from plait.hf.fields import examined
+from plait.hf.optimizer import EngineOptimizer
+from plait.hf.settings import ConfigSource, schedule_of, settings_of
+from plait.hf.steps import Step, counted, from_output_stage, run_pipeline, step_of
+from plait.hf.weights import full_weights, load_weights_of
+from plait.optim.lr_schedules import build_scheduler
+from plait.sharded.model import owner_of
+
+reroute()
+
+TAG = "plait"
+"""Folder of the engine's checkpoint in `checkpoint-N`."""
+
+
+class TrainerMixin:
+    """Stands before a Trainer: `class Mine(TrainerMixin, SomeTrainer)`, or `plait.hf.wrap(SomeTrainer)`."""
+
+    trains_with_plait = True
+    engine: Engine | None = None
+    """Has the model on its layout, from the first `train`, `evaluate` or `predict` on."""
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    callback_handler: Any
+    gather_function: Any
+
+    def __init__(self, *args: Any, plait_config: ConfigSource | None = None, **kwargs: Any) -> None:
+        """As the Trainer's. `plait_config`: a path to JSON or YAML, a mapping or a Config; else that of the arguments, else data
+        parallelism over all processes. Raises ConfigError for arguments and settings that cannot be right together."""
+        self._plait_source = plait_config
+        self._step: Step | None = None
+        self._plan: Any = None
+        self._position = 0
+        self._count: int | None = None
+        self._seen = 0
+        self._body: Callable[[Any, Any], Any] | None = None
+        super().__init__(*args, **kwargs)
+
+    # ---- configuration --------------------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's accelerator, with the layout's ranks as its processes. What cannot be right is refused here."""
+        given = {
+            "the Trainer's plait_config=": self._plait_source,
+            "TrainingArguments.plait_config": getattr(self.args, "plait_config", None),
+            "TrainingArguments.deepspeed": self.args.deepspeed,
+        }
+        named = [name for name, source in given.items() if source]
+        if len(named) > 1:
+            raise ConfigError(Problem(named[0], None, f"{named[1]} is given too, and both describe the run", "give one of them"))
+        hidden = getattr(getattr(self.model, "config", None), "hidden_size", None)
+        here = place()
+        source = given[named[0]] if named else None
+        self.plait_config, self._resolved = settings_of(source, self.args, world_size=here.world_size, hidden_size=hidden)
+        problems, notes = examined(self.args, self._resolved.layout)
+        refuse(problems)
+        if here.rank == 0:
+            for note in notes:
+                warn(note)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.accelerator = Accelerator.adopt(self.accelerator, self._resolved.layout, rank=here.rank, seed=seed)
+        self.accelerator.backward_of = self._backward
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = False
+
+    plait_config: Config
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        # Precision and compilation are the engine's: no autocast, no second loss scale.
+        return built | {"mixed_precision": "no", "deepspeed_plugin": None, "dynamo_plugin": None}
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """The engine moves what this rank keeps."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. Collective."""
+        arguments = self.args
+        names = ("activation_checkpointing", "gradient_checkpointing", "torch_compile")
+        asked = {name: getattr(arguments, name) for name in names}
+        for name in names:  # the engine does these
+            setattr(arguments, name, False)
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for name, value in asked.items():
+                setattr(arguments, name, value)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise InputError("hyperparameter_search trains one model after another in one process group, which Plait has not been run with")
+
+    # ---- model and optimizer --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Engine:
+        """The engine of `self.model`, made at the first call. Collective then. Raises ConfigError or ModelError for a model that the
+        configuration does not fit."""
+        if self.engine is not None and owner_of(self.model) is self.engine.sharded:
+            return self.engine
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self._flops_of_token = 6 * parameters
+        given = self.optimizer
+        describes = self.plait_config.optimizer is not None
+        if describes and given is not None:
+            raise InputError("the configuration has an `optimizer`, and the Trainer was given optimizers=; leave one of them out")
+        optimizer = None if describes else given if given is not None else lambda _: self.create_optimizer()  # type: ignore[attr-defined]
+        self.engine = initialize(self.model, self._resolved, optimizer=optimizer, forward=self._forward)
+        self.accelerator.engine = self.engine
+        self.optimizer = EngineOptimizer(self.engine)
+        return self.engine
+
+    def _forward(self, model: Any, piece: Any) -> Any:
+        assert self._body is not None
+        return self._body(model, piece)
+
+    def _running(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
+        self._body = body
+        try:
+            return call()
+        finally:
+            self._body = None
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> tuple[Any, Any]:
+        if getattr(self, "_created_lr_scheduler", False):
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        engine = self.begin()
+        self.accelerator._optimizers.append(self.optimizer)
+        self.accelerator._models.append(self.model)
+        self.model_wrapped = self.model
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        engine.train()
+        return self.model, train_dataloader
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The configuration's, else the Trainer's."""
+        spec = schedule_of(self.plait_config, self.args, world_size=place().world_size, max_steps=num_training_steps)
+        if spec is None:
+            return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        if self.lr_scheduler is None:
+            self.lr_scheduler = build_scheduler(spec, optimizer or self.optimizer, total_steps=num_training_steps)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # ---- data -----------------------------------------------------------------------------------------------------------------------
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        self.accelerator.evaluates = not is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)  # type: ignore[misc]
+        finally:
+            self.accelerator.evaluates = False
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(sampler, torch.utils.data.RandomSampler) or getattr(sampler, "generator", self) is not None:
+            return sampler  # Accelerate gives the first an order of its own, and another one has it
+        return EpochOrder(sampler, self.accelerator.seed)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of a step, over the data-parallel ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._resolved.layout.dp)  # type: ignore[attr-defined]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        resumes = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+        skipped = kwargs["steps_trained_in_current_epoch"] if resumes and not self.args.ignore_data_skip else 0
+        self._plan, self._position = plan_of(kwargs["train_dataloader"]), skipped
+        return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        layout, accelerator = self._resolved.layout, self.accelerator
+        if accelerator.evaluates_alone:
+            with accelerator.own_counts():
+                return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        count = len(batch_samples)
+        self._step = step_of(self._plan, position=self._position, count=count, ranks=layout.dp, index=accelerator.process_index)
+        self._position += count
+        return super()._get_num_items_in_batch(counted(batch_samples, self._step), device)  # type: ignore[misc]
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of a micro-batch; in a pipeline the last of a step's calls computes them all. Returns the loss as it counts
+        in the step. Collective."""
+        engine, step = self.engine, self._step
+        assert engine is not None and step is not None
+        if step.begun == 0:
+            engine.sharded.guard.recover()
+        step.begun += 1
+        index = step.begun - 1
+        scaled = self._is_scaled(num_items_in_batch)
+        self._factor = step.factor(index, scaled=scaled, ranks=engine.dp_size)
+        if engine.sharded.pipeline is not None:
+            return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
+        engine.set_gradient_accumulation_boundary(step.is_last)
+        engine.sharded.before_microbatch(last=step.is_last)
+        with engine.sharded.guard.running("forward"):
+            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        return loss * self._factor
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        assert self.engine is not None
+        self.engine.backward(loss * (self._factor * self.engine.gradient_accumulation_steps()))
+
+    def _is_scaled(self, items: Any) -> bool:
+        if self.loss_is_scaled_for_ga is not None:  # type: ignore[attr-defined]
+            return bool(self.loss_is_scaled_for_ga)  # type: ignore[attr-defined]
+        return (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None  # type: ignore[attr-defined]
+
+    def _pipeline_step(self, engine: Engine, step: Step, inputs: Any, items: Any, *, scaled: bool) -> torch.Tensor:
+        step.held.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        if not step.is_last:
+            return torch.zeros((), device=engine.device)
+        engine.train()
+        factors = [step.factor(index, scaled=scaled, ranks=engine.dp_size) for index in range(len(step.held))]
+        if not scaled:
+            factors = [factor / len(step.held) for factor in factors]
+
+        def loss_of(model: Any, piece: Any) -> torch.Tensor:
+            return self.compute_loss(model, dict(piece), num_items_in_batch=items)
+
+        total = run_pipeline(engine, step.held, factors, loss_of, self._running)
+        step.held = []
+        return total.to(torch.float32)
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        """The norm, which the optimizer's step finds, clips by and writes here."""
+        return self.optimizer.new_norm()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self.optimizer.new_norm() if grad_norm is None else grad_norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of this process's share of a micro-batch's computation, so that the sum over all processes is that of the step."""
+        layout = self._resolved.layout
+        estimate = getattr(self.model, "estimate_tokens", None)
+        tokens = estimate(inputs) if callable(estimate) else 0
+        return int(self._flops_of_token * tokens * layout.dp / layout.world_size)
+
+    # ---- evaluation -----------------------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, with each sample once: a rank's loss is its own batch's, as in one process. Collective."""
+        engine = self.begin()
+        plan, before = plan_of(dataloader), (self._plan, self._position)
+        self._plan, self._position, self._seen = plan, 0, 0
+        self.gather_function = self._gather_samples if plan is not None else self.accelerator.gather_for_metrics
+        try:
+            with engine.evaluating():
+                output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._plan, self._position = before
+            self._count = None
+            self.gather_function = self.accelerator.gather_for_metrics
+        if plan is None or hasattr(plan, "batch_sampler"):
+            return output
+        return output._replace(num_samples=int(self.accelerator.reduce(torch.tensor(self._seen, device=engine.device))))
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any) -> Any:
+        """As the Trainer's; through a pipeline too, and then on all of its stages. Collective."""
+        engine = self.begin()
+        rows = find_batch_size(inputs) or 0
+        own = self._plan is None or self.accelerator.process_index < self._plan.present(self._position)
+        self._count, self._position = rows if own else 0, self._position + 1
+        self._seen += self._count
+        whole = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
+        with self.accelerator.alone():
+            if engine.sharded.pipeline is None:
+                with engine.sharded.guard.running("forward"):
+                    return whole(model, inputs)
+            piece = engine.sharded.prepared(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+            body = lambda staged, here: whole(staged, dict(here))  # noqa: E731
+            found = self._running(body, lambda: engine.sharded.output(piece))
+        return from_output_stage(engine, found)
+
+    def _gather_samples(self, data: Any) -> Any:
+        return self.accelerator.gather_first(data, self._count)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A folder that `from_pretrained` opens, with all weights in full. Collective."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        weights = full_weights(self.engine)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=weights)  # type: ignore[attr-defined]
+        self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save_checkpoint(output_dir, tag=TAG)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / TAG).is_dir():
+            return
+        assert self.engine is not None
+        self.engine.load_checkpoint(checkpoint, tag=TAG)
+        schedule = Path(checkpoint) / "scheduler.pt"
+        if schedule.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The engine loads its own checkpoints when it has the model; a folder without one has weights only."""
+        if (Path(resume_from_checkpoint) / TAG).is_dir():
+            return
+        if self.engine is not None:
+            raise InputError(
+                f"{resume_from_checkpoint} has weights only (save_only_model=True, or another Trainer's), and this Trainer's model is "
+                "sharded already; load it in a new Trainer"
+            )
+        if place().rank == 0:
+            warn(f"{resume_from_checkpoint} has no state of Plait's optimizer: its weights are loaded, and the optimizer begins anew")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        assert self.engine is not None
+        best = Path(self.state.best_model_checkpoint)
+        if not (best / TAG).is_dir():
+            raise InputError(f"{best} has weights only (save_only_model=True), which a sharded model does not load; save_only_model=False")
+        load_weights_of(self.engine, best, tag=TAG)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The engine's checkpoint has the generators of every rank."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The engine has set them, when it loaded the checkpoint."""
+
+    def end(self) -> None:
+        """Let go of the model, and end the process group. Collective."""
+        if self.engine is not None:
+            self.engine.close()
+        super().end()  # type: ignore[misc]

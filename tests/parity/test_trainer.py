@@ -1,0 +1,136 @@
+"""The Hugging Face Trainer on Plait's layouts is Transformers' own Trainer in one process."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import trainers
+from tests.pool import Pool
+
+Layout = dict[str, Any]
+
+
+def zero(stage: int) -> Layout:
+    return {"zero_optimization": {"stage": stage}}
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) -> None:
+    """Losses, norms, rates, metrics and saved weights."""
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert found[key] == pytest.approx(wanted[key], rel=rtol), key
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=rtol)
+    assert found["metrics"]["eval_samples"] == trainers.SAMPLES
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, tensor in wanted["weights"].items():
+        assert found["weights"][name].dtype == tensor.dtype
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("world", "dp", "config"),
+    [
+        pytest.param(2, 2, zero(0), id="dp2"),
+        pytest.param(2, 2, zero(3), id="zero3"),
+        pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
+        pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
+        *(pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof) for stage in (1, 2)),
+        pytest.param(2, 1, {"parallel": {"tp": 2, "sequence_parallel": True}}, id="sp2", marks=pytest.mark.proof),
+        pytest.param(4, 2, {"parallel": {"tp": 2}}, id="tp2-dp2", marks=pytest.mark.proof),
+        pytest.param(4, 2, {"parallel": {"pp": 2}}, id="pp2-dp2", marks=pytest.mark.proof),
+        pytest.param(4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof),
+        pytest.param(4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof),
+        pytest.param(4, 1, {"parallel": {"pp": 2, "tp": 2}}, id="pp2-tp2", marks=pytest.mark.proof),
+        pytest.param(3, 3, zero(3), id="zero3-of-3", marks=pytest.mark.proof),
+    ],
+)
+def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, world: int, dp: int, config: Layout) -> None:
+    """21 samples, of which the last step has too few for all ranks."""
+    from transformers import AutoModelForCausalLM
+
+    wanted = trainers.native(dp)
+    found = pool.run(world, trainers.on_plait, config, str(tmp_path), {})
+    close(found[0], wanted)
+    for other in found[1:]:
+        assert (other["loss"], other["grad_norm"], other["metrics"]) == (found[0]["loss"], found[0]["grad_norm"], found[0]["metrics"])
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(opened).__name__ == "LlamaForCausalLM" and opened.config.architectures == ["LlamaForCausalLM"]
+    torch.testing.assert_close(opened.state_dict()["lm_head.weight"], wanted["weights"]["lm_head.weight"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("world", "dp", "config"), [(2, 2, zero(3)), (2, 1, {"parallel": {"tp": 2}}), (2, 1, {"parallel": {"pp": 2}})])
+def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: Layout) -> None:
+    """What the Trainer logs of a loss is float32 in both."""
+    settings = {"dtype": torch.float64}
+    found = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]
+    wanted = trainers.native(dp, **settings)
+    assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-7)
+    for name, tensor in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], dict[str, Any], float, list[float]]:
+    """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on. Runs in a
+    worker. Returns (histories of the two, the best loss, losses of the model that is loaded at the end)."""
+    from accelerate.state import AcceleratorState
+
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        def made(config: Any, steps: int, **settings: Any) -> Any:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            both = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": steps, **settings}
+            args = trainers.arguments(TrainingArguments, folder, deepspeed=config, **both)
+            data = {"train_dataset": trainers.samples(), "eval_dataset": trainers.samples(7)}
+            return Trainer(model=trainers.model(), args=args, **data)
+
+        best_is_worst = {"metric_for_best_model": "loss", "greater_is_better": True}  # the first, so that it has to be loaded
+        first = made(zero(1), 2, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, **best_is_worst)
+        first.train()
+        best = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
+        again = first.evaluate()["eval_loss"]
+        second = made({"parallel": {"tp": 2}}, 4)
+        second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        return trainers.history(first), trainers.history(second), again, best
+
+
+def test_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
+    """In the middle of an epoch; the best model of a run is loaded at its end."""
+    wanted = trainers.native(2, num_train_epochs=2)
+    for first, second, again, best in pool.run(2, resumed, str(tmp_path)):
+        assert first["loss"] == pytest.approx(wanted["loss"], rel=1e-5) and len(first["loss"]) == 6
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert second[key] == pytest.approx(wanted[key], rel=1e-5), key  # those before are in the checkpoint's own log
+        assert again == pytest.approx(best[0], rel=1e-6) and best[-1] < best[0]
+    assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} >= {"plait", "model.safetensors", "config.json", "scheduler.pt"}
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+
+
+def page(rank: int, world: int, folder: str) -> list[float]:
+    """The code of docs/trainer.md. Runs in a worker."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with trainers.launched(rank, world):
+            names: dict[str, Any] = {}
+            (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+            exec(block, names)
+            return [row["epoch"] for row in names["trainer"].state.log_history]
+    finally:
+        os.chdir(before)
+
+
+def test_the_page(pool: Pool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert pool.run(2, page, str(tmp_path))[0][-1] == 1.0
+    assert (tmp_path / "out" / "checkpoint-6" / "plait").is_dir()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")

@@ -1,0 +1,173 @@
+"""Runs of the Hugging Face Trainer, native in one process and on Plait's layouts in workers, of one tiny model and one data set."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+VOCABULARY, SAMPLES, LENGTH = 64, 21, 12
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+
+
+def samples(count: int = SAMPLES) -> list[dict[str, Any]]:
+    """Of different lengths, with padding and labels that are not counted."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for index in range(count):
+        length = LENGTH - index % 5
+        ids = torch.randint(1, VOCABULARY, (length,), generator=draw)
+        labels = ids.clone()
+        labels[: index % 4] = -100
+        fill = LENGTH - length
+        found.append(
+            {
+                "input_ids": torch.cat([ids, torch.zeros(fill, dtype=torch.int64)]),
+                "attention_mask": torch.cat([torch.ones_like(ids), torch.zeros(fill, dtype=torch.int64)]),
+                "labels": torch.cat([labels, torch.full((fill,), -100)]),
+            }
+        )
+    return found
+
+
+def model(dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    """A Llama, the same one every time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SHAPE, **fields}), dtype=dtype)
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    """How many samples there are, and numbers that follow from each of them and from their order."""
+    labels, logits = prediction.label_ids, prediction.predictions
+    kept = labels != -100
+    weights = 1.0 + np.arange(len(labels))[:, None]
+    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]) & kept[:, 1:]
+    return {"samples": float(len(labels)), "right": float(right.mean()), "order": float((weights * labels * kept).sum())}
+
+
+@contextmanager
+def launched(rank: int, world: int) -> Iterator[None]:
+    """The variables of a launcher, which Accelerate looks for."""
+    before = dict(os.environ)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def arguments(kind: Any, folder: str, **settings: Any) -> Any:
+    """Of a short run that logs everything."""
+    fixed: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "log_level": "error",
+        "log_level_replica": "error",
+    }
+    return kind(**{**fixed, **settings})
+
+
+def history(trainer: Any) -> dict[str, list[float]]:
+    """What was logged in every step."""
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return {key: [float(row[key]) for row in rows] for key in ("loss", "grad_norm", "learning_rate", "epoch")}
+
+
+def result(trainer: Any, evaluated: dict[str, float], folder: str) -> dict[str, Any]:
+    """Plain numbers of a run, and the saved weights."""
+    from safetensors.torch import load_file
+
+    saved = {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    kept = {key: value for key, value in evaluated.items() if key in ("eval_loss", "eval_samples", "eval_right", "eval_order")}
+    return {**history(trainer), "metrics": kept, "weights": saved, "steps": trainer.state.global_step}
+
+
+def run(trainer_kind: Any, arguments_kind: Any, folder: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Any]:
+    """Train, evaluate, save."""
+    trainer = trainer_kind(
+        model=model(dtype),
+        args=arguments(arguments_kind, folder, **settings),
+        train_dataset=samples(),
+        eval_dataset=samples(),
+        compute_metrics=metrics,
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    trainer.save_model(f"{folder}/model")
+    return result(trainer, evaluated, f"{folder}/model")
+
+
+@cache
+def native(dp: int = 1, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Any]:
+    """One process with Transformers' Trainer, which has as many micro-batches in a step as `dp` ranks have."""
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder, launched_alone():
+        steps = 2 * dp if "gradient_accumulation_steps" not in settings else settings.pop("gradient_accumulation_steps")
+        return run(Trainer, TrainingArguments, folder, dtype=dtype, gradient_accumulation_steps=steps, **settings)
+
+
+@contextmanager
+def launched_alone() -> Iterator[None]:
+    """As one process without a launcher."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+
+
+def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same on a layout. Runs in a worker."""
+    with launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        dtype = settings.pop("dtype", torch.float32)
+        return run(Trainer, TrainingArguments, folder, dtype=dtype, deepspeed=config, **settings)

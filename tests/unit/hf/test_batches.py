@@ -1,0 +1,64 @@
+"""Each sample once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from plait.hf.batches import EpochOrder, Rounds, StreamPart
+
+
+def rounds(samples: int, size: int, ranks: int, index: int, *, drop_last: bool = False) -> Rounds:
+    inner = BatchSampler(SequentialSampler(range(samples)), size, drop_last)
+    return Rounds(inner, ranks=ranks, index=index, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("samples", range(1, 14))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_sample_once(samples: int, ranks: int) -> None:
+    """And as one process has them; every rank has the same number of batches."""
+    every = [rounds(samples, 2, ranks, index) for index in range(ranks)]
+    read = [list(one) for one in every]
+    assert {len(one) for one in read} == {len(every[0])}
+    own = [read[index][position] for position in range(len(read[0])) for index in range(every[0].present(position))]
+    assert own == list(BatchSampler(SequentialSampler(range(samples)), 2, False))
+
+
+@pytest.mark.parametrize("samples", range(1, 14))
+def test_what_fills_no_round_is_dropped(samples: int) -> None:
+    every = [rounds(samples, 2, 2, index, drop_last=True) for index in range(2)]
+    read = [list(one) for one in every]
+    assert [len(one) for one in read] == [len(every[0])] * 2 == [samples // 4] * 2
+    assert all(every[0].present(position) == 2 for position in range(5))
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.count)
+
+
+@pytest.mark.parametrize("samples", range(1, 14))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_sample_of_a_stream_once(samples: int, ranks: int) -> None:
+    size = 2
+    parts = [StreamPart(Numbers(samples), batch_size=size, ranks=ranks, index=index, drop_last=False) for index in range(ranks)]
+    read = [list(part) for part in parts]
+    batches = [[one[begin : begin + size] for begin in range(0, len(one), size)] for one in read]
+    assert len({len(one) for one in batches}) == 1
+    own = [batches[index][position] for position in range(len(batches[0])) for index in range(parts[0].present(position))]
+    assert [number for batch in own for number in batch] == list(range(samples))
+
+
+def test_an_order_for_every_epoch() -> None:
+    def order(epoch: int) -> Any:
+        sampler = EpochOrder(RandomSampler(range(20)), 7)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0) == order(0) != order(1)

@@ -1,0 +1,151 @@
+"""What becomes of every field of TrainingArguments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cluster.layout import Layout
+from plait.errors import ConfigError, InputError
+from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, wrap
+from plait.hf.fields import FIELDS, SEQ2SEQ, examined
+from plait.hf.settings import schedule_of, settings_of
+from tests.parity.trainers import arguments, launched_alone, model, samples
+from tools.trainer_fields import DOCUMENT, written
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Any:
+    with launched_alone():
+        yield
+
+
+def test_every_field_is_known() -> None:
+    """A release of Transformers with a new field fails here, and not in a user's run."""
+    theirs = {field.name for field in fields(Seq2SeqTrainingArguments)} - {"plait_config"}
+    assert theirs == FIELDS.keys() | SEQ2SEQ.keys()
+
+
+def test_document() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == written(text), "run PYTHONPATH=src:. python tools/trainer_fields.py --write"
+
+
+REFUSED: dict[str, Any] = {
+    "optim": "adafactor",
+    "bf16_full_eval": True,
+    "use_liger_kernel": True,
+    "auto_find_batch_size": True,
+    "eval_use_gather_object": True,
+    "save_on_each_node": True,
+    "enable_jit_checkpoint": True,
+    "push_to_hub": True,
+    "debug": "underflow_overflow",
+    "accelerator_config": {"split_batches": True},
+    "activation_checkpointing_kwargs": {"preserve_rng_state": False},
+    "optim_target_modules": "all-linear",
+}
+
+
+def test_refused(tmp_path: Path) -> None:
+    """All at once, each with its reason, before there is a process group."""
+    for name, value in REFUSED.items():
+        problems, _ = examined(arguments(TrainingArguments, str(tmp_path), **{name: value}), Layout())
+        assert [problem.field for problem in problems] == [f"TrainingArguments.{name}"]
+        assert problems[0].rule and problems[0].remedy
+    with pytest.raises(ConfigError, match=r"push_to_hub.*\n?.*save_on_each_node|save_on_each_node.*\n?.*push_to_hub"):
+        Trainer(model(), arguments(TrainingArguments, str(tmp_path), push_to_hub=True, save_on_each_node=True))
+
+
+def test_plain_arguments_are_taken(tmp_path: Path) -> None:
+    assert examined(arguments(TrainingArguments, str(tmp_path)), Layout()) == ([], [])
+    assert examined(arguments(Seq2SeqTrainingArguments, str(tmp_path)), Layout(tp=2)) == ([], [])
+
+
+def test_only_where_processes_share_a_batch(tmp_path: Path) -> None:
+    args = arguments(TrainingArguments, str(tmp_path), neftune_noise_alpha=5.0, train_sampling_strategy="batch_rebalance")
+    assert {problem.field.rpartition(".")[2] for problem in examined(args, Layout(tp=2))[0]} == {
+        "neftune_noise_alpha",
+        "train_sampling_strategy",
+    }
+
+
+def test_noted(tmp_path: Path) -> None:
+    _, notes = examined(arguments(TrainingArguments, str(tmp_path), ddp_bucket_cap_mb=5), Layout())
+    assert len(notes) == 1 and "parallel.bucket_mib" in notes[0]
+
+
+def settings(source: Any, folder: Path, *, world: int = 2, **given: Any) -> Any:
+    return settings_of(source, arguments(TrainingArguments, str(folder), **given), world_size=world, hidden_size=32)[1]
+
+
+def test_auto_is_filled(tmp_path: Path) -> None:
+    """By Transformers' rule, with the data-parallel ranks in place of all processes; what the file leaves out too."""
+    text: Any = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    text |= {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "parallel": {"tp": 2}}
+    text |= {"optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}}
+    found = settings(text, tmp_path, world=4, bf16=True, adam_beta2=0.95)
+    assert (found.batch.train_batch_size, found.batch.micro_batch_size, found.batch.accumulation) == (8, 2, 2)
+    assert found.gradient_clipping == 0.5 and found.precision.compute is not None
+    assert found.optimizer.params == {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    bare = settings({}, tmp_path, bf16=True)
+    assert (bare.batch.train_batch_size, bare.gradient_clipping, bare.seed) == (8, 0.5, 42) and bare.precision.compute is not None
+    assert settings({}, tmp_path, activation_checkpointing=True).recompute.mode == "full"
+    assert settings({}, tmp_path, torch_compile=True).compile.enabled
+
+
+def test_contradictions(tmp_path: Path) -> None:
+    """All of them at once."""
+    text = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    with pytest.raises(ConfigError) as raised:
+        settings(text, tmp_path)
+    assert {problem.field for problem in raised.value.problems} == {
+        "train_micro_batch_size_per_gpu",
+        "gradient_clipping",
+        "bf16.enabled",
+    }
+    with pytest.raises(ConfigError, match=r"parallel.optimizer_in_backward"):
+        settings({"parallel": {"optimizer_in_backward": True}}, tmp_path, gradient_accumulation_steps=1, max_grad_norm=0)
+
+
+def test_schedule(tmp_path: Path) -> None:
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    text = {"scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}}
+    args = arguments(TrainingArguments, str(tmp_path), warmup_steps=3)
+    config, _ = settings_of(text, args, world_size=2, hidden_size=32)
+    found = schedule_of(config, args, world_size=2, max_steps=17)
+    assert found is not None
+    assert found.params == {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "total_num_steps": 17}
+
+
+def test_deepspeed_is_left_to_plait(tmp_path: Path) -> None:
+    """Without DeepSpeed installed; what the field said survives a copy of the arguments; a Trainer that is not Plait's refuses it."""
+    import transformers
+
+    args = arguments(transformers.TrainingArguments, str(tmp_path), deepspeed={"zero_optimization": {"stage": 1}})
+    assert args.deepspeed_plugin is None and args.to_dict()["deepspeed"] == {"zero_optimization": {"stage": 1}}
+    with pytest.raises(InputError, match=r"plait.hf.Trainer"):
+        transformers.Trainer(model(), args)
+    with pytest.raises(ConfigError, match="give one of them"):
+        Trainer(model(), args, plait_config={"zero_optimization": {"stage": 2}})
+
+
+def test_wrap() -> None:
+    import transformers
+
+    class Mine(transformers.Trainer):
+        pass
+
+    found = wrap(Mine)
+    assert found.__name__ == "Mine" and issubclass(found, Mine) and wrap(found) is found and wrap(Trainer) is Trainer
+    assert issubclass(Seq2SeqTrainer, transformers.Seq2SeqTrainer)
+    with pytest.raises(InputError, match="a subclass of transformers.Trainer"):
+        wrap(dict)
+
+
+def test_generation_in_an_evaluation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"predict_with_generate.*trainer.engine.generate"):
+        Seq2SeqTrainer(model(), arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True), eval_dataset=samples(2))
