@@ -252,7 +252,7 @@ class TrainerMixin:
             factors = [factor / len(step.held) for factor in factors]
 
         def loss_of(model: Any, piece: Any) -> torch.Tensor:
-            return self.compute_loss(model, dict(piece), num_items_in_batch=items)
+            return self.compute_loss(model, dict(piece), num_items_in_batch=items)  # type: ignore[attr-defined]
 
         total = run_pipeline(engine, step.held, factors, loss_of, self._running)
         step.held = []
