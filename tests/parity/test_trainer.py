@@ -11,25 +11,8 @@ import pytest
 import torch
 
 from tests.parity import trainers
+from tests.parity.trainers import close, zero
 from tests.pool import Pool
-
-Layout = dict[str, Any]
-
-
-def zero(stage: int) -> Layout:
-    return {"zero_optimization": {"stage": stage}}
-
-
-def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) -> None:
-    """Losses, norms, rates, metrics and saved weights."""
-    for key in ("loss", "grad_norm", "learning_rate"):
-        assert found[key] == pytest.approx(wanted[key], rel=rtol), key
-    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=rtol)
-    assert found["metrics"]["eval_samples"] == trainers.SAMPLES
-    assert found["weights"].keys() == wanted["weights"].keys()
-    for name, tensor in wanted["weights"].items():
-        assert found["weights"][name].dtype == tensor.dtype
-        torch.testing.assert_close(found["weights"][name], tensor, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +32,7 @@ def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) 
         pytest.param(3, 3, zero(3), id="zero3-of-3", marks=pytest.mark.proof),
     ],
 )
-def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, world: int, dp: int, config: Layout) -> None:
+def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
     """21 samples, of which the last step has too few for all ranks."""
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +48,7 @@ def test_a_layout_is_one_process(pool: Pool, tmp_path: Path, world: int, dp: int
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("world", "dp", "config"), [(2, 2, zero(3)), (2, 1, {"parallel": {"tp": 2}}), (2, 1, {"parallel": {"pp": 2}})])
-def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: Layout) -> None:
+def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
     """What the Trainer logs of a loss is float32 in both."""
     settings = {"dtype": torch.float64}
     found = pool.run(world, trainers.on_plait, config, str(tmp_path), settings)[0]

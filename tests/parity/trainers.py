@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 VOCABULARY, SAMPLES, LENGTH = 64, 21, 12
@@ -126,10 +127,12 @@ def result(trainer: Any, evaluated: dict[str, float], folder: str) -> dict[str, 
     return {**history(trainer), "metrics": kept, "weights": saved, "steps": trainer.state.global_step}
 
 
-def run(trainer_kind: Any, arguments_kind: Any, folder: str, *, dtype: torch.dtype = torch.float32, **settings: Any) -> dict[str, Any]:
-    """Train, evaluate, save."""
+def run(
+    trainer_kind: Any, arguments_kind: Any, folder: str, *, dtype: torch.dtype = torch.float32, made: Any = model, **settings: Any
+) -> dict[str, Any]:
+    """Train, evaluate, save. `made(dtype)`: the model."""
     trainer = trainer_kind(
-        model=model(dtype),
+        model=made(dtype),
         args=arguments(arguments_kind, folder, **settings),
         train_dataset=samples(),
         eval_dataset=samples(),
@@ -171,3 +174,20 @@ def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, setting
 
         dtype = settings.pop("dtype", torch.float32)
         return run(Trainer, TrainingArguments, folder, dtype=dtype, deepspeed=config, **settings)
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """A file with a ZeRO stage."""
+    return {"zero_optimization": {"stage": stage}}
+
+
+def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) -> None:
+    """Losses, norms, rates, metrics and saved weights."""
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert found[key] == pytest.approx(wanted[key], rel=rtol), key
+    assert found["metrics"] == pytest.approx(wanted["metrics"], rel=rtol)
+    assert found["metrics"]["eval_samples"] == SAMPLES
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, tensor in wanted["weights"].items():
+        assert found["weights"][name].dtype == tensor.dtype
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=rtol, atol=rtol, msg=lambda text, name=name: f"{name}: {text}")

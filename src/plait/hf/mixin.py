@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import find_batch_size
 
+from plait.checkpoint.model_content import keep_what_is_trained
 from plait.cluster.topology import place
 from plait.config.schema.config import Config
 from plait.engine.build import initialize
@@ -26,7 +27,7 @@ from plait.hf.fields import examined
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.steps import Step, counted, from_output_stage, run_pipeline, step_of
-from plait.hf.weights import full_weights, load_weights_of
+from plait.hf.weights import full_weights, load_weights_of, uncut
 from plait.optim.lr_schedules import build_scheduler
 from plait.sharded.model import owner_of
 
@@ -130,6 +131,8 @@ class TrainerMixin:
             self.engine = None
         parameters = sum(p.numel() for p in self.model.parameters())
         self._flops_of_token = 6 * parameters
+        if _has_adapters(self.model):
+            keep_what_is_trained(self.model)
         given = self.optimizer
         describes = self.plait_config.optimizer is not None
         if describes and given is not None:
@@ -318,9 +321,14 @@ class TrainerMixin:
         if self.engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        weights = full_weights(self.engine)
+        model = self.model
+        weights = full_weights(self.engine, trained=_has_adapters(model))
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=weights)  # type: ignore[attr-defined]
+            self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
+            try:
+                self._save(output_dir or self.args.output_dir, state_dict=weights)  # type: ignore[attr-defined]
+            finally:
+                self.model = model
         self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -369,3 +377,7 @@ class TrainerMixin:
         if self.engine is not None:
             self.engine.close()
         super().end()  # type: ignore[misc]
+
+
+def _has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")

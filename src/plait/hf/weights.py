@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from plait.checkpoint import model_content
@@ -17,16 +18,16 @@ from plait.engine.engine import Engine
 from plait.parallel.data.data_parallel import free_gathered
 
 
-def full_weights(engine: Engine, *, names: Any = None) -> dict[str, torch.Tensor]:
+def full_weights(engine: Engine, *, trained: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer by name, on the CPU, in the first process; nothing in the others. Tied names share a tensor.
-    `names(name)` says which. Collective. The first process needs memory for all of it, the others for one tensor."""
+    `trained`: only those that are. Collective. The first process needs memory for all of it, the others for one tensor."""
     free_gathered(engine.model)
     mesh = engine.mesh
     group = mesh.group("pp")
     own = {
         name: tensor
         for name, tensor in engine.model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (names is None or names(name))
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (tensor.requires_grad or not trained)
     }
     facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
     stages: list[dict[str, Any]] = [facts]
@@ -63,3 +64,10 @@ def load_weights_of(engine: Engine, folder: Path, *, tag: str) -> None:
     tensors, _ = model_content.content(engine.model)
     reader.fill(tensors)
     model_content.put_values(engine.model, reader.values)
+
+
+def uncut(engine: Engine) -> nn.Module:
+    """The model, or where a pipeline has cut it a copy without weights that has all of its modules."""
+    pipeline = engine.sharded.pipeline
+    check = pipeline.runtime.check if pipeline is not None else None
+    return check.skeleton.model if check is not None else engine.model

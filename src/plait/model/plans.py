@@ -8,13 +8,14 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
+from plait.model.adapters import adapted_layers, base_name, split_adapters, without_adapters
 from plait.model.boundary_layers import split_boundary_layers
 from plait.model.heads import (
     GROUPS,
@@ -83,9 +84,18 @@ class TensorPlan:
 def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = None, blocks: Sequence[str]) -> TensorPlan:
     """Plan `model` (any device, `meta` included) for `tp` ranks.
 
-    `user` is `{pattern: style}`, used alone when given; `blocks` are the names of the repeated blocks. Raises ModelError for rules that
-    do not fit the model, ConfigError for a degree that does not fit its sizes.
+    `user` is `{pattern: style}`, used alone when given; `blocks` are the names of the repeated blocks. An adapted layer is named as without
+    its adapter. Raises ModelError for rules that do not fit the model, ConfigError for a degree that does not fit its sizes.
     """
+    wrappers = adapted_layers(model)
+    if not wrappers:
+        return _plan_of(model, tp=tp, user=user, blocks=blocks)
+    with without_adapters(model, wrappers):
+        plan = _plan_of(model, tp=tp, user=user, blocks=blocks)
+    return _with_adapters(plan, model, wrappers)
+
+
+def _plan_of(model: nn.Module, *, tp: int, user: Mapping[str, str] | None, blocks: Sequence[str]) -> TensorPlan:
     rule_set = rules_for(model, user=user, blocks=blocks)
     styles = assign(model, rule_set)
     head, embedding = split_boundary_layers(model, styles, rule_set)
@@ -121,6 +131,21 @@ def make_plan(model: nn.Module, *, tp: int, user: Mapping[str, str] | None = Non
         source=rule_set.source,
         share=_share(model, dims),
     )
+
+
+def _with_adapters(plan: TensorPlan, model: nn.Module, wrappers: Mapping[str, nn.Module]) -> TensorPlan:
+    """The plan of a model with adapters from that of the model without."""
+    plain = plan.styles
+    styles: dict[str, str] = {base_name(name, wrappers): style for name, style in plain.items()}
+    for name, wrapper in wrappers.items():
+        styles |= split_adapters(name, wrapper, plain.get(name))
+    modules = tuple(Sharded(name, cast(Style, styles[name])) for name, _ in model.named_modules() if name in styles)
+    known = {base_name(name, wrappers): dim for name, dim in plan.dims.items()}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        known.setdefault(name, {"colwise": 0, "rowwise": 1}.get(styles.get(name.rpartition(".")[0], "")))
+    dims = {name: known[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+    reason = "low-rank adapters would see a part of the sequence on every rank, and their gradients are not summed over the parts"
+    return replace(plan, modules=modules, dims=dims, sequence_parallel=reason, share=_share(model, dims))
 
 
 def _share(model: nn.Module, dims: Mapping[str, int | None]) -> float:

@@ -1,0 +1,83 @@
+"""Low-rank adapters (PEFT's LoRA) in a model that tensor parallelism splits: their part of the plan.
+
+An adapted layer is a wrapper with the layer as `base_layer` and matrices A [r, in] and B [out, r], and computes base(x) + s B A x. The plan
+is made for the model without wrappers. Then a column-split layer has B split as its own columns, and every rank computes A x; a row-split
+layer has A split as its own rows, and the r-wide products are summed. Names follow PEFT's: nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+from plait.errors import ModelError
+
+_BASE = "base_layer"
+_REMEDY = "use parallel.tp = 1, with ZeRO or a pipeline"
+
+
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Wrapper of every adapted layer by the layer's name."""
+    return {name: module for name, module in model.named_modules() if isinstance(getattr(module, _BASE, None), nn.Module)}
+
+
+@contextmanager
+def without_adapters(model: nn.Module, wrappers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """The model with the layers themselves in their places."""
+    for name, wrapper in wrappers.items():
+        _put(model, name, wrapper.get_submodule(_BASE))
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            _put(model, name, wrapper)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def base_name(name: str, wrappers: Mapping[str, nn.Module]) -> str:
+    """What a module or parameter of the model without adapters is called in the one with them."""
+    for wrapped in wrappers:
+        if name == wrapped or name.startswith(f"{wrapped}."):
+            return f"{wrapped}.{_BASE}{name[len(wrapped) :]}"
+    return name
+
+
+def split_adapters(name: str, wrapper: nn.Module, style: str | None) -> dict[str, str]:
+    """The modules of an adapter that are split too, by their full name, and how. `style` is the layer's. Raises ModelError for an adapter
+    that would not be right so."""
+    _refuse_unknown(name, wrapper)
+    if style is None:
+        return {}
+    if style not in ("colwise", "rowwise"):
+        raise ModelError(f"parallel.tp: the adapter of {name} stands on a layer with the style {style!r}; leave it out of it, or {_REMEDY}")
+    side = "lora_B" if style == "colwise" else "lora_A"
+    return {f"{name}.{side}.{adapter}": style for adapter, _ in wrapper.get_submodule(side).named_children()}
+
+
+def _refuse_unknown(name: str, wrapper: nn.Module) -> None:
+    kind = type(wrapper).__name__
+    children = {leaf for leaf, child in wrapper.named_children() if next(child.parameters(), None) is not None}
+    if not {"lora_A", "lora_B"} <= children or any(type(one) is not nn.Linear for one in _matrices(wrapper)):
+        raise ModelError(f"parallel.tp: {name} is a {kind}, and of adapters only LoRA on linear layers is split; {_REMEDY}")
+    if others := sorted(children - {_BASE, "lora_A", "lora_B"}):
+        raise ModelError(f"parallel.tp: the adapter of {name} has {', '.join(others)} (DoRA), which reads unsplit weights; {_REMEDY}")
+    own = [leaf for leaf, _ in wrapper.named_parameters(recurse=False)]
+    if own or getattr(wrapper, "merged", False):
+        what = f"a parameter of its own, {own[0]}" if own else "been merged into its layer"
+        raise ModelError(f"parallel.tp: the adapter of {name} has {what}; unmerge it, or {_REMEDY}")
+    for part, module in wrapper.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0 and not part.startswith(_BASE):
+            raise ModelError(
+                f"parallel.tp: the adapter of {name} drops with p = {module.p} ({part}), and ranks of tp that compute one A x would drop "
+                f"different places; use lora_dropout=0, or {_REMEDY}"
+            )
+
+
+def _matrices(wrapper: nn.Module) -> list[nn.Module]:
+    return [one for side in ("lora_A", "lora_B") for one in wrapper.get_submodule(side).children()]

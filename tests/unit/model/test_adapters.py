@@ -1,0 +1,76 @@
+"""The plan of a model with low-rank adapters, which are built here as PEFT names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.errors import ModelError
+from plait.model.adapters import adapted_layers
+from plait.model.plans import make_plan
+from tests.parity import trainers
+
+
+class Lora(nn.Module):
+    """As PEFT's LoRA layer is built."""
+
+    def __init__(self, base: nn.Linear, dropout: float = 0.0, extra: str = "") -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False)})
+        if extra:
+            self.add_module(extra, nn.ModuleDict({"default": nn.Linear(2, 2)}))
+
+
+def adapted(names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"), **given: Any) -> tuple[Any, list[str]]:
+    with torch.device("meta"):
+        model = trainers.model()
+    for layer in model.model.layers:
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            setattr(layer.get_submodule(parent), leaf, Lora(layer.get_submodule(name), **given))
+    return model, [f"model.layers.{index}" for index in range(len(model.model.layers))]
+
+
+def test_the_sides_of_an_adapter() -> None:
+    """B with the columns of its layer, A with its rows; everything else as without."""
+    with torch.device("meta"):
+        bare = trainers.model()
+    model, blocks = adapted()
+    wanted, found = make_plan(bare, tp=2, blocks=blocks), make_plan(model, tp=2, blocks=blocks)
+    assert set(found.dims) == {name for name, _ in model.named_parameters()} and len(adapted_layers(model)) == 6
+    here = "model.layers.1.self_attn"
+    assert (found.dims[f"{here}.q_proj.lora_A.default.weight"], found.dims[f"{here}.q_proj.lora_B.default.weight"]) == (None, 0)
+    assert (found.dims[f"{here}.o_proj.lora_A.default.weight"], found.dims[f"{here}.o_proj.lora_B.default.weight"]) == (1, None)
+    for name, dim in wanted.dims.items():
+        owner, _, leaf = name.rpartition(".")
+        assert found.dims.get(name, found.dims.get(f"{owner}.base_layer.{leaf}")) == dim
+    assert found.styles[f"{here}.q_proj.base_layer"] == "colwise" and f"{here}.q_proj" not in found.styles
+    assert (found.heads, found.attributes, found.kv_heads) == (wanted.heads, wanted.attributes, wanted.kv_heads)
+    assert isinstance(model.get_submodule(f"{here}.q_proj"), Lora)  # it is as it was
+    user = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    assert make_plan(model, tp=2, user=user, blocks=blocks).dims["model.layers.0.mlp.down_proj.lora_A.default.weight"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dropout": 0.1}, "use lora_dropout=0"),
+        ({"extra": "lora_magnitude_vector"}, "lora_magnitude_vector"),
+    ],
+)
+def test_refused(given: dict[str, Any], says: str) -> None:
+    model, blocks = adapted(**given)
+    with pytest.raises(ModelError, match=says):
+        make_plan(model, tp=2, blocks=blocks)
+
+
+def test_more_ranks_than_heads_of_keys() -> None:
+    model, blocks = adapted(("self_attn.k_proj",))
+    with pytest.raises(ModelError, match="kv_replicated"):
+        make_plan(model, tp=4, blocks=blocks)
