@@ -64,7 +64,7 @@ def _refuse_unknown(name: str, wrapper: nn.Module) -> None:
     kind = type(wrapper).__name__
     children = {leaf for leaf, child in wrapper.named_children() if next(child.parameters(), None) is not None}
     if not {"lora_A", "lora_B"} <= children or any(type(one) is not nn.Linear for one in _matrices(wrapper)):
-        raise ModelError(f"parallel.tp: {name} is a {kind}, and of adapters only LoRA on linear layers is split; {_REMEDY}")
+        raise ModelError(f"parallel.tp: {name} is {kind}, an adapter around a layer, and only LoRA on linear layers is split; {_REMEDY}")
     if others := sorted(children - {_BASE, "lora_A", "lora_B"}):
         raise ModelError(f"parallel.tp: the adapter of {name} has {', '.join(others)} (DoRA), which reads unsplit weights; {_REMEDY}")
     own = [leaf for leaf, _ in wrapper.named_parameters(recurse=False)]

@@ -100,11 +100,6 @@ def check_style(model: nn.Module, name: str, style: Style, source: str) -> None:
                 f"scale_grad_by_freq or sparse; leave it out, which keeps it replicated on every rank"
             )
         return
-    if isinstance(getattr(module, "base_layer", None), nn.Module):
-        raise ModelError(
-            f"{source}: {name} is {kind} of {type(module).__module__.partition('.')[0]}, an adapter (LoRA) around a layer, and adapters "
-            "are not split over tp; use parallel.tp = 1, merge the adapter first, or give parallel.plan with styles for other layers"
-        )
     parent = model.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
         raise ModelError(f"{source}: {name} belongs to an nn.MultiheadAttention, which uses the weight without a call; leave it out")

@@ -459,14 +459,14 @@ class Wrapper(nn.Module):
             return getattr(self._modules["inner"], name)
 
 
-def test_adapters_are_refused_by_name() -> None:
+def test_adapters_that_are_not_split_are_refused_by_name() -> None:
     """B14: the plan is that of the model inside, and an adapter around a layer is named as such."""
     model = family("llama", device="meta")
     plan = make_plan(Wrapper(model), tp=2, blocks=("inner.model.layers.0", "inner.model.layers.1"))
     assert plan.styles["inner.model.layers.0.mlp.up_proj"] == "colwise"
     attention = model.get_submodule("model.layers.1.self_attn")
     attention.q_proj = Adapter(attention.q_proj)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"inner.model.layers.1.self_attn.q_proj is Adapter of tests, an adapter"):
+    with pytest.raises(ModelError, match=r"inner.model.layers.1.self_attn.q_proj is Adapter, an adapter around a layer"):
         make_plan(Wrapper(model), tp=2, blocks=())
 
 
