@@ -66,7 +66,7 @@ class Reading:
     since: float
     """When the phase began."""
     sign: float
-    """When its interpreter last ran the thread that watches; 0 where it never did."""
+    """When its interpreter last ran the thread that watches; before that when the board was made."""
     waits: tuple[Wait, ...] = ()
     line: str = ""
     """`train.py:33`: where the main thread was then, in the user's code."""
@@ -93,6 +93,7 @@ class Board:
         self._memory = mmap.mmap(self._descriptor, BYTES)
         self.step, self.timeout_seconds = 0, timeout_seconds
         self.progress(0, START)
+        self.sign()  # whose thread never runs holds the interpreter's lock from now on
         _HEAD.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, timeout_seconds)
 
     def progress(self, step: int, phase: int) -> None:
