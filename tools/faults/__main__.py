@@ -120,7 +120,7 @@ def cost(size: str, only: str) -> Iterator[Row]:
 def scored(size: str, only: str) -> Iterator[Row]:
     """A row for each library."""
     with tempfile.TemporaryDirectory() as folder:
-        yield from others.rows(Path(folder), {"small": 4, "nightly": 40, "release": 200}[size])
+        yield from others.rows(Path(folder), {"small": 4, "nightly": 12, "release": 200}[size])
 
 
 PARTS: dict[str, Callable[[str, str], Iterator[Row]]] = {

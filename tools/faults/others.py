@@ -84,10 +84,12 @@ def _score(score: Score, folder: Path, kills: int, save: Save, load: Load, *, wo
 
 
 def _flips(score: Score, folder: Path, load: Load, save: Save, chance: random.Random, log: Path, world: int) -> None:
-    """In the files of the newest checkpoint that hold tensors."""
+    """In the files that hold the weights, of one checkpoint."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    Ranks(_saving, world, str(folder), save, 2, log=log).wait(60)
-    files = sorted(path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".safetensors", ".distcp", ".bin", ".pt"))
+    Ranks(_saving, world, str(folder), save, 1, log=log).wait(60)
+    if _loaded(folder, load, log) in (None, "mixed"):
+        raise SystemExit(f"{score.library}: an undamaged checkpoint was not loaded:\n{log.read_text()[-2000:]}")
+    files = sorted(path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".safetensors", ".distcp"))
     for _ in range(5 * score.kills):
         path = chance.choice(files)
         raw = path.read_bytes()

@@ -114,7 +114,7 @@ def _others(part: Part) -> list[str]:
     lines = [
         _head("The same faults, other libraries", part),
         "",
-        "| library | kills in saves | no checkpoint could be loaded | loaded a mixture | bits flipped | loaded all the same |",
+        "| library | kills in saves | the newest could not be loaded | loaded a mixture | bits flipped | loaded all the same |",
         "|---|---|---|---|---|---|",
     ]
     return [
