@@ -2,7 +2,7 @@
 
     python -m tools.stale_saves               both; writes benchmarks/results/stale_saves.json (an hour on two busy cores)
     python -m tools.stale_saves --saves       the thousand saves only
-    python -m tools.stale_saves --defects     the defects of tools/mutants/defects/stale.yaml only
+    python -m tools.stale_saves --defects     the defects of tools/mutants/defects/stale.yaml only, or those of them that are named after it
 
 The saves are those of `tests/parity/test_stale_saves.py`: every ZeRO stage, updates in the backward, fused, compression, states in files
 and in shared memory, tp and pp. A defect counts as noticed when the saves that `make test` takes fail with it, and they pass without.
@@ -44,8 +44,8 @@ def thousand() -> dict[str, int]:
     return found
 
 
-def defects() -> dict[str, str]:
-    """Defect to the test that noticed it; empty where none did."""
+def defects(only: list[str]) -> dict[str, str]:
+    """Defect to the test that noticed it; empty where none did. `only`: of these names; all where it is empty."""
     BUILD.mkdir(parents=True, exist_ok=True)
     copy = Copy(BUILD / "copy")
     copy.make()
@@ -54,7 +54,7 @@ def defects() -> dict[str, str]:
         raise SystemExit(f"the tests fail without a defect:\n{output[-3000:]}")
     found = {}
     for mutant in load():
-        if mutant.author == "stale":
+        if mutant.author == "stale" and (not only or mutant.id in only):
             result = run_mutant(mutant, copy, TESTS, limit=900, log=BUILD / f"{mutant.id}.log")
             found[mutant.id] = result.caught_by
             print(f"{mutant.id}: {result.caught_by or 'NOT NOTICED'} ({result.seconds:.0f} s)", flush=True)
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         saved = thousand()
         known |= {"saves": sum(saved.values()), "stale": 0, "by_kind": saved}
     if "--saves" not in arguments:
-        noticed = defects()
+        noticed = known.get("noticed_by", {}) | defects([name for name in arguments if not name.startswith("--")])
         known |= {"defects": len(noticed), "noticed": sum(map(bool, noticed.values())), "noticed_by": noticed}
     RESULT.write_text(json.dumps(known, indent=1) + "\n")
     print(json.dumps({name: value for name, value in known.items() if not isinstance(value, dict)}))

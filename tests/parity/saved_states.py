@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 import plait
 from plait import exact
-from plait.checkpoint import save as save_module
 from plait.checkpoint import writer as writer_module
 from plait.checkpoint.inspect import open_one, verify
 from plait.engine import generators
@@ -92,12 +92,17 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
     engine = engine_of(kind, at)
     micro = engine.config.batch.accumulation
     steps = cases.ragged_steps(engine.dp_size * micro, steps=4)
-    honest, may_write = save_module.write_shards, threading.Semaphore(0)
+    may_write = threading.Semaphore(0)
 
-    def gated(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread() and kind != "no-room":  # a rank without room waits at once
-            assert may_write.acquire(timeout=60)
-        return honest(*args)
+    class Gated(ThreadPoolExecutor):
+        """The writer's thread, which begins with nothing, not with a copy either, before the next step is done."""
+
+        def submit(self, work: Any, *args: Any) -> Future[Any]:  # type: ignore[override]
+            def later() -> Any:
+                assert kind == "no-room" or may_write.acquire(timeout=60)  # a rank without room waits for the others at once
+                return work(*args)
+
+            return super().submit(later)
 
     def step(number: int) -> None:
         pieces = steps[number % len(steps)]
@@ -112,7 +117,7 @@ def saves(rank: int, world: int, kind: str, folder: str, count: int) -> int:
             verify(found, lambda done, of: None)  # the files are what the manifest says, too
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(save_module, "write_shards", gated))
+        stack.enter_context(patch.object(writer_module, "ThreadPoolExecutor", Gated))
         if kind == "no-room":
             stack.enter_context(patch.object(writer_module, "free_host_bytes", lambda: 1000 if rank else None))
         step(0)

@@ -1,9 +1,11 @@
-"""Checkpoints of torch.distributed.checkpoint: what they hold, on Plait's side; and nothing is executed."""
+"""Checkpoints of DeepSpeed (made by tools/deepspeed_fixtures.py) and of torch: what they hold, on Plait's side; and nothing is executed."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from typer.testing import CliRunner
 
 import plait
 from plait import exact
@@ -21,7 +24,10 @@ from plait.checkpoint.foreign import content, convert
 from plait.checkpoint.inspect import open_one, verify
 from plait.checkpoint.load import Reader
 from plait.checkpoint.places import place_of
+from plait.cli.import_ import app
 from plait.errors import CheckpointError, InputError, PlaitError
+
+MADE = Path(__file__).parent / "deepspeed"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +49,7 @@ class Canary:
 
 
 class Model(nn.Module):
-    """Two groups, a frozen weight, a buffer."""
+    """That of tools/deepspeed_fixtures.py: two groups, a frozen weight, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +64,7 @@ class Model(nn.Module):
 
 
 def trained() -> tuple[Model, torch.optim.AdamW]:
-    """Three steps."""
+    """The same three steps in plain torch."""
     torch.manual_seed(0)
     model = Model()
     rows = torch.randn(4, 5)
@@ -114,6 +120,28 @@ def compare(out: Path, *, rtol: float) -> Reader:
     return reader
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    done = in_this_process(MADE / f"zero{stage}", tmp_path / "out", monkeypatch)
+    assert f"ZeRO {stage}, 2 ranks" in done.kind and (done.steps, done.tensors, done.states) == (3, 5, 9)
+    facts = compare(tmp_path / "out", rtol=1e-5).manifest.metadata
+    assert exact.decode(facts["client_state"]) == {"epoch": 2, "name": "x"} and facts["global_steps"] == 3
+    assert any("generators" in what for what in done.left_out)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """With the process that reads; a file that names what is not read ends with a message and the exit code of a bad checkpoint."""
+    run = CliRunner().invoke(app, [str(MADE / "zero3"), "--out", str(tmp_path / "out"), "--tag", "theirs"])
+    assert run.exit_code == 0, run.output
+    assert "step 3, 5 tensors and 9 states" in run.output and "not taken over: generators" in run.output
+    assert compare(tmp_path / "out", rtol=1e-5).path == tmp_path / "out" / "theirs"
+    shutil.copytree(MADE / "zero1", tmp_path / "bad")
+    torch.save({"optimizer_state_dict": Canary(tmp_path / "executed")}, next((tmp_path / "bad").rglob("*rank_0*optim*")))
+    run = CliRunner().invoke(app, [str(tmp_path / "bad"), "--out", str(tmp_path / "other")])
+    assert isinstance(run.exception, CheckpointError) and run.exception.exit_code == 4 and "posix.mkdir" in str(run.exception)
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "other").exists()
+
+
 def test_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     weights, states = get_state_dict(model, optimizer)
@@ -122,7 +150,9 @@ def test_torch_distributed_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     compare(tmp_path / "out", rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["metadata", "item", "path above", "none"])
+@pytest.mark.parametrize(
+    "kind", ["metadata", "item", "optimizer states", "model states", "compressed", "latest above", "path above", "cut", "none"]
+)
 def test_what_was_made_to_do_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Nothing is executed; a message."""
     source, canary = tmp_path / "source", tmp_path / "executed"
@@ -139,8 +169,20 @@ def test_what_was_made_to_do_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     torch.save(Canary(canary), source / "own.pt")
                     info.relative_path, info.offset, info.length = "own.pt", 0, (source / "own.pt").stat().st_size
             (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    else:
+    elif kind == "none":
         source.mkdir()
+    else:
+        shutil.copytree(MADE / "zero2", source)
+        path = next((source / "step3").glob("*rank_1*optim*" if kind != "model states" else "*model_states*"))
+        if kind in ("optimizer states", "model states"):
+            torch.save({"optimizer_state_dict": Canary(canary)}, path)
+        elif kind == "latest above":
+            (source / "latest").write_text("../../etc")
+        elif kind == "compressed":
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr("x/data.pkl", bytes(10_000_000))
+        else:
+            path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(PlaitError) as caught:
         in_this_process(source, tmp_path / "out", monkeypatch)
     assert isinstance(caught.value, CheckpointError | InputError) and str(source) in str(caught.value)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.checkpoint.folder import complete
-from plait.checkpoint.foreign import dcp
+from plait.checkpoint.foreign import dcp, deepspeed
 from plait.checkpoint.foreign.content import Foreign, save
 from plait.checkpoint.places import place_of
 from plait.errors import CheckpointError, InputError, PlaitError
@@ -36,9 +36,9 @@ def convert(source: Path, out: str, *, tag: str | None = None) -> Imported:
     """Import the checkpoint in `source` into the folder or store `out`. Raises InputError where `source` is of no known kind or `out` holds
     checkpoints, CheckpointError where it cannot be read."""
     if not source.is_dir():
-        raise InputError(f"{source}: is no folder; name one that torch.distributed.checkpoint wrote")
-    if not dcp.is_dcp(source):
-        raise InputError(f"{source}: holds no .metadata, so torch.distributed.checkpoint did not write it; no other form is read")
+        raise InputError(f"{source}: is no folder; name one that DeepSpeed or torch.distributed.checkpoint wrote")
+    if not deepspeed.is_deepspeed(source) and not dcp.is_dcp(source):
+        raise InputError(f"{source}: holds neither *_optim_states.pt (DeepSpeed, ZeRO 1 to 3) nor .metadata (torch.distributed.checkpoint)")
     if complete(place_of(out, "--out")):
         raise InputError(f"--out {out}: holds checkpoints; name a new folder")
     command = [sys.executable, "-m", "plait.checkpoint.foreign.convert", str(source), out, tag or ""]
@@ -57,7 +57,7 @@ def main(source: str, out: str, tag: str) -> None:
     """In the process: prints one line of JSON."""
     try:
         folder = Path(source)
-        found: Foreign = dcp.read(folder)
+        found: Foreign = deepspeed.read(folder) if deepspeed.is_deepspeed(folder) else dcp.read(folder)
         if not any(name.startswith("model.") for name in found.tensors):
             raise CheckpointError(f"{folder}: no tensors of a model were found")
         written = save(found, place_of(out), tag or f"step-{found.steps:08d}")

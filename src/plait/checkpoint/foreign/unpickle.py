@@ -1,6 +1,6 @@
 """Reading what others have pickled, without calling what the file names: tensors, plain containers, and everything else as inert data.
 
-A pickle is a program that calls any function it names. Here it may name only what is listed; classes of torch's
+A pickle is a program that calls any function it names. Here it may name only what is listed; classes of DeepSpeed and of torch's
 distributed checkpoints become empty classes that keep what they are given; whatever else is named ends the reading.
 """
 
@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from plait._torch.pickles import rebuilt_tensor
 from plait.errors import CheckpointError
+
+
+def _without_attributes(rebuild: Any, _kind: Any, arguments: tuple[Any, ...], _state: Any) -> Any:
+    """A tensor that has attributes, which are dropped."""
+    if rebuild is not rebuilt_tensor:
+        raise CheckpointError("it makes a tensor of another class")
+    return rebuild(*arguments)
+
 
 _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuilt_tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("_codecs", "encode"): lambda text, _encoding: text.encode("latin-1"),
     **{("builtins", kind.__name__): kind for kind in (set, frozenset, list, dict, tuple, int, float, bool, str)},
 }
-_INERT = ("torch.distributed.checkpoint.", "torch.serialization.", "copyreg.", "pathlib.")
+_NAMED = (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+"""Classes that are named and not called."""
+_INERT = ("deepspeed.", "torch.distributed.checkpoint.", "argparse.", "torch.serialization.", "copyreg.", "pathlib.")
 
 
 class Inert:
@@ -66,9 +81,33 @@ class Unpickler(pickle.Unpickler):
             return _PLAIN[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if f"{module}.".startswith(_INERT):
+        if (module, name) in _NAMED or f"{module}.".startswith(_INERT):
             return type(name, (Inert,), {})
         raise CheckpointError(f"it names {module}.{name}, which is not read: only tensors and plain data are")
+
+
+class Module:
+    """What `torch.load` asks of a `pickle_module`."""
+
+    Unpickler = Unpickler
+
+    @staticmethod
+    def load(stream: Any, **_: Any) -> Any:
+        """torch's format of before 2020, which is not read."""
+        raise CheckpointError("it is no zip file; save it again with a torch of 1.6 or later")
+
+
+def read_torch(path: Path) -> Any:
+    """A file of `torch.save`: its tensors are mapped, not read. Raises CheckpointError."""
+    try:
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            raise CheckpointError("it is missing, or no file of torch.save")
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise CheckpointError("it is compressed, which torch.save never does")
+        return torch.load(path, map_location="cpu", pickle_module=Module, weights_only=False, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def read_pickle(path: Path) -> Any:
