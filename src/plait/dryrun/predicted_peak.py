@@ -37,6 +37,8 @@ from plait.optim.optimizer import build_optimizer
 from plait.parallel.accounting.ledger import Ledger, part_of
 from plait.parallel.accounting.peak import Peak, step_peak
 from plait.parallel.accounting.timeline_points import StageMoments, StepFacts
+from plait.parallel.containers import tensors_in
+from plait.parallel.context.context_parallel import local_batch
 from plait.parallel.micro_batches import default_forward
 from plait.parallel.order import account_all, apply_all
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
@@ -116,9 +118,9 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
     states, temporaries = _optimizer(resolved, mesh, own, ledger)
     ledger = ledger.with_(memory={**ledger.memory, "optimizer": np.full_like(ledger.dp_shard, states)})
     facts = StepFacts(
-        stages=_moments(dry, boundary, row=row, length=length),
+        stages=_moments(dry, boundary, row=row),
         boundary_bytes=boundary.nbytes,
-        batch_bytes=sum(x.nbytes for x in dry.piece.values()) * resolved.batch.accumulation,
+        batch_bytes=sum(x.nbytes for x in tensors_in(dry.piece)) * resolved.batch.accumulation,
         buffer_bytes=storage_bytes(dry.parts.model.buffers()),
         optimizer_temporary_bytes=temporaries,
         exchanges_reductions=mesh.device.type == "cpu",
@@ -135,7 +137,7 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
         copied = given.with_(model=fake).with_shard(compute_dtype=dtype)
-        parts = apply_all((resolved.tensor_parallel, resolved.pipeline, recompute), copied, mesh)
+        parts = apply_all((resolved.tensor_parallel, resolved.context_parallel, resolved.pipeline, recompute), copied, mesh)
         applied = parts.noted(PipelineParts)
         return parts, applied.staged if applied is not None else None
 
@@ -144,7 +146,7 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
         given.model,
         apply,
         device=mesh.device,
-        batch=token_batch(samples, length),
+        batch=local_batch(token_batch(samples, length), resolved.context_parallel, mesh.layout.cp, mesh.coordinates["cp"]),
         compute_dtype=dtype,
         loss_fn=ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss,
         forward=lambda fake: deferred(default_forward, fake) if chunk else default_forward,
@@ -152,11 +154,12 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
     )
 
 
-def _moments(dry: DryModel, boundary: torch.Tensor, *, row: Sequence[Action], length: int) -> dict[int, StageMoments]:
+def _moments(dry: DryModel, boundary: torch.Tensor, *, row: Sequence[Action]) -> dict[int, StageMoments]:
     """Every stage of the rank; a backward is run in each form that the row has."""
     if dry.staged is None:
         return {0: dry.trace()[0].moments}
     found: dict[int, StageMoments] = {}
+    length = dry.piece["input_ids"].shape[1]  # of this rank's part of a sequence
     for index, stage in dry.staged.stages.items():
         received = None if stage.first else boundary
         first = dry.parts.blocks.index(stage.blocks[0])

@@ -22,6 +22,7 @@ from plait.losses.loss import Loss, causal_lm_loss
 from plait.parallel.accounting.activations import ONE_STAGE, BlockMode, RankActivations, StageFacts, StageMode
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.activations.saved_tensors import OffloadedActivations
+from plait.parallel.context.context_parallel import ContextParallel, local_batch
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.pipeline.stage import StagedModel, stage_model
@@ -47,6 +48,7 @@ def solved_recompute(resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: L
         mesh=mesh,
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
         tensor_parallel=resolved.tensor_parallel,
+        context_parallel=resolved.context_parallel,
         recompute=recompute,
         offloads=resolved.activation_offload.blocks,
         compute_dtype=dtype_of(precision.compute) if precision.compute else None,
@@ -64,6 +66,7 @@ def rank_activations(
     batch: Any,
     pipeline: PipelineParts | None = None,
     tensor_parallel: TensorParallel | None = None,
+    context_parallel: ContextParallel | None = None,
     recompute: Recompute | None = None,
     offloads: Callable[[int], int] = lambda _: 0,
     compute_dtype: torch.dtype | None = None,
@@ -72,9 +75,11 @@ def rank_activations(
 ) -> tuple[RankActivations, ...]:
     """The figures of every rank of the pipeline (of the one rank without), for one micro-batch like `batch`, with every block in each mode;
     those of the fullest rank of the tp axis, so that its ranks take the same decision. `model` is full, as yet unsharded, and stays as it
-    is. `offloads` says how many blocks of a rank's use a store. Collective over the tp axis. Raises ModelError where the model's code looks
-    at values."""
+    is. `batch` has full sequences. `offloads` says how many blocks of a rank's use a store. Collective over the tp axis. Raises ModelError
+    where the model's code looks at values."""
     split, technique = tensor_parallel or TensorParallel(), recompute or Recompute()
+    context = context_parallel or ContextParallel()
+    batch = local_batch(batch, context, mesh.layout.cp, mesh.coordinates["cp"])
     schedule = pipeline.schedule if pipeline is not None else ONE_STAGE
     bounds = pipeline.cut.bounds if pipeline is not None else (0, len(blocks))
     by_stage = [blocks[low:high] for low, high in pairwise(bounds)]
@@ -90,7 +95,7 @@ def rank_activations(
 
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
             given = Parts(fake, blocks, notes=notes_of([OffloadedActivations(store, len(stored)) if stored else None]))
-            parts = split.apply(given, mesh)
+            parts = context.apply(split.apply(given, mesh), mesh)
             staged = None
             if pipeline is not None:
                 staged = stage_model(fake, pipeline.cut, range(schedule.stages), region=parts.noted(Region), device=mesh.device)

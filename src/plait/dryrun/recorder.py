@@ -125,9 +125,12 @@ class DryRecorder(Recorder):
 
     def _collective(self, func: Any, args: Any) -> Any:
         kind, whole, returns_tensors = _COLLECTIVES[operator_name(func)]
+        if kind == "receive":
+            return finished_work()
         size = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[whole]) if isinstance(leaf, torch.Tensor))
         ranks = process_group_of(args).size()
-        self.traffic[kind] += (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+        in_ring = size if kind == "send" else (2 if kind == "all_reduce" else 1) * size * (ranks - 1) // ranks
+        self.traffic[kind] += in_ring
         return (args[0], finished_work()) if returns_tensors else finished_work()
 
 
@@ -136,6 +139,8 @@ _COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0, True),
     "_reduce_scatter_base_": ("reduce_scatter", 1, True),
     "alltoall_base_": ("reduce_scatter", 1, False),  # how a reduce-scatter is carried out on gloo
+    "send": ("send", 0, False),
+    "recv_": ("receive", 0, False),
 }
 """Operator to kind, index of the full tensor among its arguments, and whether it returns tensors with its work."""
 

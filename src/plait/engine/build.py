@@ -29,6 +29,7 @@ from plait.sharded.assemble import ConfigLike, leaving_no_group, resolved_for, s
 from plait.sharded.check import CheckedModel, checked_model
 from plait.sharded.misuse import (
     checked_optimizer,
+    refuse_loss_of_samples,
     refuse_trained_loss,
     warn_of_unused_sections,
     with_callers_seed,
@@ -68,6 +69,7 @@ def initialize(
     resolved = resolved_for(model, config, total_steps=total_steps)
     resolved = resolved.model_copy(update={"added": (*resolved.added, *techniques)})
     warn_of_unused_sections(resolved, optimizer=optimizer, lr_scheduler=lr_scheduler)
+    refuse_loss_of_samples(loss, resolved)
     take_over(model)
     given = Given(loss, forward, optimizer, lr_scheduler, weights, total_steps)
     return begin(checked_model(model, resolved), given)

@@ -151,6 +151,7 @@ class _Run:
         count = sharded.config.batch.accumulation
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
+        pieces = [sharded.hooks.prepared(piece) for piece in pieces]
         if sharded.pipeline is not None:
             predict_messages(model, sharded.parts, sharded.pipeline, pieces[0])
         with delivered_at_once(), self.watch.step():

@@ -34,6 +34,15 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
+class AttentionFacts:
+    """The heads of every layer, before tensor parallelism splits them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """All parameters of a model, tied ones once, and the names of its blocks."""
 
@@ -41,6 +50,8 @@ class ModelFacts:
     blocks: tuple[str, ...]
     tensor_plan: TensorPlan | None = None
     """How tensor parallelism would split the model; None where it is not asked."""
+    attention: AttentionFacts | None = None
+    """None where the model's configuration does not say."""
 
     @property
     def numel(self) -> int:
@@ -66,4 +77,13 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
         parameter = found[key]
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
         listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
-    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan)
+    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, _attention(model))
+
+
+def _attention(model: nn.Module) -> AttentionFacts | None:
+    config = getattr(model, "config", None)
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return None
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    return AttentionFacts(heads, kv_heads or heads, head_dim or width // heads)

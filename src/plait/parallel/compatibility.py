@@ -27,7 +27,7 @@ REFUSALS: tuple[Refusal, ...] = (
         field="parallel.cp",
         value=lambda choice: choice.layout.cp,
         applies=lambda choice: choice.layout.cp > 1 and not any("cp" in technique.batch_axes for technique in choice.techniques),
-        rule="this version runs data, tensor and pipeline parallelism",
+        rule="no technique cuts sequences over cp",
         remedy="use 1; the processes become data parallel",
     ),
     Refusal(

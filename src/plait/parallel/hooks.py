@@ -43,6 +43,10 @@ class StepHook:
         `predict`. A mapping has `shift_labels` and `position_ids` (see `explicit`), so that its sequences can be cut."""
         return batch
 
+    def join(self, output: Any, batch: Any) -> Any:
+        """What `predict` returns for a micro-batch, from the outputs of what `transform` made of it. Collective."""
+        return output
+
     def before_microbatch(self, last: bool) -> None:
         """Before the forward of a micro-batch. `last`: of its step."""
 
@@ -93,6 +97,7 @@ class Hooks:
     def __init__(self, hooks: Iterable[StepHook] = ()) -> None:
         self.all: tuple[StepHook, ...] = tuple(hooks)
         self.transform: list[Callable[[Any], Any]] = self._bound("transform")
+        self.join: list[Callable[[Any, Any], Any]] = self._bound("join")
         self.before_microbatch: list[Callable[[bool], None]] = self._bound("before_microbatch")
         self.around_backward: list[Callable[[], AbstractContextManager[Any]]] = self._bound("backward")
         self.after_backward: list[Callable[[], None]] = self._bound("after_backward")
@@ -124,6 +129,12 @@ class Hooks:
         for transform in self.transform:
             batch = transform(batch)
         return batch
+
+    def joined(self, output: Any, batch: Any) -> Any:
+        """The output for a micro-batch as it was before `prepared`."""
+        for join in self.join:
+            output = join(output, batch)
+        return output
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.buffers import ChangingBuffers
 from plait.parallel.compatibility import refuse_incompatible
 from plait.parallel.compile import Compile
+from plait.parallel.context.context_parallel import ContextParallel, SequenceParts
 from plait.parallel.data.autotune import CompressionAutotuner
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel, ShardedSteps
@@ -32,6 +33,7 @@ from plait.parallel.tensor.tensor_parallel import TensorParallel
 ORDER: tuple[type[Technique], ...] = (
     Precision,
     TensorParallel,
+    ContextParallel,
     Pipeline,
     ActivationOffload,
     Recompute,
@@ -63,6 +65,7 @@ HOOKS: tuple[type[StepHook], ...] = (
     ShardedSteps,
     Reducer,
     UnusedTracker,
+    SequenceParts,
     PipelineRank,
     OffloadedActivations,
     ChangingBuffers,
@@ -70,8 +73,9 @@ HOOKS: tuple[type[StepHook], ...] = (
     Residuals,
 )
 """The order in which a step calls hooks; others come after these. A gradient is summed over the data-parallel ranks, then None is put back
-where no rank used the parameter, then tied parameters are summed over the stages that hold them: each asks for what the one before left.
-What chooses the collectives comes before what is carried in them, so that a checkpoint's residuals find theirs."""
+where no rank used the parameter, then the parts of sequences are summed, then tied parameters over the stages that hold them: each asks
+for what the one before left. What chooses the collectives comes before what is carried in them, so that a checkpoint's residuals find
+theirs."""
 
 
 def check_all(context: Context) -> dict[type, object]:

@@ -13,7 +13,8 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.placement import refuse_wider_than_a_node, warning
 from plait.cluster.topology import discover, place
 from plait.config.resolving.resolve import Resolved
-from plait.errors import InputError, ModelError, warn
+from plait.errors import ConfigError, InputError, ModelError, Problem, warn
+from plait.losses.loss import PerSample
 from plait.optim.optimizer import needs_closure, refuse_sharded
 from plait.parallel.hooks import StepHook
 from plait.parallel.pipeline.stage_cache import StageCaches
@@ -74,6 +75,14 @@ def refuse_own_batches(parts: Parts, call: str) -> None:
             f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its part of the sequence); call "
             "engine.train_batch, engine.eval_batch or engine.predict(batch)"
         )
+
+
+def refuse_loss_of_samples(loss: Any, resolved: Resolved) -> None:
+    """A mean over samples, where each rank of cp has a part of every sample."""
+    if resolved.layout.cp > 1 and isinstance(loss, PerSample):
+        rule = "the loss is a mean over samples (plait.per_sample), and each of the ranks would count every sample as its own"
+        remedy = "use plait.causal_lm_loss or another loss that counts tokens, or 1"
+        raise ConfigError(Problem("parallel.cp", resolved.layout.cp, rule, remedy))
 
 
 def refuse_trained_loss(loss: Any, model: nn.Module) -> None:

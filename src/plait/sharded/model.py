@@ -208,7 +208,7 @@ class ShardedModel:
 
     def predict(self, batch: Any, *, cache: Any = None) -> Any:
         """The model's output for one micro-batch, in evaluation mode; None on the ranks of a pipeline that do not hold its last stage.
-        Where a technique cuts the batch, it is of this rank's part. Collective. Several in a row are faster inside `evaluating`.
+        Of full sequences, also where a technique cuts them. Collective. Several in a row are faster inside `evaluating`.
 
         `cache`, from `new_cache`, is what the model keeps of the tokens before those of `batch`, a mapping; the model adds to it. Raises
         InputError where the layout has no place for one.
@@ -216,7 +216,8 @@ class ShardedModel:
         if cache is not None:
             refuse_cache(self.parts, self.mesh, cache)
             batch = with_cache(batch, cache)
-        return self.output(self.prepared(batch))
+        output = self.output(self.prepared(batch))
+        return self.hooks.joined(output, batch) if self.holds_output else output
 
     def new_cache(self) -> Any:
         """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a stage cannot keep one."""

@@ -103,6 +103,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "parallel.dp_replicate": ({"zero_optimization.stage": 2}, 1, 2),
     "parallel.dp_shard": ({"zero_optimization.stage": 2}, 4, 2),
     "parallel.cp": ({}, 1, 2),
+    "parallel.context": ({"parallel.cp": 2}, "ring", "ulysses"),
     "parallel.tp": ({}, 1, 2),
     "parallel.sequence_parallel": ({"parallel.tp": 2}, False, True),
     "parallel.tensor_overlap": ({"parallel.tp": 2}, 0, 4),

@@ -92,6 +92,7 @@ FLAGS: dict[str, Flag] = {
     "tensor_model_parallel_size": _sets("parallel.tp"),
     "pipeline_model_parallel_size": _sets("parallel.pp"),
     "context_parallel_size": _sets("parallel.cp"),
+    "cp_comm_type": _sets("parallel.context", convert=_one_of({"p2p": "ring", "all_gather": "all-gather-kv", "a2a": "ulysses"})),
     "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
     "recompute_granularity": _sets("parallel.recompute.mode", convert=_one_of({"full": "full", "selective": "selective"})),
     **_refused(

@@ -30,6 +30,7 @@ from plait.errors import ConfigError, Problem, refuse
 from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
+from plait.parallel.context.context_parallel import ContextParallel
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -51,6 +52,8 @@ class Resolved(Policy):
     """How many samples, where."""
     tensor_parallel: TensorParallel
     """How layers are split over the tp axis."""
+    context_parallel: ContextParallel
+    """How sequences are cut over the cp axis."""
     pipeline: Pipeline
     """How the pp axis is used."""
     data_parallel: DataParallel
@@ -109,9 +112,12 @@ class Resolved(Policy):
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """The one list of them, in order, which the engine and the account iterate over."""
+        """The one list of them, in order, which the engine and the account iterate over. One that the caller brings and that splits the
+        batch over cp takes the place of Plait's own."""
         values = (getattr(self, name) for name in type(self).model_fields)
-        return in_order([*(value for value in values if isinstance(value, Technique)), *self.added])
+        brought = any("cp" in technique.batch_axes for technique in self.added)
+        own = (value for value in values if isinstance(value, Technique) and not (brought and isinstance(value, ContextParallel)))
+        return in_order([*own, *self.added])
 
     def context(self, *, device_type: str = "cpu", model: nn.Module | None = None, blocks: tuple[str, ...] = ()) -> Context:
         """What the techniques' checks ask; without a model, what they can know before it is built."""
@@ -259,6 +265,7 @@ def outline(
     }
     known: dict[str, Any] = {
         "tensor_parallel": tensor,
+        "context_parallel": techniques.context_parallel(found),
         "compile": compiled,
         "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         "faults": config.faults,

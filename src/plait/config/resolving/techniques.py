@@ -20,6 +20,7 @@ from plait.parallel.accounting.compression_scheme import Scheme
 from plait.parallel.activations import selective
 from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.recompute import Recompute
+from plait.parallel.context.context_parallel import ContextParallel
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -47,6 +48,14 @@ def tensor_parallel(found: Findings) -> TensorParallel:
     if section.tp == 1:
         found.not_used((f"parallel.{name}" for name in names), "tp is 1")
     return TensorParallel(**{name: getattr(section, name) for name in names})
+
+
+def context_parallel(found: Findings) -> ContextParallel:
+    """How sequences are cut over the cp axis."""
+    section = found.config.parallel
+    if section.cp == 1:
+        found.not_used(("parallel.context",), "cp is 1")
+    return ContextParallel(context=section.context)
 
 
 def _refuse(path: str, value: object, rules: Iterable[tuple[bool, str, str]], *, otherwise: str) -> None:

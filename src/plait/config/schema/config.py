@@ -231,7 +231,11 @@ class ParallelSection(Policy):
     dp_shard: FreeDegree | None = None
     """Processes over which ZeRO shards, stages 1 to 3. Left out, -1 or "auto": the processes that remain."""
     cp: Degree = 1
-    """Processes that share one sequence."""
+    """Processes that have a part of each sequence."""
+    context: Literal["all-gather-kv", "ulysses", "ring"] = "all-gather-kv"
+    """With cp: how attention sees the other parts. all-gather-kv: keys and values of all parts are gathered. ring: they go from process to
+    process, so that only one other part is in memory. ulysses: processes exchange heads for tokens, which sends least where there are many
+    key-value heads; cp must divide the query heads."""
     tp: Degree = 1
     """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
     sequence_parallel: bool = False

@@ -59,7 +59,8 @@ PLACE_KINDS = ("host", "files", "step_buffers")
 a step."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send", "control")
-"""`control` is the few scalars a step agrees on: target weight, used parameters, gradient norm, loss."""
+"""`reduce_scatter` includes all-to-all, with which gloo carries it out. `control` is the few scalars a step agrees on: target weight, used
+parameters, gradient norm, loss."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
     blocks = tuple(name for stage in stages for name in cut.blocks[cut.bounds[stage] : cut.bounds[stage + 1]])
     unit = {facts.blocks.index(name): index for index, name in enumerate(blocks)}
     kept = [replace(p, unit=unit.get(p.unit, -1)) for p in facts.parameters if cut.owners[p.name] & own]
-    return ModelFacts(tuple(kept), blocks, None if facts.tensor_plan is None else _plan_of_rank(facts.tensor_plan, cut, own, blocks))
+    plan = None if facts.tensor_plan is None else _plan_of_rank(facts.tensor_plan, cut, own, blocks)
+    return replace(facts, parameters=tuple(kept), blocks=blocks, tensor_plan=plan)
 
 
 def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[str, ...]) -> TensorPlan:

@@ -10,7 +10,7 @@ With T tokens a micro-batch, w features, e bytes an element, n ranks, a collecti
     loss over a split vocabulary     forward all-reduces of 3 T elements
 
 It grows with the activations and not with the parameters (MISSION T3), but for the replicated weights that ranks use on different tokens
-or heads, whose gradients are all-reduced. Sequence lengths are taken to divide by n.
+or heads, whose gradients are all-reduced. Sequence lengths are taken to divide by n, and by the ranks of cp, of whose tokens T is a part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def tensor_traffic(
     )
     itemsize = facts.parameters[0].itemsize if ledger.compute_bytes is None else ledger.compute_bytes
     loss_itemsize = np.maximum(itemsize, 4)
-    n = ledger.tp
+    n, tokens = ledger.tp, ledger.tokens // ledger.cp
     if sequence_parallel:  # backward of the first block's input, forward of the last
         hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
         ends = 2 * np.ones_like(n) if ledger.stage is None else ledger.stage.ends
@@ -43,9 +43,9 @@ def tensor_traffic(
     sent = {}
     padded = sum(shard_size(width, n) * n for width in gathered)  # collectives want equal parts
     for collective in ("all_reduce", "all_gather", "reduce_scatter"):
-        count = (features[collective] + (padded + hidden * ends if collective == "all_gather" else 0)) * ledger.tokens * itemsize
+        count = (features[collective] + (padded + hidden * ends if collective == "all_gather" else 0)) * tokens * itemsize
         if collective == "all_reduce":
-            count = 2 * (count + parameters * itemsize + features["loss"] * ledger.tokens * loss_itemsize)
+            count = 2 * (count + parameters * itemsize + features["loss"] * tokens * loss_itemsize)
         sent[collective] = ledger.accumulation * count * (n - 1) // n
     return sent
 

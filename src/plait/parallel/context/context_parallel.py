@@ -1,0 +1,224 @@
+"""Context parallelism: each rank of the cp axis has a part of every sequence, in all layers.
+
+All layers but attention compute a token from itself. Attention sees the other parts in one of three kinds (`kinds`). What depends on where
+a token stands in its sequence is decided from the full batch, before it is cut: the label that it predicts, its position, the keys that it
+sees. Parameters are the same on all ranks of the axis, and a gradient is the sum over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait._torch.dtensor import local_tensor
+from plait.cluster.mesh import Mesh
+from plait.errors import InputError, Problem, refuse
+from plait.model.facts import ModelFacts
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.compile import Compile
+from plait.parallel.containers import entries, rebuilt
+from plait.parallel.context import interface, visible
+from plait.parallel.context.families import refuse_unknown_model
+from plait.parallel.context.interface import PartialAttention
+from plait.parallel.context.kinds import Kind, Place
+from plait.parallel.context.layout import SequenceLayout
+from plait.parallel.context.traffic import context_traffic
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.hooks import StepHook
+from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, explicit
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.technique import Context, Parts, Technique
+
+
+class ContextParallel(Technique):
+    """How sequences are cut over the cp axis; its degree is the layout's."""
+
+    batch_axes: ClassVar[tuple[str, ...]] = ("cp",)
+    context: Kind = "all-gather-kv"
+    """How attention sees the other parts."""
+
+    def check(self, context: Context) -> None:
+        """Raise ConfigError or ModelError for what is not computed as in one process, or not proven to be."""
+        cp = context.layout.cp
+        if cp == 1:
+            return
+        states, shards = context.chosen(OptimizerOffload), context.chosen(ParameterOffload)
+        rules = (
+            (
+                context.chosen(DataParallel).update_in_backward,
+                "parallel.optimizer_in_backward updates a parameter before its gradient is summed over cp",
+                "set that to false",
+            ),
+            (
+                context.chosen(Compile).enabled,
+                "compile.enabled is true, and parts of sequences are not proven under torch.compile",
+                "set that to false",
+            ),
+            (
+                "nvme" in (states.device, shards.device),
+                "gradients in files are not summed over cp",
+                'use device "cpu" or "none" in offload_optimizer and offload_param',
+            ),
+        )
+        refuse(Problem("parallel.cp", cp, rule, f"{remedy}, or use 1") for applies, rule, remedy in rules if applies)
+        if context.model is not None:
+            refuse_unknown_model(context.model, cp=cp, kind=self.context, tp=context.layout.tp)
+
+    def layout(self, ranks: int, rank: int) -> SequenceLayout:
+        """Which tokens a rank has: one run of them where each rank computes all tokens of its heads, otherwise an equal share of the work
+        of causal attention."""
+        return SequenceLayout(ranks, rank, zigzag=self.context != "ulysses")
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Give the model its attention."""
+        group = mesh.group("cp")
+        if group is None:
+            return parts
+        model: Any = parts.model
+        place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
+        before = model.config._attn_implementation
+        interface.install(model, PartialAttention(self.context, place, fused=before == "sdpa"))
+        return parts.with_notes(Installed(before, place))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Cut every micro-batch; sum gradients."""
+        installed = parts.noted(Installed)
+        if installed is None:
+            return []
+        summed = [p for p in parts.model.parameters() if p.requires_grad and "cp" in parts.reduction(p).summed]
+        return [SequenceParts(parts.model, self, installed, summed)]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """The traffic of attention and of gradients; nothing where cp is 1."""
+        if (ledger.cp == 1).all():
+            return ledger
+        for collective, count in context_traffic(facts, ledger, self.context).items():
+            ledger = ledger.add_traffic(collective, count)
+        return ledger
+
+    def part(self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False) -> dict[str, Any]:
+        """A rank's part of a micro-batch that is `explicit`: what has a row for each token is cut, and `attention_mask` says what each may
+        see. `labels`, which a loss would shift at the wrong end, are left out. `keeps_cache`: the model keeps a cache unless it is told
+        otherwise. Raises InputError for a batch that cannot be cut."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+            raise InputError("parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in another form cannot be cut")
+        if batch.get("past_key_values") is not None or batch.get("use_cache"):
+            raise InputError("parallel.cp: a cache would hold a part of each sequence; leave past_key_values and use_cache out")
+        starts = visible.document_starts(batch)
+        if starts is not None:
+            if batch.get("use_cache", keeps_cache):
+                raise InputError(
+                    "parallel.cp: position_ids begin anew within a row, and Transformers takes that for documents only where no cache is "
+                    "made, which model.config.use_cache = True does; set it to False (documents do not see each other), on every layout"
+                )
+            length = starts.shape[1]
+            alone = torch.arange(length, layout.padded(length), device=starts.device)  # what is added sees itself
+            starts = torch.cat([starts, alone.expand(len(starts), -1)], 1)
+            if self.context != "ulysses":  # where a rank has all tokens
+                starts = layout.cut(starts, dim=1)
+        found = {name: _cut(name, entry, ids, layout) for name, entry in batch.items() if name not in (LABELS, "attention_mask")}
+        return {**found, "attention_mask": visible.as_mask(starts, len(ids), ids.device), "use_cache": False}
+
+
+def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
+    if not isinstance(entry, torch.Tensor) or entry.ndim < 2:
+        return entry
+    rows, length = ids.shape
+    if entry.shape[1] != length or entry.shape[0] not in (1, rows):
+        raise InputError(
+            f"parallel.cp: the batch's `{name}` is {list(entry.shape)}, and what is cut has a row for each token: [{rows}, {length}, ...]; "
+            "give it that shape, or leave it out"
+        )
+    return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
+
+
+class Installed:
+    """What `apply` has changed."""
+
+    def __init__(self, before: str, place: Place) -> None:
+        self.before, self.place = before, place
+
+
+class SequenceParts(StepHook):
+    """This rank's part of every sequence, and the sums of gradients over all parts."""
+
+    def __init__(self, model: nn.Module, technique: ContextParallel, installed: Installed, parameters: Sequence[nn.Parameter]) -> None:
+        self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
+        self.layout, self.group = installed.place.layout, installed.place.group
+        chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
+        self.said = f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has {chunks})"
+
+    def transform(self, batch: Any) -> Any:
+        """Labels are shifted and positions written already."""
+        config = getattr(self.model, "config", None)
+        return self.technique.part(batch, self.layout, keeps_cache=bool(getattr(config, "use_cache", False)))
+
+    def join(self, output: Any, batch: Any) -> Any:
+        """Full sequences from the outputs of all parts. Collective over cp."""
+        length = batch["input_ids"].shape[1]
+        part = self.layout.padded(length) // self.layout.ranks
+
+        def joined(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                if value.ndim < 2 or value.shape[1] != part:
+                    return value
+                gathered = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.layout.ranks)]
+                dist.all_gather(gathered, value.contiguous(), group=self.group)
+                return self.layout.join(gathered, dim=1).narrow(1, 0, length)
+            inside = entries(value)
+            return value if inside is None else rebuilt(value, {key: joined(entry) for key, entry in inside.items()})
+
+        return joined(output)
+
+    def finish_reduction(self) -> None:
+        """After the sums over data-parallel ranks. A parameter that no part used keeps no gradient."""
+        if not self.parameters:
+            return
+        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device=self._device())
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
+        wanted = [True] * len(self.parameters) if _is_fake() else used.tolist()
+        sums = []
+        for parameter, use in zip(self.parameters, wanted, strict=True):
+            if use:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                sums.append(_Sum(local_tensor(parameter.grad), self.group))
+        for one in sums:
+            one.wait()
+
+    def release(self) -> None:
+        """The model's own attention."""
+        interface.remove(self.model, self.before)
+
+    def _device(self) -> torch.device:
+        return local_tensor(self.parameters[0].detach()).device
+
+
+def _is_fake() -> bool:
+    return dist.get_backend() == "fake"
+
+
+class _Sum:
+    """A gradient on the way to the sum over all parts, in its own memory."""
+
+    def __init__(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._gradient, self._sent = gradient, gradient.contiguous()
+        self._work = dist.all_reduce(self._sent, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """The sum is there."""
+        if self._work is not None:
+            self._work.wait()
+        if self._sent is not self._gradient:
+            self._gradient.copy_(self._sent)
+
+
+def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
+    """The part of a rank of a micro-batch as it comes from a user; the batch itself where cp is 1."""
+    return batch if cp == 1 else technique.part(explicit(batch), technique.layout(cp, rank))

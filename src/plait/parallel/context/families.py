@@ -1,0 +1,88 @@
+"""Which models a sequence can be cut for, and why another cannot: decided from the model's class and configuration.
+
+Between the parts of a sequence only attention may pass anything on, and it has to be called through Transformers' attention interface, with
+masks that are causal, of a window or of documents. The families listed are those that tests compare with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from plait.errors import ConfigError, ModelError, Problem
+from plait.parallel.context.kinds import Kind
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox")
+"""`config.model_type` of the causal language models that are compared with one process."""
+KERNELS = ("sdpa", "eager")
+"""What computes attention: SDPA's kernels, or products and a softmax."""
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies follow from the longest position of a batch."""
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_LAYERS = ("full_attention", "sliding_attention")
+
+
+def refuse_unknown_model(model: nn.Module, *, cp: int, kind: Kind, tp: int) -> None:
+    """Raise ModelError or ConfigError for a model that would not compute what one process does."""
+    config: Any = getattr(model, "config", None)
+    reason = _unknown(model, config) or next(_unfit(config), None)
+    if reason is not None:
+        raise ModelError(f"parallel.cp = {cp}: {type(model).__name__} {reason}, or parallel.cp = 1")
+    heads = config.num_attention_heads
+    if kind == "ulysses" and heads % (tp * cp):
+        per = f"{heads} / parallel.tp {tp} = {heads // tp}" if tp > 1 else str(heads)
+        rule = f'num_attention_heads is {per}, parallel.context = "ulysses" gives each rank its heads, and {heads // tp} % {cp} != 0'
+        raise ConfigError(Problem("parallel.cp", cp, rule, 'use a divisor, or parallel.context = "all-gather-kv" or "ring"'))
+
+
+def _unknown(model: nn.Module, config: Any) -> str | None:
+    kind, name = getattr(config, "model_type", None), type(model).__name__
+    own = type(model).__module__.startswith("transformers.models.")
+    if not own or not hasattr(model, "set_attn_implementation"):
+        return (
+            "is no model of Transformers, whose attention is called through its attention interface, so nothing says what passes from "
+            f"token to token; use one of the families {', '.join(FAMILIES)}"
+        )
+    if kind not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        return f"(model_type {kind!r}) is not among the causal language models that are compared with one process: {', '.join(FAMILIES)}"
+    if config._attn_implementation not in KERNELS:
+        return (
+            f"computes attention with {config._attn_implementation!r}, and parts are put together with SDPA's kernels or plain products; "
+            'use attn_implementation="sdpa" or "eager"'
+        )
+    return None
+
+
+def _unfit(config: Any) -> Iterator[str]:
+    """Settings that a part of a sequence does not go with."""
+    for name in _DROPOUTS:
+        value = getattr(config, name, 0) or 0
+        if value:
+            yield f"has config.{name} = {value:g}, and dropout of attention weights is not computed in parts; set it to 0"
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if rope in _LENGTH_DEPENDENT:
+            yield (
+                f"has rotary embeddings of type {rope!r}, whose frequencies follow from the longest position, which a rank does not have; "
+                "use another type"
+            )
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        yield "attends in both directions, and only causal attention is cut; use a causal model"
+    if getattr(config, "add_cross_attention", False):
+        yield "has cross-attention, which is not cut; set config.add_cross_attention = False"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        yield "has config.reorder_and_upcast_attn, which does not call the attention interface; set it to False"
+    other = next((layer for layer in getattr(config, "layer_types", None) or () if layer not in _LAYERS), None)
+    if other is not None:
+        yield f"has layers of type {other!r}, and only {' and '.join(_LAYERS)} are cut; use another model"
+
+
+def _ropes(parameters: Any) -> Iterator[str]:
+    if not isinstance(parameters, Mapping):
+        return
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if isinstance(kind, str):
+        yield kind
+    for inner in parameters.values():
+        yield from _ropes(inner)

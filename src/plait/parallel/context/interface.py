@@ -1,0 +1,104 @@
+"""The attention function that Transformers' models call on a part of a sequence, and the change of a model to it and back.
+
+Transformers has one table of attention functions by name. The function in it is one for all models; what differs is kept at the modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait.errors import InputError, ModelError
+from plait.parallel.context.kernel import Rule
+from plait.parallel.context.kinds import Kind, Place, attention
+from plait.parallel.context.visible import is_ours, of_mask
+
+NAME = "plait_context_parallel"
+_ATTRIBUTE = "_plait_context"
+
+
+@dataclass(frozen=True)
+class PartialAttention:
+    """How the attention of one model is computed."""
+
+    kind: Kind
+    place: Place
+    fused: bool
+    """With SDPA's kernels."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _nobody, ()  # a copy of the model, or one from a file, has no ranks
+
+
+def _nobody() -> None:
+    return None
+
+
+def install(model: Any, chosen: PartialAttention) -> str:
+    """Make `model` compute attention so. Returns the name of what it did before."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    before = str(model.config._attn_implementation)
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        object.__setattr__(module, _ATTRIBUTE, chosen)
+    return before
+
+
+def remove(model: Any, before: str) -> None:
+    """As it was."""
+    model.set_attn_implementation(before)
+    for module in model.modules():
+        if hasattr(module, _ATTRIBUTE):
+            object.__delattr__(module, _ATTRIBUTE)
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention function: query [batch, heads, tokens, head_dim], key and value [batch, kv_heads, tokens, ...] of this rank's
+    tokens; returns [batch, tokens, heads, width]. `attention_mask` is what `visible.as_mask` made."""
+    chosen: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
+    if chosen is None:
+        raise ModelError(
+            f"this {type(module).__name__} is of a copy of a model under parallel.cp, and has no ranks that hold the rest of a sequence; "
+            'call model.set_attn_implementation("sdpa") on the copy'
+        )
+    _refuse_what_is_not_cut(module, dropout, other)
+    if attention_mask is None or not is_ours(attention_mask):
+        raise InputError(
+            "parallel.cp: the model was called with a batch that is not cut; call engine.train_batch, engine.eval_batch or "
+            "engine.predict, which give each rank its part of every sequence"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.is_meta:  # a model that is run for its shapes: its ranks are not asked
+        output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+    else:
+        rule = Rule(scale=float(scale), window=sliding_window, softcap=softcap, fused=chosen.fused)
+        output = attention(chosen.kind, query, key, value, of_mask(attention_mask), chosen.place, rule)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_what_is_not_cut(module: nn.Module, dropout: float, other: dict[str, Any]) -> None:
+    reason = next((f"`{name}`" for name in ("s_aux", "position_bias") if other.get(name) is not None), None)
+    if dropout:
+        reason = f"dropout of {dropout:g}"
+    causal = other.get("is_causal")
+    if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
+        reason = "attention in both directions"
+    if reason is not None:
+        raise ModelError(f"parallel.cp: {type(module).__name__} computes attention with {reason}, which is not cut; use parallel.cp = 1")

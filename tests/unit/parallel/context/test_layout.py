@@ -1,0 +1,31 @@
+"""Which tokens a rank has: every token once, chunks in their order, and what is cut comes back."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.parallel.context.layout import SequenceLayout
+
+
+@given(ranks=st.integers(1, 9), length=st.integers(1, 70), zigzag=st.booleans())
+def test_what_is_cut_comes_back(ranks: int, length: int, zigzag: bool) -> None:
+    whole = torch.arange(2 * length * 3).view(2, length, 3)
+    layouts = [SequenceLayout(ranks, rank, zigzag) for rank in range(ranks)]
+    parts = [layout.cut(whole, dim=1, fill=-100) for layout in layouts]
+    padded = layouts[0].padded(length)
+    assert {part.shape[1] for part in parts} == {padded // ranks} and 0 <= padded - length < layouts[0].count
+    together = layouts[0].join(parts, dim=1)
+    assert torch.equal(together[:, :length], whole) and bool((together[:, length:] == -100).all())
+    for part, again in zip(parts, layouts[0].parts(together, dim=1), strict=True):
+        assert torch.equal(part, again)
+    for layout, part in zip(layouts, parts, strict=True):
+        for chunk in layout.chunks(part.shape[1]):
+            assert torch.equal(part[:, chunk.local : chunk.local + chunk.size], together[:, chunk.at : chunk.at + chunk.size])
+
+
+def test_zigzag_shares_causal_work() -> None:
+    """Every rank's queries see equally many keys."""
+    seen = [sum(sum(range(c.at + 1, c.at + c.size + 1)) for c in SequenceLayout(4, rank, zigzag=True).chunks(16)) for rank in range(4)]
+    assert len(set(seen)) == 1

@@ -1,0 +1,126 @@
+"""What a part of a sequence cannot honour is refused by name, before any process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import ConfigError, InputError, PlaitError
+from plait.model.blocks import find_blocks
+from plait.parallel.context.context_parallel import ContextParallel, local_batch
+from plait.parallel.order import check_all
+from tests.parity import cases
+
+
+def check(family: str = "llama", *, parallel: dict[str, Any] | None = None, implementation: str | None = None, **fields: Any) -> None:
+    """Of a model whose configuration has other fields."""
+    from transformers import AutoModelForCausalLM
+
+    at = {"cp": 2, **(parallel or {})}
+    rest = {key: value for key, value in at.items() if key in ("zero_optimization", "compile", "gradient_clipping")}
+    config = {"train_micro_batch_size_per_gpu": 1, "parallel": {k: v for k, v in at.items() if k not in rest}, **rest}
+    described = cases.transformers_config(family, tied=False)
+    for name, value in fields.items():
+        setattr(described, name, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described, attn_implementation=implementation)
+    resolved = resolve(load(config), world_size=at["cp"] * at.get("tp", 1))
+    check_all(resolved.context(model=model, blocks=find_blocks(model)))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bloom", {}, r"parallel.cp = 2: BloomForCausalLM \(model_type 'bloom'\) is not among the causal language models"),
+    ("gpt2", {"attn_pdrop": 0.1}, "has config.attn_pdrop = 0.1, and dropout of attention weights is not computed in parts; set it to 0"),
+    ("llama", {"attention_dropout": 0.1}, "has config.attention_dropout = 0.1"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+    ("gemma", {"use_bidirectional_attention": True}, "attends in both directions"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rotary embeddings of type 'dynamic', whose frequencies follow from the longest position",
+    ),
+    ("llama", {"implementation": "flex_attention"}, "computes attention with 'flex_attention'"),
+    (
+        "llama",
+        {"parallel": {"cp": 3, "context": "ulysses"}},
+        'parallel.cp = 3: num_attention_heads is 4, parallel.context = "ulysses" gives each rank its heads, and 4 % 3 != 0; use a divisor',
+    ),
+    (
+        "llama",
+        {"parallel": {"cp": 4, "tp": 2, "context": "ulysses"}},
+        r"num_attention_heads is 4 / parallel.tp 2 = 2, .* and 2 % 4 != 0",
+    ),
+    ("llama", {"parallel": {"compile": {"enabled": True}}}, "compile.enabled is true"),
+    (
+        "llama",
+        {"parallel": {"optimizer_in_backward": True, "gradient_clipping": 0}},
+        "updates a parameter before its gradient is summed over cp",
+    ),
+    (
+        "llama",
+        {"parallel": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}}},
+        "gradients in files are not summed over cp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), REFUSED, ids=[f"{row[0]} {next(iter(row[1]), '')}" for row in REFUSED])
+def test_refused_by_name(family: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlaitError, match=message):
+        check(family, **fields)
+
+
+@pytest.mark.parametrize("kind", ["all-gather-kv", "ring", "ulysses"])
+def test_accepted(kind: str) -> None:
+    """Also a degree above the key-value heads, and one that no head count divides but where heads are not exchanged."""
+    check("llama", parallel={"cp": 4, "context": kind})
+    check("gemma2", parallel={"context": kind})
+    if kind != "ulysses":
+        check("llama", parallel={"cp": 3, "context": kind})
+
+
+def test_a_plain_module() -> None:
+    model = cases.build("plain", tied=False)
+    resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2)
+    with pytest.raises(PlaitError, match="PlainModel is no model of Transformers"):
+        check_all(resolved.context(model=model, blocks=find_blocks(model)))
+
+
+def test_a_loss_of_samples() -> None:
+    """Its weight would count each sample on every rank."""
+    model = cases.build("llama", tied=False)
+    loss = plait.per_sample(lambda output, batch: output.logits.sum())
+    with pytest.raises(ConfigError, match="parallel.cp = 2: the loss is a mean over samples"):
+        plait.initialize(model, resolve(load({"train_micro_batch_size_per_gpu": 1, "parallel": {"cp": 2}}), world_size=2), loss_fn=loss)
+
+
+def test_documents_with_a_cache() -> None:
+    """One process would not separate them."""
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    batch = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    technique = ContextParallel()
+    with pytest.raises(InputError, match="position_ids begin anew within a row.*use_cache"):
+        technique.part(batch, technique.layout(2, 0), keeps_cache=True)
+    own = technique.part({**batch, "use_cache": False}, technique.layout(2, 1), keeps_cache=True)
+    assert own["position_ids"].tolist() == [[2, 0, 1, 2]] and own["attention_mask"][0, 0, :, 0].tolist() == [0, 3, 3, 3]
+
+
+def test_labels_of_padding() -> None:
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+    with pytest.raises(InputError, match="labels make 3 positions of padding predict a token|labels make 2 positions"):
+        local_batch({"input_ids": ids, "labels": ids, "attention_mask": mask}, ContextParallel(), 2, 0)
+
+
+def test_labels_are_shifted_before_the_cut() -> None:
+    """The last token of a part predicts the first of the next."""
+    ids = torch.arange(8)[None]
+    parts = [local_batch({"input_ids": ids, "labels": ids}, ContextParallel(), 2, rank) for rank in (0, 1)]
+    assert [part["input_ids"].tolist() for part in parts] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    assert [part["shift_labels"].tolist() for part in parts] == [[[1, 2, 7, -100]], [[3, 4, 5, 6]]]
+    assert [part["position_ids"].tolist() for part in parts] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    assert all("labels" not in part for part in parts)
