@@ -38,10 +38,9 @@ def adapters(rank: int, world: int, config: dict[str, Any], folder: str) -> tupl
 @pytest.mark.parametrize(
     ("world", "dp", "config"),
     [
-        pytest.param(2, 2, zero(3), id="zero3"),
         pytest.param(2, 1, {"parallel": {"tp": 2}}, id="tp2"),
         pytest.param(2, 1, {"parallel": {"pp": 2}}, id="pp2"),
-        *(pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof) for stage in (0, 1, 2)),
+        *(pytest.param(2, 2, zero(stage), id=f"zero{stage}", marks=pytest.mark.proof) for stage in (0, 1, 2, 3)),
         pytest.param(4, 2, {"parallel": {"tp": 2}, **zero(3)}, id="tp2-zero3", marks=pytest.mark.proof),
         pytest.param(4, 2, {"parallel": {"pp": 2}, **zero(3)}, id="pp2-zero3", marks=pytest.mark.proof),
         pytest.param(4, 1, {"parallel": {"pp": 2, "tp": 2}}, id="pp2-tp2", marks=pytest.mark.proof),

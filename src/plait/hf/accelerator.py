@@ -37,6 +37,8 @@ class Accelerator(accelerate.Accelerator):
     seed: int
     evaluates: bool
     """Whether the next loader is for an evaluation."""
+    absent: bool
+    """Whether this rank computes on another's batch, which counts for nothing."""
     backward_of: Callable[[torch.Tensor], None]
     _alone: bool
     _own_counts: bool
@@ -48,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
         assert isinstance(accelerator, cls)
         accelerator.layout, accelerator.own_rank, accelerator.seed = layout, rank, seed
         accelerator.engine = None
-        accelerator.evaluates = accelerator._alone = accelerator._own_counts = False
+        accelerator.evaluates = accelerator.absent = accelerator._alone = accelerator._own_counts = False
         return accelerator
 
     @property
@@ -159,7 +161,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`; objects in a list. Collective."""
+        """As `gather`; objects in a list. A number of a rank without a batch of its own is 0. Collective."""
         group = self._group()
         if use_gather_object:
             if group is None:
@@ -167,6 +169,8 @@ class Accelerator(accelerate.Accelerator):
             found: list[Any] = [None] * group.size()
             dist.all_gather_object(found, input_data, group=group)
             return [entry for part in found for entry in part]
+        if self.absent:
+            input_data = recursively_apply(lambda one: one * 0 if one.ndim == 0 else one, input_data)
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

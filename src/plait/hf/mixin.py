@@ -55,6 +55,7 @@ class TrainerMixin:
     def __init__(self, *args: Any, plait_config: ConfigSource | None = None, **kwargs: Any) -> None:
         """As the Trainer's. `plait_config`: a path to JSON or YAML, a mapping or a Config; else that of the arguments, else data
         parallelism over all processes. Raises ConfigError for arguments and settings that cannot be right together."""
+        _refuse_other_trainers(type(self))
         self._plait_source = plait_config
         self._step: Step | None = None
         self._plan: Any = None
@@ -81,6 +82,9 @@ class TrainerMixin:
         source = given[named[0]] if named else None
         self.plait_config, self._resolved = settings_of(source, self.args, world_size=here.world_size, hidden_size=hidden)
         problems, notes = examined(self.args, self._resolved.layout)
+        if _trl_classes(type(self)) and self._resolved.layout.pp > 1:
+            rule = "TRL computes losses and metrics from the head's weight, outside of the model's own forward, which no stage can run"
+            problems.append(Problem("parallel.pp", self._resolved.layout.pp, rule, "use 1, or plait.hf.Trainer on the prepared data"))
         refuse(problems)
         if here.rank == 0:
             for note in notes:
@@ -232,6 +236,7 @@ class TrainerMixin:
             return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
         engine.set_gradient_accumulation_boundary(step.is_last)
         engine.sharded.before_microbatch(last=step.is_last)
+        self.accelerator.absent = not step.own[index]
         with engine.sharded.guard.running("forward"):
             loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss * self._factor
@@ -286,9 +291,10 @@ class TrainerMixin:
         try:
             with engine.evaluating():
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+            self.model.eval()  # as Transformers leaves it: trainers ask it what their next log is about
         finally:
             self._plan, self._position = before
-            self._count = None
+            self._count, self.accelerator.absent = None, False
             self.gather_function = self.accelerator.gather_for_metrics
         if plan is None or hasattr(plan, "batch_sampler"):
             return output
@@ -299,7 +305,7 @@ class TrainerMixin:
         engine = self.begin()
         rows = find_batch_size(inputs) or 0
         own = self._plan is None or self.accelerator.process_index < self._plan.present(self._position)
-        self._count, self._position = rows if own else 0, self._position + 1
+        self._count, self._position, self.accelerator.absent = rows if own else 0, self._position + 1, not own
         self._seen += self._count
         whole = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
         with self.accelerator.alone():
@@ -381,3 +387,14 @@ class TrainerMixin:
 
 def _has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config")
+
+
+def _trl_classes(kind: type) -> list[str]:
+    return [one.__name__ for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl"]
+
+
+def _refuse_other_trainers(kind: type) -> None:
+    """Raise InputError for a trainer of TRL that has a second model, or generates."""
+    names = _trl_classes(kind)
+    if names and "SFTTrainer" not in names:
+        raise InputError(f"{names[0]} has a second model, or generates between steps, and only SFTTrainer of TRL has been run on Plait")
