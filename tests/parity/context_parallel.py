@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -55,6 +55,12 @@ class Case:
         return product
 
     @property
+    def layers(self) -> int:
+        """Of the model: two, and twice as many where a rank has two stages."""
+        schedule = dict(self.more).get("pipeline", {}).get("schedule", "")
+        return 4 if schedule in ("zbv", "interleaved-zero-bubble") else 2
+
+    @property
     def name(self) -> str:
         """For a test's id."""
         parts = [self.kind, self.data, self.family, *(f"{axis}{size}" for axis, size in self.degrees)]
@@ -76,12 +82,12 @@ def configured(case: Case) -> dict[str, Any]:
     }
 
 
-def build(case: Case) -> torch.nn.Module:
+def build(case: Case, *, layers: int | None = None) -> torch.nn.Module:
     """The model on meta."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = cases.transformers_config(case.family, tied=case.tied)
+    config = cases.transformers_config(case.family, tied=case.tied, layers=layers or case.layers)
     config.use_cache = False  # with a cache Transformers does not look for documents
     if case.window:
         config.sliding_window = WINDOW
@@ -133,17 +139,20 @@ def train(rank: int, world: int, case: Case) -> Trace:
 
 def reference(case: Case) -> Trace:
     """One plain process on the full batch."""
-    return _reference(case.family, case.data, case.window, case.tied, case.eager, 2 * case.dp)
+    return _reference(replace(case, kind="ring", stage=0, degrees=(), more=()), case.layers, 2 * case.dp)
 
 
 @cache
-def _reference(family: str, data: Data, window: bool, tied: bool, eager: bool, micro_batches: int) -> Trace:
-    model = build(Case("all-gather-kv", family=family, window=window, tied=tied, eager=eager))
+def _reference(case: Case, layers: int, micro_batches: int) -> Trace:
+    """Of a case without what one process does not have."""
+    model = build(case, layers=layers)
     template = materialise.template_of(model)
     materialise.allocate(model, torch.device("cpu"))
     materialise.initialise(model, template, find_blocks(model), seed=SEED)
     with keeping_float64(model):
-        return reference_trace(model, steps(data, micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING)
+        return reference_trace(
+            model, steps(case.data, micro_batches), loss_fn=plait.causal_lm_loss, optimizer=cases.adamw, clipping=CLIPPING
+        )
 
 
 def assert_equal(case: Case, traces: list[Trace | None]) -> None:

@@ -24,7 +24,7 @@ from tests.parity import cases
 from tests.parity.context_parallel import SEED, Case, assert_equal, build, configured, steps, train
 from tests.pool import Pool
 
-FULL, SELECTIVE, BUDGET = ({"mode": "full"}, {"mode": "selective"}, {"budget_gib": 0.0001, "sequence_length": 16})
+FULL, SELECTIVE, BUDGET = ({"mode": "full"}, {"mode": "selective"}, {"budget_gib": 0.0002, "sequence_length": 16})
 TWO = [
     Case("all-gather-kv", "packed", "mistral", window=True),
     Case("ulysses", "packed", "mistral", window=True),
@@ -68,8 +68,8 @@ def sampled(count: int) -> list[Case]:
         (("loss_chunk_tokens", 7),),
         (("sequence_parallel", True),),
         (("pipeline", {"schedule": "gpipe"}),),
-        (("pipeline", {"schedule": "zero-bubble"}),),
-        (("pipeline", {"schedule": "zero-bubble"}), ("recompute", FULL)),
+        (("pipeline", {"schedule": "zbv"}),),
+        (("pipeline", {"schedule": "interleaved-zero-bubble"}), ("recompute", FULL)),
     ]
     data = ("causal", "packed", "padded", "uneven", "one_target", "border")
     whole = list(product(("all-gather-kv", "ulysses", "ring"), data, models, (False, True), (0, 1, 2, 3), degrees, more))

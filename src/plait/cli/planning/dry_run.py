@@ -169,7 +169,7 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     chunks = 1 if at.pp == 1 else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
     found = planned_layout(resolved)
     schedule, kind = SCHEDULES.index(found["schedule"]), RECOMPUTE.index(found["recompute"])
-    return found | {"schedule": schedule, "recompute": kind, "vpp": chunks, "sp": int(found["sp"] and at.tp > 1)}, ""
+    return found | {"schedule": schedule, "recompute": kind, "vpp": chunks, "sp": int(found["sp"] and at.tp > 1), "cp": at.cp}, ""
 
 
 def _enough(resolved: Resolved) -> int:
