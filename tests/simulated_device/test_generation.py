@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plait
-from plait.inference import stream
+from plait.inference import stream, streamed
 from plait.inference.source import open_source
 from plait.inference.streamed import Streaming, load_streamed, plan, tensors_of
 from tests.simulated_device.conftest import Row
@@ -49,11 +49,14 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
         read(file, own, *args, **options)
         torch.frombuffer(view, dtype=torch.uint8).copy_(torch.frombuffer(own, dtype=torch.uint8))
 
-    stream.read_into = seen_by_the_device
-    junk = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
-    junk.add_(1)  # still to be computed when its memory becomes the places'
-    del junk
-    torch.accelerator.reset_peak_memory_stats()
+    class Busy(stream.WeightStream):
+        """Made while the device computes: the memory of its places may be in use until then."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            torch.zeros(8, device="cuda").add_(1)
+            super().__init__(*args, **options)
+
+    stream.read_into, streamed.WeightStream = seen_by_the_device, Busy
     sharded, planned = load_streamed(open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host)
     held = torch.accelerator.memory_allocated()
     streaming = sharded.hooks.of(Streaming)
@@ -66,7 +69,7 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
         "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.stream.bytes_read,
     }  # fmt: skip
     sharded.close()
-    stream.read_into = read
+    stream.read_into, streamed.WeightStream = read, stream.WeightStream
     del sharded, streaming
     torch.cuda.synchronize()
     seen["left"] = device.pinned_bytes() - before
@@ -94,5 +97,5 @@ def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path,
         assert seen["read"] == planned.streamed_bytes  # once
     assert seen["left"] <= 1 << 16
     passes = 2 * NEW  # the prompts, then each token
-    assert seen["copies"]["deferred"] >= passes * (seen["streamed"] - 2) and seen["copies"]["pageable"] <= passes * 4, seen
+    assert seen["copies"]["deferred"] >= passes * seen["streamed"], seen
     row(f"generation, {seen['streamed']} of 6 layers streamed from {source}", "Transformers on the CPU", 0.0)

@@ -20,6 +20,7 @@ struct Block {
   size_t size;
   int device;
   int stream;          // it was taken on
+  uint64_t position;   // of that stream then
   std::set<int> used;  // named by record_stream
 };
 
@@ -100,7 +101,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
                        "CUDA out of memory (simulated device). Tried to allocate ", size, " bytes. GPU ", device,
                        " has a total capacity of ", capacity(), " bytes, of which ", counted.now, " are in use");
       pointer = take(size);
-      blocks()[(const char*)pointer] = Block{size, device, current_stream(device), {}};
+      blocks()[(const char*)pointer] = Block{size, device, current_stream(device), position_of(current_stream(device)), {}};
       counted.now += size;
       counted.peak = std::max(counted.peak, counted.now);
       counted.reserved = std::max(counted.reserved, (counted.now + SEGMENT - 1) / SEGMENT * SEGMENT);
@@ -209,6 +210,12 @@ int owner_of(const char* pointer) {
   Locked held_lock(lock());
   auto* block = block_at(pointer);
   return block ? block->stream : -1;
+}
+
+uint64_t taken_at(const char* pointer) {
+  Locked held_lock(lock());
+  auto* block = block_at(pointer);
+  return block ? block->position : 0;
 }
 
 void record_stream(const void* pointer, int stream) {

@@ -22,6 +22,7 @@ bool poisons();
 void poison(void* pointer, size_t bytes);  // NaN in every floating-point dtype
 int device_at(const void* pointer);        // -1 where it is not the device's
 int owner_of(const char* pointer);         // the stream whose memory it is, -1 where it is none
+uint64_t taken_at(const char* pointer);    // the position of that stream when the memory was taken
 void record_stream(const void* pointer, int stream);
 
 }  // namespace simulated

@@ -94,7 +94,8 @@ std::string conflict(const Piece& piece, int stream, bool writes, const std::str
   return "";
 }
 
-// Told where memory of that stream is first written after something of it was freed too early: it may be the same memory.
+// Told where memory of that stream is first written after something of it was freed too early: it may be the same memory. Also where
+// another stream writes it first, without waiting for its own one: that one may not have done what was asked of it with the same memory.
 std::string reused(const Range& range, int stream, const std::string& what) {
   int owner = owner_of(range.first);
   std::string found;
@@ -103,6 +104,9 @@ std::string reused(const Range& range, int stream, const std::string& what) {
       found = "memory" + on(owner) + " was freed while " + each.access.what + on(each.stream) +
               " may still use it (no record_stream), and may be given to " + what + on(stream);
   freed()[owner].clear();
+  uint64_t taken = taken_at(range.first);
+  if (found.empty() && owner >= 0 && owner != stream && !ordered_before(stream, owner, taken) && !host_ordered_before(owner, taken))
+    found = what + " writes" + on(stream) + " memory" + on(owner) + ", without waiting for what that stream did with it before";
   return found;
 }
 
