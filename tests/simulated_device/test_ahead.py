@@ -20,6 +20,7 @@ from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences
 from plait.events import Event, RunStarted, StepDone
+from plait.parallel.micro_batches import to_device
 from plait.train.clock import StepClock
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.stop import StopRequest
@@ -222,6 +223,17 @@ def test_batches_are_copied_from_pinned_memory(simulated: SimulatedPool) -> None
     found = simulated.run(1, steps_taken, config_of(1, 0, parallel={}), 2)[0]["copies"]
     assert found["pageable"] == 0
     assert found["deferred"] >= 2 * 3, "two micro-batches of three tensors"
+
+
+def expanded(rank: int, world: int) -> bool:
+    """Whether an expanded batch arrives. Runs in a worker."""
+    positions = torch.arange(5).expand(3, 5)
+    return bool((to_device(positions, CUDA).cpu() == positions).all())
+
+
+def test_an_expanded_batch_arrives(simulated: SimulatedPool) -> None:
+    """Position ids are often expanded; such a tensor cannot be pinned as it is."""
+    assert simulated.run(1, expanded) == [True]
 
 
 def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], int]:

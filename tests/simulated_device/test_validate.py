@@ -121,6 +121,13 @@ def test_a_device_without_memory(device: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+def test_streaming(device: Path, tmp_path: Path) -> None:
+    """The tokens of streamed weights are looked at; their rate is not."""
+    rows = validate(tmp_path, "streaming", devices=1)
+    assert outcomes(rows) == {"streaming/host": "passed", "streaming/files": "passed", "streaming/host-rate": "not run"}, rows
+
+
+@pytest.mark.proof
 def test_what_measures_times_runs(device: Path, tmp_path: Path) -> None:
     """All of it, to its end: none has failed, and none has passed, for a simulated device has no times."""
     rows = validate(tmp_path, "links", "step", "overlap", "planned", devices=2, code=1)

@@ -74,16 +74,12 @@ def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, othe
     """`model` is on meta. The budget is of the memory where it computes; `other_bytes` of it are for other things than weights: keys and
     values, activations. `host_bytes` of host memory may be pinned, where it computes elsewhere than on the CPU. Raises InputError, with the
     numbers, where one of them is too small."""
-    blocks = find_blocks(model)
-    tied = {name for group in tied_names(model) for name in group}
-    sizes = {name: sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters()) for name in blocks}
-    movable = [name for name in blocks if not any(f"{name}.{leaf}" in tied for leaf, _ in model.get_submodule(name).named_parameters())]
+    sizes = _movable(model)
+    movable = list(sizes)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     if total + other_bytes <= budget_bytes:
         return Plan((), total, 0, 0)
-    largest = max((block_bytes(model, name, stored) for name in movable), default=0)
-    slots = min(SLOTS, len(movable)) * largest
-    outside = total - sum(sizes[name] for name in movable)
+    slots, outside = _slot_bytes(model, stored, movable), total - sum(sizes.values())
     room = budget_bytes - outside - other_bytes - slots
     if room < 0 or not movable:
         raise InputError(
@@ -91,12 +87,33 @@ def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, othe
             f"{SLOTS} layers {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)}; give at least "
             f"{format_bytes(outside + slots + other_bytes)}, or ask for fewer tokens or prompts at once"
         )
-    size = max(sizes[name] for name in movable)
-    count = min(len(movable), max(1, -(-(sum(sizes[name] for name in movable) - room) // size)))
+    count = min(len(movable), max(1, -(-(sum(sizes.values()) - room) // max(sizes.values()))))
     chosen = tuple(movable[(2 * index + 1) * len(movable) // (2 * count)] for index in range(count))
     streamed = sum(sizes[name] for name in chosen)
     on_host = _kept_on_host(model, stored, chosen, host_bytes)
     return Plan(chosen, total - streamed, slots, streamed, on_host, streamed - sum(sizes[name] for name in on_host))
+
+
+def least_budget(model: nn.Module, stored: dict[str, Stored], *, other_bytes: int) -> int:
+    """Bytes with which every block is streamed that can be."""
+    sizes = _movable(model)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return total - sum(sizes.values()) + _slot_bytes(model, stored, list(sizes)) + other_bytes
+
+
+def _movable(model: nn.Module) -> dict[str, int]:
+    """Blocks that share no weight with another module, and their bytes."""
+    tied = {name for group in tied_names(model) for name in group}
+    found = {}
+    for name in find_blocks(model):
+        parameters = dict(model.get_submodule(name).named_parameters())
+        if not any(f"{name}.{leaf}" in tied for leaf in parameters):
+            found[name] = sum(p.numel() * p.element_size() for p in parameters.values())
+    return found
+
+
+def _slot_bytes(model: nn.Module, stored: dict[str, Stored], blocks: Sequence[str]) -> int:
+    return min(SLOTS, len(blocks)) * max((block_bytes(model, name, stored) for name in blocks), default=0)
 
 
 def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[str, ...], host_bytes: int) -> tuple[str, ...]:
@@ -107,7 +124,7 @@ def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[s
     each = [pinned_bytes(block_bytes(model, name, stored)) for name in streamed]
     if sum(each) <= host_bytes:
         return streamed
-    staging = min(SLOTS, len(streamed)) * max(each)
+    staging = min(SLOTS, len(each)) * max(each)
     if staging > host_bytes:
         raise InputError(
             f"{format_bytes(host_bytes)} of host memory are too little: {min(SLOTS, len(streamed))} layers that are read from files take "

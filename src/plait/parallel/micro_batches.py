@@ -178,6 +178,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Move every tensor of a micro-batch; a no-op for what is there. Objects that can move themselves do."""
     if isinstance(value, torch.Tensor):
         if accelerator.is_one(device) and value.device.type == "cpu" and type(value) is torch.Tensor and value.layout == torch.strided:
+            if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+                value = value.contiguous()  # an expanded tensor cannot be pinned
             value = value.pin_memory()  # from other memory the copy would block this thread, whatever it is asked for
         return value.to(device, non_blocking=True)
     # Transformers' BatchEncoding, a UserDict, would change in place.

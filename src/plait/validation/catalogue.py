@@ -48,6 +48,7 @@ def rows_of(machine: Machine, only: Sequence[str] = ()) -> list[Row]:
         *_parity(gpus),
         *_compression(),
         *_checkpoints(),
+        *_streaming(),
         *_steps(gpus, machine),
         *_overlap(gpus),
         *_planned(),
@@ -178,6 +179,15 @@ def _checkpoints() -> list[Row]:
             settings={"saving": saving, "loading": loading},
         )
         for name, (title, saving, loading) in cases.items()
+    ]
+
+
+def _streaming() -> list[Row]:
+    rows = (("host", "generation, weights streamed from host memory: the tokens of the model in memory", {"source": "host"}),
+            ("files", "generation, weights streamed from files: the tokens of the model in memory", {"source": "files"}),
+            ("host-rate", "weights streamed from host memory against plain copies", {"source": "host", "rate": True}))  # fmt: skip
+    return [
+        Row(f"streaming/{name}", title, "streaming:weights", 1, 180, settings, apart="rate" in settings) for name, title, settings in rows
     ]
 
 

@@ -84,7 +84,13 @@ def slower(name: str, rate: float, figure: float) -> str:
     return f"{name}: {rate / 1e9:.1f} GB/s, and the planner assumes {figure / 1e9:.1f} GB/s"
 
 
-def _seconds(context: Context, operation: Callable[[], None]) -> float:
+def copy_rate(context: Context, nbytes: int) -> float:
+    """Bytes a second of copies of `nbytes` from pinned memory to the device."""
+    pinned, there = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.empty(nbytes, dtype=torch.uint8, device=context.device)
+    return nbytes / _seconds(context, lambda: there.copy_(pinned, non_blocking=True))
+
+
+def _seconds(context: Context, operation: Callable[[], object]) -> float:
     times = []
     for _ in range(_ROUNDS + 1):
         context.synchronize()
