@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from plait.errors import InputError
 from tests.parity import trainers
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
@@ -58,9 +59,10 @@ def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: dic
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-9, atol=1e-9)
 
 
-def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], dict[str, Any], float, list[float]]:
-    """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on. Runs in a
-    worker. Returns (histories of the two, the best loss, losses of the model that is loaded at the end)."""
+def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]], float, list[float]]:
+    """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on, and the same
+    layout. Runs in a worker. Returns (the history of the first, of those that go on, the loss of the model that is loaded at the end,
+    losses of all evaluations)."""
     from accelerate.state import AcceleratorState
 
     with trainers.launched(rank, world):
@@ -78,20 +80,64 @@ def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], dict[st
         first.train()
         best = [row["eval_loss"] for row in first.state.log_history if "eval_loss" in row]
         again = first.evaluate()["eval_loss"]
-        second = made({"parallel": {"tp": 2}}, 4)
-        second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-        return trainers.history(first), trainers.history(second), again, best
+        another = made(zero(0), 3)
+        with pytest.raises(InputError, match=r"8 samples in a step, and this run has 12"):
+            another.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        another.engine.close()
+        others = []
+        for config, steps in (({"parallel": {"tp": 2}}, 4), (zero(1), 2)):
+            second = made(config, steps, save_strategy="no")
+            second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+            others.append(trainers.history(second))
+        return trainers.history(first), others, again, best
 
 
 def test_resume_on_another_layout(pool: Pool, tmp_path: Path) -> None:
     """In the middle of an epoch; the best model of a run is loaded at its end."""
     wanted = trainers.native(2, num_train_epochs=2)
-    for first, second, again, best in pool.run(2, resumed, str(tmp_path)):
+    for first, others, again, best in pool.run(2, resumed, str(tmp_path)):
         assert first["loss"] == pytest.approx(wanted["loss"], rel=1e-5) and len(first["loss"]) == 6
-        for key in ("loss", "grad_norm", "learning_rate"):
-            assert second[key] == pytest.approx(wanted[key], rel=1e-5), key  # those before are in the checkpoint's own log
+        for second in others:
+            for key in ("loss", "grad_norm", "learning_rate"):
+                assert second[key] == pytest.approx(wanted[key], rel=1e-5), key  # those before are in the checkpoint's own log
         assert again == pytest.approx(best[0], rel=1e-6) and best[-1] < best[0]
     assert {path.name for path in (tmp_path / "checkpoint-2").iterdir()} >= {"plait", "model.safetensors", "config.json", "scheduler.pt"}
+
+
+class Masking:
+    """A collator that leaves out words at random, and remembers which."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        left = torch.rand(batch["input_ids"].shape) < 0.3
+        self.seen.append(left.flatten().int().tolist())
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(left, 1)}
+
+
+def masked(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[list[list[int]], list[int]]:
+    """What was left out, and the lengths in the order of `group_by_length`. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        collator = Masking()
+        args = trainers.arguments(TrainingArguments, folder, deepspeed=config, train_sampling_strategy="group_by_length")
+        data = [{**one, "number": index} for index, one in enumerate(trainers.samples())]
+        model = trainers.model(attention_dropout=0.1)
+        trainer = Trainer(model=model, args=args, data_collator=collator, train_dataset=data, eval_dataset=trainers.samples(7))
+        trainer.train()
+        trainer.evaluate()
+        order = [int(index) for batch in trainer.get_train_dataloader().batch_sampler for index in batch]
+        return collator.seen, order
+
+
+@pytest.mark.parametrize("config", [{"parallel": {"pp": 2}}, {"parallel": {"tp": 2}}], ids=["pp2", "tp2"])
+def test_ranks_that_share_a_batch_draw_the_same(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+    """Stages draw other numbers for dropout, and read the same batches in the same order."""
+    (seen, order), other = pool.run(2, masked, config, str(tmp_path))
+    assert (seen, order) == other and len(seen) == 11 + 2 and sorted(order) == list(range(trainers.SAMPLES))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")

@@ -93,7 +93,7 @@ def arguments(kind: Any, folder: str, **settings: Any) -> Any:
         "output_dir": folder,
         "use_cpu": True,
         "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 4,
+        "per_device_eval_batch_size": 5,  # five batches, of which the last round has one
         "gradient_accumulation_steps": 2,
         "num_train_epochs": 1,
         "learning_rate": 1e-2,
@@ -103,6 +103,7 @@ def arguments(kind: Any, folder: str, **settings: Any) -> Any:
         "warmup_steps": 1,
         "logging_steps": 1,
         "save_strategy": "no",
+        "include_num_input_tokens_seen": "all",
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
@@ -124,7 +125,8 @@ def result(trainer: Any, evaluated: dict[str, float], folder: str) -> dict[str, 
 
     saved = {name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()}
     kept = {key: value for key, value in evaluated.items() if key in ("eval_loss", "eval_samples", "eval_right", "eval_order")}
-    return {**history(trainer), "metrics": kept, "weights": saved, "steps": trainer.state.global_step}
+    tokens = trainer.state.num_input_tokens_seen
+    return {**history(trainer), "tokens": tokens, "metrics": kept, "weights": saved, "steps": trainer.state.global_step}
 
 
 def run(
@@ -186,7 +188,7 @@ def close(found: dict[str, Any], wanted: dict[str, Any], *, rtol: float = 1e-5) 
     for key in ("loss", "grad_norm", "learning_rate"):
         assert found[key] == pytest.approx(wanted[key], rel=rtol), key
     assert found["metrics"] == pytest.approx(wanted["metrics"], rel=rtol)
-    assert found["metrics"]["eval_samples"] == SAMPLES
+    assert found["metrics"]["eval_samples"] == SAMPLES and found["tokens"] == wanted["tokens"]
     assert found["weights"].keys() == wanted["weights"].keys()
     for name, tensor in wanted["weights"].items():
         assert found["weights"][name].dtype == tensor.dtype

@@ -78,6 +78,15 @@ class Accelerator(accelerate.Accelerator):
             self._alone = False
 
     @contextmanager
+    def counting(self, *, own: bool) -> Iterator[None]:
+        """A number that this rank gathers inside is 0, unless the batch that it computes on is its own."""
+        before, self.absent = self.absent, not own
+        try:
+            yield
+        finally:
+            self.absent = before
+
+    @contextmanager
     def own_counts(self) -> Iterator[None]:
         """What is gathered inside is this rank's own."""
         before, self._own_counts = self._own_counts, True
@@ -161,7 +170,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`; objects in a list. A number of a rank without a batch of its own is 0. Collective."""
+        """As `gather`; objects in a list. Collective."""
         group = self._group()
         if use_gather_object:
             if group is None:
@@ -169,8 +178,6 @@ class Accelerator(accelerate.Accelerator):
             found: list[Any] = [None] * group.size()
             dist.all_gather_object(found, input_data, group=group)
             return [entry for part in found for entry in part]
-        if self.absent:
-            input_data = recursively_apply(lambda one: one * 0 if one.ndim == 0 else one, input_data)
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -206,7 +213,9 @@ class Accelerator(accelerate.Accelerator):
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         group = self._group()
-        tensor = tensor.detach()[None] if tensor.ndim == 0 else tensor.detach()
+        if tensor.ndim == 0:
+            tensor = (tensor * 0 if self.absent else tensor)[None]
+        tensor = tensor.detach()
         if group is None:
             return tensor
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -221,7 +230,7 @@ class Accelerator(accelerate.Accelerator):
             tensor = tensor[:count]
             if group is None:
                 return tensor
-            counts = self._gathered(torch.tensor(count, device=tensor.device)).tolist()
+            counts = self._gathered(torch.tensor([count], device=tensor.device)).tolist()
             filled = tensor.new_zeros((max(counts), *tensor.shape[1:]))
             filled[:count] = tensor
             parts = self._gathered(filled).split(max(counts))

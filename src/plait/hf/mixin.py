@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,32 +22,23 @@ from plait.errors import ConfigError, InputError, Problem, refuse, warn
 from plait.hf.accelerator import Accelerator
 from plait.hf.arguments import reroute
 from plait.hf.batches import EpochOrder, plan_of
+from plait.hf.checkpoints import CheckpointMixin, has_adapters
+from plait.hf.draws import drawn_from
 from plait.hf.fields import examined
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.steps import Step, counted, from_output_stage, run_pipeline, step_of
-from plait.hf.weights import full_weights, load_weights_of, uncut
 from plait.optim.lr_schedules import build_scheduler
 from plait.sharded.model import owner_of
 
 reroute()
 
-TAG = "plait"
-"""Folder of the engine's checkpoint in `checkpoint-N`."""
 
-
-class TrainerMixin:
+class TrainerMixin(CheckpointMixin):
     """Stands before a Trainer: `class Mine(TrainerMixin, SomeTrainer)`, or `plait.hf.wrap(SomeTrainer)`."""
 
     trains_with_plait = True
-    engine: Engine | None = None
-    """Has the model on its layout, from the first `train`, `evaluate` or `predict` on."""
-    model: Any
-    args: Any
-    accelerator: Any
     optimizer: Any
-    lr_scheduler: Any
-    state: Any
     callback_handler: Any
     gather_function: Any
 
@@ -59,7 +49,7 @@ class TrainerMixin:
         self._plait_source = plait_config
         self._step: Step | None = None
         self._plan: Any = None
-        self._position = 0
+        self._position = self._epoch = 0
         self._count: int | None = None
         self._seen = 0
         self._body: Callable[[Any, Any], Any] | None = None
@@ -135,7 +125,7 @@ class TrainerMixin:
             self.engine = None
         parameters = sum(p.numel() for p in self.model.parameters())
         self._flops_of_token = 6 * parameters
-        if _has_adapters(self.model):
+        if has_adapters(self.model):
             keep_what_is_trained(self.model)
         given = self.optimizer
         describes = self.plait_config.optimizer is not None
@@ -207,7 +197,18 @@ class TrainerMixin:
         resumes = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         skipped = kwargs["steps_trained_in_current_epoch"] if resumes and not self.args.ignore_data_skip else 0
         self._plan, self._position = plan_of(kwargs["train_dataloader"]), skipped
+        self._epoch = kwargs["epoch"]
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step, and how many items all of them have. Collective."""
+        with drawn_from("training", self.accelerator.seed, self._epoch, self._position, self.accelerator.process_index):
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        assert self._step is not None
+        with self.accelerator.counting(own=self._step.own[self._step.begun - 1]):
+            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         layout, accelerator = self._resolved.layout, self.accelerator
@@ -236,8 +237,7 @@ class TrainerMixin:
             return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
         engine.set_gradient_accumulation_boundary(step.is_last)
         engine.sharded.before_microbatch(last=step.is_last)
-        self.accelerator.absent = not step.own[index]
-        with engine.sharded.guard.running("forward"):
+        with self.accelerator.counting(own=step.own[index]), engine.sharded.guard.running("forward"):
             loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss * self._factor
 
@@ -289,12 +289,12 @@ class TrainerMixin:
         self._plan, self._position, self._seen = plan, 0, 0
         self.gather_function = self._gather_samples if plan is not None else self.accelerator.gather_for_metrics
         try:
-            with engine.evaluating():
+            with engine.evaluating(), drawn_from("evaluation", self.accelerator.seed, self.accelerator.process_index):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
             self.model.eval()  # as Transformers leaves it: trainers ask it what their next log is about
         finally:
             self._plan, self._position = before
-            self._count, self.accelerator.absent = None, False
+            self._count = None
             self.gather_function = self.accelerator.gather_for_metrics
         if plan is None or hasattr(plan, "batch_sampler"):
             return output
@@ -305,10 +305,10 @@ class TrainerMixin:
         engine = self.begin()
         rows = find_batch_size(inputs) or 0
         own = self._plan is None or self.accelerator.process_index < self._plan.present(self._position)
-        self._count, self._position, self.accelerator.absent = rows if own else 0, self._position + 1, not own
+        self._count, self._position = rows if own else 0, self._position + 1
         self._seen += self._count
         whole = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
-        with self.accelerator.alone():
+        with self.accelerator.alone(), self.accelerator.counting(own=own):
             if engine.sharded.pipeline is None:
                 with engine.sharded.guard.running("forward"):
                     return whole(model, inputs)
@@ -320,73 +320,11 @@ class TrainerMixin:
     def _gather_samples(self, data: Any) -> Any:
         return self.accelerator.gather_first(data, self._count)
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` opens, with all weights in full. Collective."""
-        if self.engine is None:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        model = self.model
-        weights = full_weights(self.engine, trained=_has_adapters(model))
-        if self.args.should_save:
-            self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
-            try:
-                self._save(output_dir or self.args.output_dir, state_dict=weights)  # type: ignore[attr-defined]
-            finally:
-                self.model = model
-        self.accelerator.wait_for_everyone()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.engine is not None
-        self.engine.save_checkpoint(output_dir, tag=TAG)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / TAG).is_dir():
-            return
-        assert self.engine is not None
-        self.engine.load_checkpoint(checkpoint, tag=TAG)
-        schedule = Path(checkpoint) / "scheduler.pt"
-        if schedule.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The engine loads its own checkpoints when it has the model; a folder without one has weights only."""
-        if (Path(resume_from_checkpoint) / TAG).is_dir():
-            return
-        if self.engine is not None:
-            raise InputError(
-                f"{resume_from_checkpoint} has weights only (save_only_model=True, or another Trainer's), and this Trainer's model is "
-                "sharded already; load it in a new Trainer"
-            )
-        if place().rank == 0:
-            warn(f"{resume_from_checkpoint} has no state of Plait's optimizer: its weights are loaded, and the optimizer begins anew")
-        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-
-    def _load_best_model(self) -> None:
-        assert self.engine is not None
-        best = Path(self.state.best_model_checkpoint)
-        if not (best / TAG).is_dir():
-            raise InputError(f"{best} has weights only (save_only_model=True), which a sharded model does not load; save_only_model=False")
-        load_weights_of(self.engine, best, tag=TAG)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """The engine's checkpoint has the generators of every rank."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The engine has set them, when it loaded the checkpoint."""
-
     def end(self) -> None:
         """Let go of the model, and end the process group. Collective."""
         if self.engine is not None:
             self.engine.close()
         super().end()  # type: ignore[misc]
-
-
-def _has_adapters(model: Any) -> bool:
-    return hasattr(model, "peft_config")
 
 
 def _trl_classes(kind: type) -> list[str]:

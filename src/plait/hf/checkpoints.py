@@ -1,0 +1,97 @@
+"""A Trainer's folders: weights that `from_pretrained` opens, the engine's checkpoint beside them, and what a run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.cluster.topology import place
+from plait.engine.engine import Engine
+from plait.errors import InputError, warn
+from plait.hf.weights import full_weights, load_weights_of, uncut
+
+TAG = "plait"
+"""Folder of the engine's checkpoint in `checkpoint-N`."""
+SAMPLES = "samples of a step"
+
+
+class CheckpointMixin:
+    """The part of `TrainerMixin` that saves and loads."""
+
+    engine: Engine | None = None
+    """Has the model on its layout, from the first `train`, `evaluate` or `predict` on."""
+    model: Any
+    args: Any
+    accelerator: Any
+    lr_scheduler: Any
+    state: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A folder that `from_pretrained` opens, with all weights in full. Collective."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        model = self.model
+        weights = full_weights(self.engine, trained=has_adapters(model))
+        if self.args.should_save:
+            self.model = uncut(self.engine)  # what is saved of a model with adapters is read from its modules
+            try:
+                self._save(output_dir or self.args.output_dir, state_dict=weights)  # type: ignore[attr-defined]
+            finally:
+                self.model = model
+        self.accelerator.wait_for_everyone()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save_checkpoint(output_dir, tag=TAG, client_state={SAMPLES: self.engine.train_batch_size()})
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / TAG).is_dir():
+            return
+        assert self.engine is not None
+        loaded = self.engine.load_checkpoint(checkpoint, tag=TAG)
+        before, now = loaded[1].get(SAMPLES) if loaded is not None else None, self.engine.train_batch_size()
+        if before is not None and before != now and not self.args.ignore_data_skip:
+            raise InputError(
+                f"{checkpoint} was written with {before} samples in a step, and this run has {now} (per_device_train_batch_size "
+                f"{self.args.per_device_train_batch_size} x gradient_accumulation_steps {self.args.gradient_accumulation_steps} x dp "
+                f"{self.engine.dp_size}), so the position in the epoch is not known; make them equal, or set ignore_data_skip=True"
+            )
+        schedule = Path(checkpoint) / "scheduler.pt"
+        if schedule.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The engine loads its own checkpoints when it has the model; a folder without one has weights only."""
+        if (Path(resume_from_checkpoint) / TAG).is_dir():
+            return
+        if self.engine is not None:
+            raise InputError(
+                f"{resume_from_checkpoint} has weights only (save_only_model=True, or another Trainer's), and this Trainer's model is "
+                "sharded already; load it in a new Trainer"
+            )
+        if place().rank == 0:
+            warn(f"{resume_from_checkpoint} has no state of Plait's optimizer: its weights are loaded, and the optimizer begins anew")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        assert self.engine is not None
+        best = Path(self.state.best_model_checkpoint)
+        if not (best / TAG).is_dir():
+            raise InputError(f"{best} has weights only (save_only_model=True), which a sharded model does not load; save_only_model=False")
+        load_weights_of(self.engine, best, tag=TAG)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The engine's checkpoint has the generators of every rank."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The engine has set them, when it loaded the checkpoint."""
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether a model is one of PEFT's."""
+    return hasattr(model, "peft_config")
