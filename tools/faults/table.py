@@ -104,9 +104,8 @@ def _overhead(part: Part) -> list[str]:
     return [
         _head("Overhead", part),
         "",
-        f"A step of {row['step_milliseconds']:.0f} ms with the watchdog, torch's record of collectives and the check of every step takes "
-        f"{row['wall']:.3f} times as long as without (median of {row['rounds']} rounds in turn), and {row['cpu']:.3f} times the processor "
-        "time.",
+        f"A step of {row['step_milliseconds']:.0f} ms with the watchdog and the check of every step takes {row['wall']:.3f} times as "
+        f"long as without (median of {row['rounds']} rounds in turn), and {row['cpu']:.3f} times the processor time.",
     ]
 
 
