@@ -105,10 +105,9 @@ def killed_saves(size: str, only: str) -> Iterator[Row]:
 def damaged(size: str, only: str) -> Iterator[Row]:
     """A row for each kind."""
     with tempfile.TemporaryDirectory() as folder:
-        for one in damage.damages(Path(folder) / "files", {"small": 500, "nightly": 3000, "release": 10_000}[size]):
-            yield one.plain()
-        for one in damage.failing_saves(Path(folder) / "saves"):
-            yield one.plain()
+        at = Path(folder)
+        yield from forks.alone(damage.damages, at / "files", {"small": 500, "nightly": 3000, "release": 10_000}[size], folder=at)
+        yield from forks.alone(damage.failing_saves, at / "saves", folder=at)
 
 
 def cost(size: str, only: str) -> Iterator[Row]:

@@ -102,7 +102,7 @@ def _tensor_at(path: Path, at: int) -> str:
     return next((name for name, entry in entries.items() if entry.offset <= at < entry.offset + entry.size), "")
 
 
-def damages(folder: Path, count: int, *, seed: int = 0) -> list[Found]:
+def damages(folder: Path, count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     """`count` in all. The checkpoint before must be what is loaded instead."""
     chance = random.Random(seed)
     for value, tag in ((1, "old"), (2, "new")):
@@ -122,7 +122,7 @@ def damages(folder: Path, count: int, *, seed: int = 0) -> list[Found]:
         _look(found[kind], folder, path, tensor)
         path.write_bytes(before)
     Reader(candidates(folder)[0]).verify("full")
-    return list(found.values())
+    return [one.plain() for one in found.values()]
 
 
 def _look(one: Found, folder: Path, path: Path, tensor: str) -> None:
@@ -149,7 +149,7 @@ def _look(one: Found, folder: Path, path: Path, tensor: str) -> None:
 # ---- a file system that fails -----------------------------------------------------------------------------------------------------------
 
 
-def failing_saves(folder: Path) -> list[Found]:
+def failing_saves(folder: Path) -> list[dict[str, Any]]:
     """Every call of a save fails once, and from then on, under a tag that is there and a new one: an error, or a complete
     checkpoint."""
     found = []
@@ -168,8 +168,7 @@ def failing_saves(folder: Path) -> list[Found]:
     one = Found("save, slow disk")
     _anew(folder)
     _fail(one, folder, "new", "", slow(0.02))
-    found.append(one)
-    return found
+    return [one.plain() for one in (*found, one)]
 
 
 def _anew(folder: Path) -> None:

@@ -59,6 +59,18 @@ class Notes:
         return [one for one in found if what is None or one[0] == what]
 
 
+def alone(function: Callable[..., Any], *args: Any, folder: Path) -> Any:
+    """What `function` returns, as JSON, in a process of its own: what makes a process group or a thread must not do so in this one."""
+    answer = folder / f"answer-{function.__name__}"
+
+    def work(_: int) -> None:
+        answer.write_text(json.dumps(function(*args)))
+
+    if any(Ranks(work, 1, log=folder / "log").wait(3600).values()):
+        raise SystemExit((folder / "log").read_text()[-3000:])
+    return json.loads(answer.read_text())
+
+
 class Ranks:
     """Of one run."""
 

@@ -38,8 +38,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a value of the file; may be repeated.")]
 Nproc = Annotated[int | None, count(*PROCESSES, help="Processes here. (default: one a GPU, else two)")]
 Nnodes = Annotated[int, count(*NODES, help="Machines with the same number of devices.")]
-NodesOfRun = Annotated[int, count(*NODES, help="Machines; the same command runs on each.", panel=MEETING)]
 meeting = in_panel(MEETING)
+NodesOfRun = Annotated[str, meeting(*NODES, metavar="N", help="Machines, N or MIN:MAX; run it on each.")]
 NodeRank = Annotated[int | None, meeting(metavar="N", help="Which of them this is; with --master-addr.")]
 MasterAddr = Annotated[str | None, meeting(metavar="HOST", help="The machine with rank 0.")]
 MasterPort = Annotated[int | None, meeting(metavar="PORT", help="A free port there. (default: 29500)")]

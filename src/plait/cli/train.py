@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from plait.cli import launch
-from plait.cli.launching.settings import Settings
+from plait.cli.launching.settings import Settings, parse_nodes
 from plait.cli.options import MasterAddr, MasterPort, MaxRestarts, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set, refuse_given
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes, device_count, machine_name, place
@@ -38,7 +38,7 @@ def train(
     set_: Set = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over. What is in the run's folder is renamed, not deleted.")] = False,
     nproc_per_node: Nproc = None,
-    nnodes: NodesOfRun = 1,
+    nnodes: NodesOfRun = "1",
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: MasterPort = None,
@@ -56,6 +56,7 @@ def train(
     On several machines the same command, with --nnodes and --rdzv-endpoint, runs on each of them; run.folder is one that all of them see.
     """
     overrides = list(set_ or ())
+    nodes = parse_nodes(nnodes)
     meeting: dict[str, Any] = {
         "node_rank": node_rank,
         "master_addr": master_addr,
@@ -70,33 +71,38 @@ def train(
             raise InputError("--fresh: several processes cannot rename one folder; rename it yourself, or set another run.folder")
         rule = "this process was started by a launcher (torchrun, plait launch, srun), which sets the processes and machines"
         refuse_given(
-            {"--nproc-per-node": nproc_per_node, "--nnodes": None if nnodes == 1 else nnodes, **options, **restarts}, rule, "leave it out"
+            {"--nproc-per-node": nproc_per_node, "--nnodes": None if nodes == (1, 1) else nnodes, **options, **restarts},
+            rule,
+            "leave it out",
         )
         raise typer.Exit(_work(file, overrides, announced=False))
-    if nnodes > 1:
+    if nodes != (1, 1):
         if fresh:
             raise InputError("--fresh: several machines cannot rename one folder; rename it yourself, or set another run.folder")
         raise typer.Exit(
-            _start_one_of(file, overrides, processes=nproc_per_node, nodes=nnodes, meeting={**meeting, "max_restarts": max_restarts})
+            _start_one_of(file, overrides, processes=nproc_per_node, nodes=nodes, meeting={**meeting, "max_restarts": max_restarts})
         )
     refuse_given(options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out")
     raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node, max_restarts=max_restarts))
 
 
-def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: int, meeting: dict[str, Any]) -> int:
+def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: tuple[int, int], meeting: dict[str, Any]) -> int:
     """On each of several machines: the launcher here, whose processes check the file themselves when they have met."""
     from plait.cli.planning.automatic import refuse_auto
     from plait.config.resolving.resolve import load
 
     refuse_auto(file, overrides)
     config = load(file, overrides)
-    wanted = config.run.processes if config.run is not None else "auto"
+    wanted, (minimum, maximum) = config.run.processes if config.run is not None else "auto", nodes
     if processes is None and wanted != "auto":
-        if wanted % nodes:
-            rule = f"they do not divide over {nodes} machines ({wanted} % {nodes} = {wanted % nodes})"
+        if minimum != maximum:
+            rule = f"the number of machines changes ({minimum} to {maximum}), and with it that of the processes"
+            raise ConfigError(Problem("run.processes", wanted, rule, 'use "auto", or give --nproc-per-node'))
+        if wanted % maximum:
+            rule = f"they do not divide over {maximum} machines ({wanted} % {maximum} = {wanted % maximum})"
             raise ConfigError(Problem("run.processes", wanted, rule, "set a multiple of the machines, or give --nproc-per-node"))
-        processes = wanted // nodes
-    settings = Settings(processes or default_processes(), min_nodes=nodes, max_nodes=nodes, **meeting)
+        processes = wanted // maximum
+    settings = Settings(processes or default_processes(), min_nodes=minimum, max_nodes=maximum, **meeting)
     return launch.run(["plait.cli.train", "--one-of-several", str(file), *overrides], settings)
 
 
