@@ -13,7 +13,7 @@ import torch
 
 from plait._torch.dtensor import local_tensor
 from plait._torch.operators import tree_leaves
-from plait._torch.storage import StorageTracker, storage_bytes, storage_id
+from plait._torch.storage import storage_bytes, storage_id
 from plait._torch.units import unsharded_gradient_bytes, unsharded_parameter_bytes, unsharded_parameters
 from plait.comm.messages import Arriving
 from plait.dryrun.recorder import BACKWARD, Recorder, watch
@@ -27,6 +27,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.micro_batches import to_device
 from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
+from tests.measured.storage_tracker import StorageTracker
 
 
 def measure_step(engine: Engine, batch: Any) -> dict[str, int]:

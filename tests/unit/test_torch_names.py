@@ -31,6 +31,7 @@ from plait._torch import (
     watched_shards,
 )
 from plait.errors import InputError
+from tests.measured.storage_tracker import StorageTracker
 
 
 @pytest.fixture(autouse=True)
@@ -391,7 +392,7 @@ def test_process_group_of() -> None:
 def test_storage_tracker_counts_resizes() -> None:
     """What existed, what appears, and what is resized in place."""
     existing = torch.zeros(100)
-    tracker = storage.StorageTracker()
+    tracker = StorageTracker()
     tracker.track_external(existing)
     with tracker:
         made = torch.zeros(50)

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._guards import active_fake_mode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait._torch.dtensor import local_tensor
 
@@ -54,22 +51,3 @@ def on_resize(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
-
-
-class StorageTracker(MemTracker):
-    """torch's memory tracker without its tables by module, which refuse a module that runs for several micro-batches. Storages, resizes and
-    the peak are counted by torch's own code."""
-
-    def __enter__(self) -> StorageTracker:
-        self._fake_mode_on_entry = active_fake_mode()
-        self._track_resize()
-        TorchDispatchMode.__enter__(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        TorchDispatchMode.__exit__(self, *error)
-        self._restore_resize()
-
-    def peak_bytes(self, device_type: str) -> int:
-        """The most at once on devices of a type."""
-        return max(int(snapshot["Total"]) for device, snapshot in self._peak_mem_snap.items() if device.type == device_type)
