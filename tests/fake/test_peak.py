@@ -119,6 +119,7 @@ PIPELINES = [
         features=lambda world, rank, config: frozenset(
             {config["parallel"]["pipeline"]["schedule"], config["zero_optimization"]["stage"], *config["parallel"]}
         ),
+        cost=lambda world, rank, config: world,
         name=lambda world, rank, config: f"rank{rank}-{named(config)}",
     ),
 )

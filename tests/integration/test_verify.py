@@ -253,7 +253,9 @@ def test_what_is_found_first(pool: Pool) -> None:
         (2, {"model": {"config": {"model_type": "gemma3_text", "vocab_size": 5001}}}),
         (2, {"model": {"config": {"model_type": "mixtral", "num_hidden_layers": 4}}, "zero_optimization": {"stage": 2}}),
         (2, {"parallel": {"pp": 2, "pipeline": {"schedule": "zbv"}}, "bf16": {"enabled": True}}),
-        (2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}),
+        pytest.param(
+            2, {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 2}}, marks=pytest.mark.proof
+        ),
     ],
     ids=["bf16", "fp16", "uneven", "tied-bf16-parameters", "islands", "experts", "pipeline", "muon"],
 )

@@ -66,7 +66,10 @@ MODES: list[dict[str, Any]] = [{"fraction": share, "recompute": {"mode": mode}} 
 
 @pytest.mark.parametrize(
     ("world", "config", "more"),
-    [pytest.param(*case, id=named(case[1]), marks=pytest.mark.proof if "interleaved" in named(case[1]) else ()) for case in PIPELINES],
+    [
+        pytest.param(*case, id=named(case[1]), marks=pytest.mark.proof if named(case[1]).startswith(("interleaved", "1f1b")) else ())
+        for case in PIPELINES
+    ],
 )
 def test_in_a_pipeline(pool: Pool, tmp_path: Any, world: int, config: dict[str, Any], more: list[dict[str, Any]]) -> None:
     """Several micro-batches on their way, several stages on a rank, backwards in halves, which ask for what was stored twice."""

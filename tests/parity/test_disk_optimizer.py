@@ -90,7 +90,7 @@ def shares(rank: int, world: int, config: dict[str, Any], folder: str, dtype: to
     [
         (1, 1, 2, {}, torch.float64),
         (2, 1, 3, {}, torch.float64),
-        (4, 2, 1, {"fp16": {"enabled": True, "initial_scale_power": 8}}, torch.float32),
+        pytest.param(4, 2, 1, {"fp16": {"enabled": True, "initial_scale_power": 8}}, torch.float32, marks=pytest.mark.proof),
     ],
 )
 def test_a_share_in_files(pool: Pool, tmp_path: Path, world: int, tp: int, stage: int, more: dict[str, Any], dtype: torch.dtype) -> None:

@@ -66,7 +66,7 @@ LAYOUTS = [
     cover(
         product(("int8", "float8", "bf16"), LAYOUTS),
         strength=1,
-        features=lambda states, layout: frozenset({(states, layout[1]), layout}),
+        features=lambda states, layout: frozenset({(states, layout[1]), layout[:3]}),
         cost=lambda states, layout: layout[0] + (states != "int8"),
     ),
 )
