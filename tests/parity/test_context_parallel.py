@@ -125,6 +125,8 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
             lambda: engine.train_batch({"input_ids": ids, "labels": ids, "attention_mask": (ids > 3).long()}),
             lambda: engine.train_batch({"input_ids": ids, "labels": ids, "weights": ids[:, :3]}),
             lambda: engine.predict({"input_ids": ids, "use_cache": True}),
+            lambda: engine.predict({"input_ids": ids, "output_attentions": True}),
+            lambda: engine.sharded.prepared({"input_ids": ids, "labels": ids})["labels"],
         )
         for call in calls:
             with pytest.raises((InputError, ModelError)) as error:
@@ -173,6 +175,8 @@ def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) ->
         "zeros before ones",
         "`weights` is [2, 3]",
         "cache",
+        "output_attentions",
+        "read `shift_labels`",
     )
     for evaluated, predicted, sent, accounted, refused, carried in pool.run(2, one_engine, case, str(tmp_path)):
         assert evaluated == pytest.approx((float(total), float(count)), rel=1e-12)
@@ -181,6 +185,21 @@ def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) ->
         for word, message in zip(words, refused, strict=True):
             assert word in message
         assert max(map(abs, carried)) < 1e-12
+
+
+def other_rows(rank: int, world: int) -> str:
+    """What a loader that gives each rank its own rows meets. Runs in a worker."""
+    case = Case("ring")
+    engine = plait.initialize(build(case), configured(case), loss_fn=plait.causal_lm_loss)
+    ids = torch.arange(64).view(4, 16) + rank
+    with pytest.raises(InputError) as error:
+        engine.train_batch({"input_ids": ids, "labels": ids})
+    return str(error.value)
+
+
+def test_other_rows_on_each_rank(pool: Pool) -> None:
+    """Each part would be of another sequence, and the loss a plausible number."""
+    assert all("not the same on all ranks of the cp axis" in message for message in pool.run(2, other_rows))
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
+from plait._torch.operators import FakeTensor
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, Problem, refuse
 from plait.model.facts import ModelFacts
@@ -110,6 +111,8 @@ class ContextParallel(Technique):
             raise InputError("parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in another form cannot be cut")
         if batch.get("past_key_values") is not None or batch.get("use_cache"):
             raise InputError("parallel.cp: a cache would hold a part of each sequence; leave past_key_values and use_cache out")
+        if batch.get("output_attentions"):
+            raise InputError("parallel.cp: attention weights are never computed in full; leave output_attentions out")
         starts = visible.document_starts(batch)
         if starts is not None:
             if batch.get("use_cache", keeps_cache):
@@ -123,7 +126,7 @@ class ContextParallel(Technique):
             if self.context != "ulysses":  # where a rank has all tokens
                 starts = layout.cut(starts, dim=1)
         found = {name: _cut(name, entry, ids, layout) for name, entry in batch.items() if name not in (LABELS, "attention_mask")}
-        return {**found, "attention_mask": visible.as_mask(starts, len(ids), ids.device), "use_cache": False}
+        return Part(found, attention_mask=visible.as_mask(starts, len(ids), ids.device), use_cache=False)
 
 
 def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:
@@ -138,6 +141,18 @@ def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> An
     return layout.cut(entry, dim=1, fill=IGNORED if name == SHIFTED else 0)
 
 
+class Part(dict[str, Any]):
+    """A rank's part of a micro-batch."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == LABELS:
+            raise InputError(
+                "parallel.cp: the loss reads `labels`, which it would shift within a part of a sequence; read `shift_labels`, which each "
+                "position predicts"
+            )
+        raise KeyError(key)
+
+
 class Installed:
     """What `apply` has changed."""
 
@@ -150,14 +165,32 @@ class SequenceParts(StepHook):
 
     def __init__(self, model: nn.Module, technique: ContextParallel, installed: Installed, parameters: Sequence[nn.Parameter]) -> None:
         self.model, self.technique, self.before, self.parameters = model, technique, installed.before, parameters
+        self._compared = False
         self.layout, self.group = installed.place.layout, installed.place.group
         chunks = "2 chunks, from both ends" if self.layout.zigzag else "one chunk"
         self.said = f"each sequence is cut over {self.layout.ranks} ranks ({technique.context}; a rank has {chunks})"
 
     def transform(self, batch: Any) -> Any:
         """Labels are shifted and positions written already."""
+        self._compare(batch)
         config = getattr(self.model, "config", None)
         return self.technique.part(batch, self.layout, keeps_cache=bool(getattr(config, "use_cache", False)))
+
+    def _compare(self, batch: Any) -> None:
+        """The first batch is the same on all ranks: each cuts its part from what it is given, and a loader may give them different rows."""
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if self._compared or not isinstance(ids, torch.Tensor) or isinstance(ids, FakeTensor) or _is_fake():
+            return
+        self._compared = True
+        weights = torch.arange(1, ids.numel() + 1, device=ids.device)
+        digest = (ids.reshape(-1) * weights).sum() * 31 + ids.shape[-1]
+        largest = torch.stack([digest, -digest])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        if int(largest[0]) != -int(largest[1]):
+            raise InputError(
+                f"parallel.cp = {self.layout.ranks}: the first batch is not the same on all ranks of the cp axis, which cut their parts "
+                "from it; give every rank the rows of its engine.dp_rank (of engine.dp_size), in full"
+            )
 
     def join(self, output: Any, batch: Any) -> Any:
         """Full sequences from the outputs of all parts. Collective over cp."""
