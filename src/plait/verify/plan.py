@@ -165,9 +165,10 @@ def prepare(
     place = f"{_counted(world, 'process')} on {'GPUs' if where != 'cpu' else 'the CPU'}"
     lines = [("model", line) for line in choice.lines]
     lines += [("layout", f"{layout}, ZeRO stage {resolved.data_parallel.stage}, {place}")]
+    rest += ["parallel.cp takes no rows that are padded on the left, so none are compared"] if layout.cp > 1 else []
     lines += [("", line) for line in degrees] + [("data", data)] + [("", line) for line in rest]
     return Plan(
-        tested=choice.tested,
+        tested=choice.tested.model_copy(update={"left_padding": False}) if layout.cp > 1 else choice.tested,
         resolved=resolved,
         engine=engine,
         passes=tuple(passes),
