@@ -1,0 +1,1 @@
+"""Context parallelism beside torch by hand."""

@@ -1,0 +1,13 @@
+"""Starts the processes of `contestants`. Run: python -m benchmarks.context_step [rounds] [tokens]"""
+
+from __future__ import annotations
+
+import sys
+
+import torch.multiprocessing as mp
+
+from benchmarks.context_step.contestants import RANKS, worker
+
+if __name__ == "__main__":
+    given = [int(argument) for argument in sys.argv[1:]]
+    mp.spawn(worker, args=(given[0] if given else 15, given[1] if len(given) > 1 else 4096, 29655), nprocs=RANKS)  # type: ignore[no-untyped-call]

@@ -1,0 +1,138 @@
+"""Time of a training step with parts of sequences: Plait's kinds beside `all_to_all_single` and SDPA written by hand, on 2 CPU processes.
+
+The same Llama in float32, AdamW, batches and torch threads; rounds of all contestants are interleaved, and a ratio is that of one round. A
+quiet machine is needed for ratios that mean something. Run: python -m benchmarks.context_step [rounds] [tokens]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import plait
+
+RANKS, KINDS = 2, ("ulysses", "all-gather-kv", "ring")
+FIELDS = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,
+    "use_cache": False,
+}
+
+
+def model() -> Any:
+    """The same weights each time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", max_position_embeddings=2**20, **FIELDS))
+
+
+class Exchange(torch.autograd.Function):
+    """Heads for tokens, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
+        ctx.dims = joined, cut
+        sent = torch.stack(x.chunk(RANKS, cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        return torch.cat(received.unbind(), joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Exchange.apply(grad, *ctx.dims), None, None
+
+
+def attend(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any) -> Any:
+    """Transformers' attention function by hand."""
+    query, key, value = (Exchange.apply(x, 1, 2) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return Exchange.apply(output, 2, 1).transpose(1, 2).contiguous(), None
+
+
+def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], object]:
+    """A step in plain torch."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("by_hand", attend)
+    made = model()
+    made.set_attn_implementation("by_hand")
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    length = ids.shape[1] // RANKS
+    own = slice(rank * length, (rank + 1) * length)
+    targets = F.pad(ids, (0, 1), value=-100)[:, 1:][:, own]
+    positions = torch.arange(ids.shape[1])[None, own]
+
+    def step() -> None:
+        logits = made(input_ids=ids[:, own], position_ids=positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / (ids.shape[1] - 1)
+        loss.backward()
+        gradients = [p.grad for p in made.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], object]:
+    """A step of Plait."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel": {"cp": RANKS, "context": kind},
+    }
+    engine = plait.initialize(model(), config, loss_fn=plait.causal_lm_loss)
+    return lambda: engine.train_batch({"input_ids": ids, "labels": ids})
+
+
+def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
+    """Runs on every rank; rank 0 prints and writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2))
+    steps = {"torch by hand": by_hand(rank, ids), **{kind: by_plait(kind, ids) for kind in KINDS}}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            if index:  # the first one warms up
+                times[name].append(time.perf_counter() - began)
+    if rank == 0:
+        results = {}
+        for name, values in times.items():
+            ratios = [ours / theirs for ours, theirs in zip(values, times["torch by hand"], strict=True)]
+            results[name] = {"milliseconds": round(1e3 * statistics.median(values), 1), "ratio": round(statistics.median(ratios), 3)}
+            print(f"{name:14s} {results[name]}")
+        target = Path(__file__).parents[1] / "results" / "context_step.json"
+        document = {
+            "rounds": rounds,
+            "tokens": tokens,
+            "ranks": RANKS,
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "results": results,
+        }
+        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
