@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -57,7 +58,14 @@ class Kills:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "names": sorted(set(self.names))}
+        return {
+            **asdict(self),
+            "names": sorted({_CHANGING.sub(lambda found: f"{found[1]}*" if found[1] else "TAG", one) for one in self.names}),
+        }
+
+
+_CHANGING = re.compile(r"(LATEST\.)[0-9a-f]+|(last|tag-\d|step-\d+)(?=\.|$| )")
+"""In the names of files."""
 
 
 def train(rank: int, folder: str, steps: int, keeps: str, kill_rank: int, kill_call: int) -> None:
