@@ -129,6 +129,7 @@ def masked(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[
         trainer = Trainer(model=model, args=args, data_collator=collator, train_dataset=data, eval_dataset=trainers.samples(7))
         trainer.train()
         trainer.evaluate()
+        assert trainer.engine is not None and len(trainer.engine.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids) == 2
         order = [int(index) for batch in trainer.get_train_dataloader().batch_sampler for index in batch]
         return collator.seen, order
 

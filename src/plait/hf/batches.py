@@ -97,7 +97,8 @@ class StreamPart(IterableDataset[Any]):
                 dealt, position = [], position + 1
         if not dealt or self.drop_last:
             return
-        if get_worker_info() is not None:  # nobody outside of this process learns which rank has none: repeat, as Accelerate does
+        if self.ranks > 1 and get_worker_info() is not None:
+            # Nobody outside of this process learns which rank has none: repeat, as Accelerate does.
             filled = dealt * math.ceil(size * self.ranks / len(dealt))
             yield from filled[self.index * size : (self.index + 1) * size]
             return

@@ -29,6 +29,7 @@ from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.steps import Step, counted, from_output_stage, run_pipeline, step_of
 from plait.optim.lr_schedules import build_scheduler
+from plait.parallel.micro_batches import default_forward
 from plait.sharded.model import owner_of
 
 reroute()
@@ -138,8 +139,8 @@ class TrainerMixin(CheckpointMixin):
         return self.engine
 
     def _forward(self, model: Any, piece: Any) -> Any:
-        assert self._body is not None
-        return self._body(model, piece)
+        # Where no step of the Trainer's runs: `engine.generate`, `engine.predict`.
+        return (self._body or default_forward)(model, piece)
 
     def _running(self, body: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
         self._body = body

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from plait.hf.batches import EpochOrder, Rounds, StreamPart
 
@@ -53,6 +53,11 @@ def test_every_sample_of_a_stream_once(samples: int, ranks: int) -> None:
     assert len({len(one) for one in batches}) == 1
     own = [batches[index][position] for position in range(len(batches[0])) for index in range(parts[0].present(position))]
     assert [number for batch in own for number in batch] == list(range(samples))
+
+
+def test_a_worker_of_the_only_rank_repeats_nothing() -> None:
+    part = StreamPart(Numbers(7), batch_size=2, ranks=1, index=0, drop_last=False)
+    assert [number for batch in DataLoader(part, batch_size=2, num_workers=1) for number in batch.tolist()] == list(range(7))
 
 
 def test_an_order_for_every_epoch() -> None:
