@@ -1,4 +1,4 @@
-"""Starts the processes of `contestants`. Run: python -m benchmarks.context_step [rounds] [tokens]"""
+"""Starts the processes of `baselines`. Run: python -m benchmarks.context_step [rounds] [tokens]"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import torch.multiprocessing as mp
 
-from benchmarks.context_step.contestants import RANKS, worker
+from benchmarks.context_step.baselines import RANKS, worker
 
 if __name__ == "__main__":
     given = [int(argument) for argument in sys.argv[1:]]

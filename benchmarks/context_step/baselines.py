@@ -1,6 +1,6 @@
 """Time of a training step with parts of sequences: Plait's kinds beside `all_to_all_single` and SDPA written by hand, on 2 CPU processes.
 
-The same Llama in float32, AdamW, batches and torch threads; rounds of all contestants are interleaved, and a ratio is that of one round. A
+The same Llama in float32, AdamW, batches and torch threads; their rounds are interleaved, and a ratio is that of one round. A
 quiet machine is needed for ratios that mean something. Run: python -m benchmarks.context_step [rounds] [tokens]
 """
 
