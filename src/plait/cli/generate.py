@@ -94,12 +94,8 @@ def generate_command(
         int | None, _layout(min=1, metavar="N", help="Devices of this machine to use at most. (default: all)")
     ] = None,
     dtype: Annotated[Dtype, _layout(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
-    gpu_budget: Annotated[
-        str | None, _layout(metavar="SIZE", help="Memory of one GPU to use, such as 20GiB; other layers are copied to it.")
-    ] = None,
-    cpu_budget: Annotated[
-        str | None, _layout(metavar="SIZE", help="Host memory to use, such as 2GiB; what does not fit is read from disk.")
-    ] = None,
+    gpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
+    cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
     batch_size: Annotated[int, _layout(min=1, metavar="N", help="Prompts that are decoded together.")] = 16,
 ) -> None:
     """Generate text from a model, on as many devices as it needs.

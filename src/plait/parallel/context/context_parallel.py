@@ -16,6 +16,7 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait._torch.operators import FakeTensor
+from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, Problem, refuse
 from plait.model.facts import ModelFacts
@@ -215,7 +216,7 @@ class SequenceParts(StepHook):
             return
         used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device=self._device())
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
-        wanted = [True] * len(self.parameters) if _is_fake() else used.tolist()
+        wanted = [True] * len(self.parameters) if is_fake() else used.tolist()
         sums = []
         for parameter, use in zip(self.parameters, wanted, strict=True):
             if use:
@@ -231,10 +232,6 @@ class SequenceParts(StepHook):
 
     def _device(self) -> torch.device:
         return local_tensor(self.parameters[0].detach()).device
-
-
-def _is_fake() -> bool:
-    return dist.get_backend() == "fake"
 
 
 class _Sum:
