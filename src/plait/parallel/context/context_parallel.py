@@ -180,7 +180,7 @@ class SequenceParts(StepHook):
     def _compare(self, batch: Any) -> None:
         """The first batch is the same on all ranks: each cuts its part from what it is given, and a loader may give them different rows."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if self._compared or not isinstance(ids, torch.Tensor) or isinstance(ids, FakeTensor) or _is_fake():
+        if self._compared or not isinstance(ids, torch.Tensor) or isinstance(ids, FakeTensor) or is_fake():
             return
         self._compared = True
         weights = torch.arange(1, ids.numel() + 1, device=ids.device)
