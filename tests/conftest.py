@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,18 @@ settings.load_profile("plait")
 torch.set_num_threads(1)  # the machine is shared with the workers
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so would all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONG = frozenset((Path(__file__).parent / "long_cases.txt").read_text(encoding="utf-8").splitlines())
+"""Cases that only `make proof` runs (tools/long_cases.py)."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before those that are not asked for are left out."""
+    for item in items:
+        if item.nodeid in LONG:
+            item.add_marker(pytest.mark.proof)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,3 +55,11 @@ def test_what_is_left_out_is_said(tests: ModuleType, monkeypatch: pytest.MonkeyP
 def test_lines_of_a_part_bear_its_name(tests: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     tests.show("alone", subprocess.Popen([sys.executable, "-c", "print(1); print(2)"], stdout=subprocess.PIPE, text=True))
     assert capsys.readouterr().out == "alone    | 1\nalone    | 2\n"
+
+
+def test_long_cases_are_of_tests_that_are_there() -> None:
+    """tests/long_cases.txt names cases; one of a function that is gone would leave nothing out."""
+    for case in (ROOT / "tests" / "long_cases.txt").read_text(encoding="utf-8").splitlines():
+        file, *names = case.split("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert all(name.split("[")[0] in text for name in names), case

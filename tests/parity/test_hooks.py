@@ -164,7 +164,7 @@ def test_only_what_is_overridden_is_called() -> None:
     hooks = Hooks([Quiet(), StepHook()])
     assert len(hooks.finish_reduction) == 1
     lists = {name: value for name, value in vars(hooks).items() if isinstance(value, list)}
-    assert len(lists) == 12
+    assert len(lists) == 13
     assert [name for name, calls in lists.items() if calls] == ["finish_reduction"]
     assert hooks.of(Reducer) is None
     assert hooks.of(Quiet) is hooks.all[0]

@@ -4,6 +4,7 @@ one place of the package at a time."""
 from __future__ import annotations
 
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,12 @@ from torch import nn
 
 import plait
 from plait.checkpoint.writer import Writer
+from plait.cluster.layout import Layout
+from plait.cluster.mesh import build_mesh
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
 from plait.data.packing import Sequences
+from plait.errors import CheckpointError
 from plait.events import Event, RunStarted, StepDone
 from plait.parallel.micro_batches import to_device
 from plait.train.clock import StepClock
@@ -237,14 +241,17 @@ def test_an_expanded_batch_arrives(simulated: SimulatedPool) -> None:
 
 
 def waiting(rank: int, world: int, config: dict[str, Any]) -> tuple[list[int], int]:
-    """How often the host waited in four steps of a loss whose weight is a number, and in asking whether to stop. Runs in a worker."""
+    """How often the host waited in four steps of a loss whose weight is a number, beside the writing of a checkpoint, and in asking
+    whether to stop. Runs in a worker."""
     loss = plait.per_sample(lambda output, batch: output.logits.float().mean((1, 2)).sum())
     engine = plait.initialize(cases.build("llama", tied=True), config, loss_fn=loss)
+    engine._writer._unsettled = Future()
     micro, waited = config["gradient_accumulation_steps"], []
     for step in cases.ragged_steps(engine.dp_size * micro, steps=4):
         before = _device().copies()["waited"]
         engine.train_batch(list(step[engine.dp_rank * micro : (engine.dp_rank + 1) * micro]))
         waited.append(_device().copies()["waited"] - before)
+    engine._writer._unsettled = None
     before = _device().copies()["waited"]
     with StopRequest() as stop:
         stop.shared(device=engine.device)
@@ -256,6 +263,28 @@ def test_a_step_waits_for_nothing(simulated: SimulatedPool, stage: int) -> None:
     """The program runs ahead of the device; a number that is copied from memory that is not pinned would stop it."""
     for steps, asked in simulated.run(2, waiting, config_of(2, stage, parallel={})):
         assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
+
+
+def failed(rank: int, world: int) -> list[str]:
+    """What is raised in three calls on a rank, after rank 1's write has failed. Runs in a worker."""
+    writer, told = Writer(build_mesh(Layout(dp_replicate=world))), []
+    writer._unsettled = written = Future()
+    if rank == 1:
+        written.set_exception(CheckpointError("no space"))
+    for _ in range(3):
+        try:
+            writer.raise_failed()
+            told.append("")
+        except CheckpointError as error:
+            told.append(str(error))
+        if rank == 0 and not written.done():
+            written.set_exception(CheckpointError("rank 1 has no space"))
+    return told
+
+
+def test_a_failed_write_is_told_on_all_ranks_a_step_later(simulated: SimulatedPool) -> None:
+    """Where the answer would be waited for otherwise."""
+    assert simulated.run(2, failed) == [["", "rank 1 has no space", ""], ["", "no space", ""]]
 
 
 def _device() -> Any:

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from plait.checkpoint.places import Place
 from plait.checkpoint.save import Snapshot, write
+from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.mesh import Mesh
+from plait.comm.largest import Largest
 from plait.errors import CheckpointError
 
 _SHARE = 0.5
@@ -36,6 +38,8 @@ class Writer:
         self._running: Future[Place] | None = None
         self._unsettled: Future[Place] | None = None
         """What was begun, until all ranks know how it ended."""
+        self._asked: Largest | None = None
+        """How it ended, asked in the step before."""
         self._raised = False
         """Whether its error was raised here."""
         self._buffers: dict[str, torch.Tensor] = {}
@@ -44,7 +48,7 @@ class Writer:
         """Copy the tensors, and write them while training goes on. The checkpoint before is waited for. `stage` False: write now.
         Collective. Raises CheckpointError for the one before."""
         self.wait()
-        self._unsettled, self._raised = None, False
+        self._unsettled, self._asked, self._raised = None, None, False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="plait-checkpoint")
             self._group = self._mesh.host_group()
@@ -66,19 +70,21 @@ class Writer:
 
     def raise_failed(self) -> None:
         """Raise CheckpointError, on all ranks, if the checkpoint that was being written has failed. Collective, while one is written: a
-        rank that raised alone would leave the others in the step."""
+        rank that raised alone would leave the others in the step. A device is not waited for: there the answer is read a step later."""
         writing = self._unsettled
         if writing is None:
             return
         ended = writing.done()
         state = _FAILED if ended and writing.exception() is not None and not self._raised else int(ended)
-        everywhere = torch.tensor([float(state)], device=self._mesh.device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
-        if not everywhere.item():
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        asked: Largest | None = Largest(state, self._mesh.device, dist.group.WORLD if several else None)
+        if accelerator.is_one(self._mesh.device):
+            asked, self._asked = self._asked, asked
+        everywhere = asked.value() if asked is not None else 0
+        if not everywhere:
             return
         self._unsettled = None  # it ended everywhere, or does at once: its last act is collective
-        if everywhere.item() == _FAILED:
+        if everywhere == _FAILED:
             self._running = None
             writing.result()
 

@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 
 from plait._torch.modules import is_persistent, own_buffers
 from plait._torch.storage import version_of
-from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Mesh
+from plait.comm.largest import Largest
 from plait.parallel.hooks import StepEnd, StepHook
 
 
@@ -75,7 +75,7 @@ class ChangingBuffers(StepHook):
         """Rank over pp to the buffers outside of blocks whose values are right there."""
         self._new: set[str] = set()
         """Seen to change here, and not sent yet."""
-        self._asked: tuple[torch.Tensor, Any] | None = None
+        self._asked: Largest | None = None
         """Whether any rank saw another buffer change, and what says that the answer is there."""
         self._watches = self._agreed = False
         """Whether on any rank another persistent buffer may begin to change; whether the first step is over."""
@@ -130,22 +130,13 @@ class ChangingBuffers(StepHook):
 
     def _ask(self) -> None:
         """Overlaps with the next step, which reads the result."""
-        flag = torch.full((1,), int(bool(self._new)), dtype=torch.uint8, device=self._mesh.device)  # a kernel: a copy would wait
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._all, async_op=True)
-        assert work is not None
-        if flag.device.type == "cpu":
-            self._asked = flag, work.wait
-            return
-        work.wait()  # the stream does, not this thread
-        host = torch.empty(1, dtype=torch.uint8, pin_memory=True).copy_(flag, non_blocking=True)
-        self._asked = host, accelerator.current_stream(flag.device).record_event().synchronize
+        self._asked = Largest(int(bool(self._new)), self._mesh.device, self._all)
 
     def _somebody_saw(self) -> bool:
         if self._asked is None:
             return False
-        (answer, wait), self._asked = self._asked, None
-        wait()
-        return bool(answer)
+        asked, self._asked = self._asked, None
+        return bool(asked.value())
 
     def _agree(self) -> None:
         """What any rank saw is sent from here on. Stages of a pipeline have buffers of their own in their blocks, and share the others."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from plait._torch.dtensor import local_tensor
 from plait._torch.operators import FakeTensor
+from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
 from plait.cluster.mesh import Mesh
 from plait.errors import InputError, Problem, refuse
@@ -214,9 +215,11 @@ class SequenceParts(StepHook):
         """After the sums over data-parallel ranks. A parameter that no part used keeps no gradient."""
         if not self.parameters:
             return
-        used = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8, device=self._device())
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
-        wanted = [True] * len(self.parameters) if is_fake() else used.tolist()
+        used = [p.grad is not None for p in self.parameters]
+        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=self._device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        # Only a rank that missed one has to look, and wait for its device: where it used all, all are used.
+        wanted = [True] * len(used) if all(used) or is_fake() else flags.tolist()
         sums = []
         for parameter, use in zip(self.parameters, wanted, strict=True):
             if use:
@@ -251,4 +254,4 @@ class _Sum:
 
 def local_batch(batch: Any, technique: ContextParallel, cp: int, rank: int) -> Any:
     """The part of a rank of a micro-batch as it comes from a user; the batch itself where cp is 1."""
-    return batch if cp == 1 else technique.part(explicit(batch), technique.layout(cp, rank))
+    return batch if cp == 1 else dict(technique.part(explicit(batch), technique.layout(cp, rank)))
