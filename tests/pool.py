@@ -22,7 +22,6 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -97,22 +96,6 @@ def _keep_groups() -> None:
     mesh.Mesh.message_groups = message_groups  # type: ignore[method-assign]
 
 
-def _number_names() -> None:
-    """torch names the groups of a split by their ranks alone, so two meshes of one worker would meet in gloo's store."""
-    from torch.distributed import distributed_c10d
-
-    named, made = distributed_c10d._process_group_name, Counter[str]()
-
-    def name(ranks: Any, use_hashed_name: bool) -> Any:
-        found = named(ranks, use_hashed_name=use_hashed_name)
-        if not use_hashed_name:
-            return found
-        made[found] += 1
-        return f"{found}-{made[found]}"
-
-    distributed_c10d._process_group_name = name
-
-
 def _serve(connection: Connection, rank: int, world_size: int, port: int) -> None:
     import torch
 
@@ -125,7 +108,6 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int) -> Non
     if os.environ.get("SIMULATED_DEVICE"):  # tests/simulated_device
         backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        _number_names()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
     while True:
         task = connection.recv()

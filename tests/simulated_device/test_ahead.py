@@ -265,6 +265,25 @@ def test_a_step_waits_for_nothing(simulated: SimulatedPool, stage: int) -> None:
         assert steps[1:] == [0, 0, 0] and asked == 0, (steps, asked)
 
 
+def meshes(rank: int, world: int) -> list[float]:
+    """Sums over the axes of a mesh that is made where two of four ranks are in one group more. Runs in a worker."""
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    mesh = build_mesh(Layout(cp=2, tp=2), host_tensors=True)
+    found = []
+    for device in ("cpu", "cuda"):
+        for axis in ("cp", "tp"):
+            tensor = torch.full((1,), float(rank), device=device)
+            dist.all_reduce(tensor, group=mesh.group(axis))
+            found.append(float(tensor))
+    return found
+
+
+def test_ranks_of_unequally_many_groups_make_a_mesh(simulated: SimulatedPool) -> None:
+    """gloo's half of a group that is split from the default one is found by its name."""
+    assert simulated.run(4, meshes) == [[2, 1, 2, 1], [4, 1, 4, 1], [2, 5, 2, 5], [4, 5, 4, 5]]
+
+
 def failed(rank: int, world: int) -> list[str]:
     """What is raised in three calls on a rank, after rank 1's write has failed. Runs in a worker."""
     writer, told = Writer(build_mesh(Layout(dp_replicate=world))), []

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -387,6 +388,19 @@ def test_process_group_of() -> None:
     assert group is not None
     assert groups.process_group_of((torch.ones(1), group.boxed())).size() == 2
     assert groups.process_group_of((torch.ones(1), group.group_name)).group_name == group.group_name
+
+
+def test_splits_named_alike() -> None:
+    """By their ranks, a number and their order; torch's own names follow from the groups that a process is in."""
+    torchs = distributed_c10d._hash_ranks_to_str([0, 1])
+    with groups.splits_named_alike(3):
+        first, second = (distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2))
+    with groups.splits_named_alike(3):
+        again = distributed_c10d._process_group_name([0, 1], use_hashed_name=True)
+    assert first == again and len({first, second, torchs}) == 3
+    assert distributed_c10d._hash_ranks_to_str([0, 1]) == torchs
+    dist.new_group([0, 1])
+    assert distributed_c10d._hash_ranks_to_str([0, 1]) != torchs, "torch names splits alike on all ranks: the patch is not needed any more"
 
 
 def test_storage_tracker_counts_resizes() -> None:

@@ -1,10 +1,12 @@
-"""Process groups: what they are made of, and those that do not exist. `delivered_at_once` patches torch."""
+"""Process groups: what they are made of, and those that do not exist. `delivered_at_once` and `splits_named_alike` patch torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from hashlib import sha1
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +21,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of one axis with all ranks of `mesh`. Collective: it makes a process group."""
     return mesh._flatten()
+
+
+@contextmanager
+def splits_named_alike(number: int) -> Iterator[None]:
+    """Groups that are split from another inside are named by their ranks, `number` and their order. torch takes the number of groups that
+    this process is in instead, which is another one on a rank that is in more of them; gloo's ranks meet under the name, and would wait
+    for each other for ever. `number` is the same on all ranks, and was not used before."""
+    before, order = distributed_c10d._hash_ranks_to_str, count()
+
+    def name(ranks: list[int]) -> str:
+        return sha1(f"{ranks} {number} {next(order)}".encode(), usedforsecurity=False).hexdigest()
+
+    distributed_c10d._hash_ranks_to_str = name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 def process_group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from plait._torch.groups import flattened, give_timeout, set_timeout, timeout_of
+from plait._torch.groups import flattened, give_timeout, set_timeout, splits_named_alike, timeout_of
 from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.fake_group import is_fake
@@ -293,11 +293,26 @@ def build_mesh(
         on_default_group()
     # fully_shard wants a dimension to shard over even where it has one rank; every other axis of degree 1 gets no group.
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
-    device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
-    mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns))
-    for name in names:
-        mesh._own(device_mesh[name].get_group())
-    return mesh.with_groups(groups)
+    with splits_named_alike(_number_of_mesh(device)):
+        device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
+        mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns))
+        for name in names:
+            mesh._own(device_mesh[name].get_group())
+        return mesh.with_groups(groups)
+
+
+_meshes = 0
+
+
+def _number_of_mesh(device: torch.device) -> int:
+    """One that no mesh of this process has had, the same on all ranks. Collective."""
+    global _meshes
+    _meshes += 1
+    if accelerator.is_one(device) and dist.get_world_size() > 1 and not is_fake():
+        largest = torch.full((1,), _meshes, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        _meshes = int(largest)
+    return _meshes
 
 
 def local_device(device_type: str | None, here: RankInfo) -> torch.device:
