@@ -22,6 +22,11 @@ OF_THE_HOST = {
     "comm/host": "memory that processes of one machine share",
     "comm/buckets.py:self._host": "memory that processes of one machine share",
     "parallel/buffers.py:work.wait": "the CPU's branch: gloo",
+    "comm/desync.py:": "a key of the store",
+    "comm/largest.py:work.wait": "the CPU's branch: gloo",
+    "comm/watch.py:": "threads",
+    "hf/accelerator.py:": "a setting of Accelerate's that is passed on",
+    "comm/hang.py:": "a field: what a rank waits for",
 }
 """Places (a part of the path, `:` and the beginning of the code) that wait for no device."""
 ONLY_TIMED = {

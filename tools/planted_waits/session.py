@@ -15,7 +15,7 @@ from tests.simulated_device import pool
 from tests.simulated_device.planted import REACHED
 from tools.planted_waits.places import Wait, telling, without
 
-TESTS = tuple(f"tests/simulated_device/test_{name}.py" for name in ("waits", "ahead", "generation", "cover"))
+TESTS = tuple(f"tests/simulated_device/test_{name}.py" for name in ("waits", "ahead", "generation", "context", "cover"))
 """Each for what those before do not notice."""
 SECONDS = 60
 """That a task may take with a wait taken out; one that hangs has noticed."""

@@ -164,16 +164,16 @@ def _pairs(
 
 
 class _Exchange:
-    """A tensor to the next rank, and that of the one before."""
+    """A tensor to the next rank, and that of the one before (`tensors`, read after `wait`)."""
 
     def __init__(self, tensor: torch.Tensor, place: Place) -> None:
         ranks, rank = place.layout.ranks, place.layout.rank
-        self._sent, self._arriving = tensor, torch.empty_like(tensor)
+        self._sent, self.tensors = tensor, torch.empty_like(tensor)
         after, before = (dist.get_global_rank(place.group, (rank + step) % ranks) for step in (1, -1))
         self._works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, self._sent, after, place.group),
-                dist.P2POp(dist.irecv, self._arriving, before, place.group),
+                dist.P2POp(dist.irecv, self.tensors, before, place.group),
             ]
         )
 
@@ -181,7 +181,7 @@ class _Exchange:
         """What has arrived."""
         for work in self._works:
             work.wait()
-        return self._arriving
+        return self.tensors
 
 
 # ---- ulysses --------------------------------------------------------------------------------------------------------------------------
