@@ -16,11 +16,13 @@ from plait.engine.engine import Engine
 from plait.engine.generators import generator_seed
 from plait.engine.resume import check_scheduler, configured_groups
 from plait.errors import ConfigError, InputError, Problem
+from plait.losses.balance_loss import with_balance_loss
 from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import CausalLMLoss, Loss, Weighted
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.lr_schedules import Scheduler, ScheduleSource, build_scheduler
 from plait.optim.optimizer import build_optimizer
+from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Hooks
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.technique import Technique
@@ -115,7 +117,7 @@ def begin(checked: CheckedModel, given: Given) -> Engine:
         refuse_different_optimizers(optimizer, scheduler, mesh)
     stepper = sharded.stepper(optimizer, in_backward=in_backward, scheduler=scheduler, configured=configured, schedule_source=source)
     torch.manual_seed(generator_seed(resolved.seed, mesh))
-    return Engine(sharded, stepper, loss_fn)
+    return Engine(sharded, stepper, with_balance_loss(loss_fn, model, parts.noted(RouterStatistics)))
 
 
 # ---- pieces -------------------------------------------------------------------------------------------------------------------------

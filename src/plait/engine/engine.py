@@ -26,6 +26,7 @@ from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
 from plait.inference.generate import generate
 from plait.inference.requests import Generation
+from plait.losses.balance_loss import without_balance_loss
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
 from plait.sharded.guard import checked_loss
@@ -120,7 +121,7 @@ class Engine(EngineFacts):
             totals += torch.stack([total.detach().double(), self._there(seen, torch.float64)])
             return total * factor().to(total.dtype)
 
-        self.sharded.train_microbatches(pieces, scaled, loss_fn=loss_fn)
+        self.sharded.train_microbatches(pieces, scaled, loss_fn=without_balance_loss(loss_fn))
         own = totals.clone()
         everywhere = Pending(totals, self._loss_group)  # only the last stage of a pipeline has a loss; overlaps with the norm
         scale, rate = self.sharded.loss_scale, self.get_lr()[0]

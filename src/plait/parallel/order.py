@@ -22,6 +22,8 @@ from plait.parallel.data.data_parallel import DataParallel, ShardedSteps
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.data.unused import UnusedTracker
+from plait.parallel.experts.bias_update import BiasUpdate
+from plait.parallel.experts.routing import RecordedBalance, Routing
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
@@ -34,6 +36,7 @@ ORDER: tuple[type[Technique], ...] = (
     Precision,
     TensorParallel,
     ContextParallel,
+    Routing,
     Pipeline,
     ActivationOffload,
     Recompute,
@@ -68,6 +71,8 @@ HOOKS: tuple[type[StepHook], ...] = (
     SequenceParts,
     PipelineRank,
     OffloadedActivations,
+    RecordedBalance,
+    BiasUpdate,
     ChangingBuffers,
     CompressionAutotuner,
     Residuals,

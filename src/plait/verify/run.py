@@ -24,6 +24,7 @@ from plait.cluster.ending import end_process
 from plait.cluster.topology import place
 from plait.engine.build import initialize
 from plait.engine.engine import Engine
+from plait.losses.balance_loss import with_balance_loss
 from plait.optim.optimizer import build_optimizer
 from plait.parallel.micro_batches import to_device
 from plait.units import dtype_of
@@ -149,7 +150,7 @@ def _trace(plan: Plan, built: Built, model: nn.Module, data: list[list[Any]], fo
     return reference_trace(
         model,
         data,
-        loss_fn=built.loss,
+        loss_fn=with_balance_loss(built.loss, model) or built.loss,
         optimizer=lambda _: build_optimizer(plan.resolved.optimizer, list(model.named_parameters())),
         clipping=plan.resolved.gradient_clipping,
         forward=built.forward,

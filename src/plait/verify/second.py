@@ -11,6 +11,7 @@ import torch
 
 from plait.config.schema.optimization import OptimizerSpec
 from plait.losses.loss import causal_lm_loss
+from plait.model.experts import wants_balance_loss
 from plait.parallel.micro_batches import to_device
 from plait.verify import independent
 from plait.verify.model_under_test import transformers_model
@@ -51,6 +52,8 @@ def second_trace(plan: Plan, found: Trace) -> tuple[Trace | None, str]:
     built = plan.build(torch.float64)
     if built.loss is not causal_lm_loss:
         return None, "not compared: it has cross entropy over tokens only, and the model brings its own loss"
+    if wants_balance_loss(built.model):
+        return None, "not compared: it has no balance loss, which model.config.output_router_logits asks for"
     adamw = adamw_of(plan.resolved.optimizer)
     known = isinstance(adamw, independent.AdamW)
     data = plan.data(built) if known else plan.data(built)[:1]

@@ -74,6 +74,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "optimizer.states": ({}, "own", "int8"),
     "scheduler.type": ({}, "WarmupLR", "WarmupDecayLR"),
     "scheduler.params": (SCHEDULE, {"warmup_num_steps": 3}, {"warmup_num_steps": 4}),
+    "experts.bias_update_rate": ({}, 0, 0.001),
     "compile.enabled": ({}, False, True),
     "compile.backend": ({}, "inductor", "aot_eager"),
     "compile.mode": ({}, "default", "max-autotune"),

@@ -94,6 +94,13 @@ FLAGS: dict[str, Flag] = {
     "context_parallel_size": _sets("parallel.cp"),
     "cp_comm_type": _sets("parallel.context", convert=_one_of({"p2p": "ring", "all_gather": "all-gather-kv", "a2a": "ulysses"})),
     "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
+    "moe_router_bias_update_rate": _sets("experts.bias_update_rate"),
+    **_refused(
+        "biases of experts are updated where their rate is given",
+        "leave it out, and give --moe-router-bias-update-rate (Megatron-LM's default is 1e-3)",
+        "moe_router_enable_expert_bias",
+        "switch",
+    ),
     "recompute_granularity": _sets("parallel.recompute.mode", convert=_one_of({"full": "full", "selective": "selective"})),
     **_refused(
         "selective recomputation keeps the products with weights, as Megatron-LM's core_attn does",

@@ -280,6 +280,7 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "layout": lambda layout: {f"parallel.{axis}": degree for axis, degree in layout.degrees.items()},
     "tensor_parallel": lambda tensor: {f"parallel.{name}": getattr(tensor, name) for name in _TENSOR},
+    "routing": lambda routing: {"experts.bias_update_rate": routing.bias_update_rate},
     "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},
     "data_parallel": _of_data,
     "compression": _of_compression,

@@ -33,6 +33,7 @@ from plait.parallel.compile import Compile
 from plait.parallel.context.context_parallel import ContextParallel
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.experts.routing import Routing
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.order import in_order
@@ -54,6 +55,8 @@ class Resolved(Policy):
     """How layers are split over the tp axis."""
     context_parallel: ContextParallel
     """How sequences are cut over the cp axis."""
+    routing: Routing
+    """How routers of experts are kept in balance."""
     pipeline: Pipeline
     """How the pp axis is used."""
     data_parallel: DataParallel
@@ -266,6 +269,7 @@ def outline(
     known: dict[str, Any] = {
         "tensor_parallel": tensor,
         "context_parallel": techniques.context_parallel(found),
+        "routing": Routing(bias_update_rate=config.experts.bias_update_rate),
         "compile": compiled,
         "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         "faults": config.faults,

@@ -1,5 +1,5 @@
-"""The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run`, `parallel`
-and `faults`.
+"""The one file, as types: DeepSpeed's top-level keys that mean something here, and the sections `model`, `data`, `run`, `parallel`,
+`experts` and `faults`.
 
 A `Config` may still say "auto" and may leave things out; `resolve` ends that. Keys of DeepSpeed that Plait ignores are not fields: they are
 in the table `deepspeed`. Every key has one default, DeepSpeed 0.19.8's, whatever else stands in the file; what `"Left out: ..."` derives,
@@ -22,7 +22,7 @@ from plait.parallel.activations.selective import DEFAULT as DEFAULT_KEEP
 from plait.policy import Policy
 from plait.units import SHORT_NAMES
 
-PLAIT_SECTIONS = ("model", "data", "run", "parallel", "faults")
+PLAIT_SECTIONS = ("model", "data", "run", "parallel", "experts", "faults")
 """A file without any of these is one that DeepSpeed takes too. No default depends on it."""
 
 
@@ -299,6 +299,15 @@ class ParallelSection(Policy):
     machine), so that the backward gathers from them and not from all. 0: off."""
 
 
+class ExpertsSection(Policy):
+    """Mixture of experts."""
+
+    bias_update_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Number] = 0.0
+    """For models whose routers have a bias for every expert (DeepSeek-V3's `e_score_correction_bias`): how far it moves after a step, up
+    for experts that had fewer tokens than the mean, down for those that had more. DeepSeek-V3 was trained with 0.001. 0: biases stay as
+    they are."""
+
+
 class Config(Policy):
     """Everything that a file can contain."""
 
@@ -335,6 +344,8 @@ class Config(Policy):
     """How inputs of recomputed blocks are kept."""
     parallel: ParallelSection = ParallelSection()
     """The layout."""
+    experts: ExpertsSection = ExpertsSection()
+    """Routers of mixture-of-experts models."""
     faults: FaultsSection = FaultsSection()
     """Hangs, and numbers that are not finite."""
     model: ModelSection | None = None

@@ -27,6 +27,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.saved_tensors import OffloadedActivations
 from plait.parallel.data.data_parallel import DataParallel
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.pipeline.balance import cut, forward_costs
 from plait.parallel.pipeline.cut_check import CutCheck
@@ -174,6 +175,7 @@ def _rank_of(plan: PipelineParts, parts: Parts, mesh: Mesh) -> PipelineRank:
     messenger = Messenger([(upwards, mesh.reverse_pp), *mesh.more_pp], device=mesh.device, waits=waits)
     check = CutCheck(plan.skeleton, found)
     runtime = Runtime(schedule, staged, messenger, weights_of=zero.weights, check=check, observers=[zero])
+    runtime.statistics = parts.noted(RouterStatistics)
     offloaded = parts.noted(OffloadedActivations)
     if offloaded is not None:
         runtime.observers.append(StagedStore(offloaded.store, staged.stages, parts.blocks[: offloaded.blocks]))

@@ -20,6 +20,7 @@ from plait.comm.messages import Arriving, Messenger
 from plait.errors import InputError, ModelError
 from plait.model.unavailable import without
 from plait.parallel.containers import tensors_in
+from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
 from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
@@ -92,6 +93,8 @@ class Runtime:
     """Asked about every kind of batch before it is used; None for a rank that runs alone."""
     observers: list[Callable[[Action, bool], None]] = field(default_factory=list)
     listeners: list[Callable[[Message, Sequence[torch.Tensor]], None]] = field(default_factory=list)
+    statistics: RouterStatistics | None = None
+    """What is sent with the activations, where a loss is made of what all stages' routers chose."""
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
 
@@ -99,6 +102,8 @@ class Runtime:
         """Set the boundary activations of `stage` for a micro-batch like `piece`, so that they are not requested: for a rank that runs
         alone."""
         tensors: list[torch.Tensor] = []
+        if self.statistics is not None:
+            output = self.statistics.like(output)
         structure = tree_map(lambda leaf: _slot(leaf, tensors), output)
         length = self.staged.region.length if self.staged.region is not None else 0
         told = tuple((tensor.shape, tensor.dtype, True) for tensor in tensors)
@@ -184,11 +189,11 @@ class _Pass:
             assert boundary is not None
             for tensor, (_, _, needs) in zip(received, boundary.tensors, strict=True):
                 tensor.requires_grad_(needs)
+        statistics, before = self.runtime.statistics, _assembled(boundary, received) if boundary is not None else None
+        if statistics is not None:
+            before = statistics.begin(stage.first, before)
         output = self.runtime.staged.run(
-            stage,
-            lambda model: self.forward(model, piece),
-            _assembled(boundary, received) if boundary is not None else None,
-            length=boundary.length if boundary is not None else 0,
+            stage, lambda model: self.forward(model, piece), before, length=boundary.length if boundary is not None else 0
         )
         if stage.last:
             output = without(output, self.cut_results[action.microbatch].missing)
@@ -196,8 +201,9 @@ class _Pass:
             # Where torch has found every tensor of the output, it makes the root ready once the loss's own backward is done.
             outputs = [expect_backward(self.runtime.staged.model, loss) if _is_opaque(output) else loss]
         else:
-            outputs = self._hand_on(action, output)
-        self._check_known(stage, action.microbatch, received, outputs)
+            outputs = self._hand_on(action, output if statistics is None else statistics.end(output))
+        known = outputs if stage.last or statistics is None else outputs[: -statistics.tensors]
+        self._check_known(stage, action.microbatch, received, known)
         if torch.is_grad_enabled():
             kept = [tensor for tensor in outputs if tensor.requires_grad]
             self.held[action.stage, action.microbatch] = _Held([tensor for tensor in received if tensor.requires_grad], kept)

@@ -1,0 +1,1 @@
+"""Mixture of experts: routers, their balance, and experts on different ranks."""

@@ -1,0 +1,82 @@
+"""Routing without a balance loss, as in DeepSeek-V3: a bias for every expert, which a router adds to its scores where it chooses, is raised
+after a step for experts that had fewer tokens than the mean, and lowered for those that had more.
+
+Transformers' classes have the bias and never change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from plait._torch.modules import own_buffers
+from plait._torch.passes import graph_task
+from plait.errors import ModelError
+from plait.model.experts import BIAS, chosen_experts
+from plait.parallel.hooks import StepEnd, StepHook
+
+
+class BiasUpdate(StepHook):
+    """Counts how many tokens of a step every expert was chosen for, over micro-batches and data-parallel ranks, and updates the biases
+    once. Evaluations, recomputed blocks and steps that are skipped do not count."""
+
+    def __init__(self, model: nn.Module, routers: Sequence[str], *, rate: float, group: dist.ProcessGroup | None) -> None:
+        self.rate, self.group = rate, group
+        self._routers = [model.get_submodule(name) for name in routers]
+        self._counts: list[torch.Tensor] = []
+        self._totals: list[torch.Tensor] = []
+        for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
+            self._counts.append(torch.zeros_like(self._bias(router), dtype=torch.int64))
+            self._handles = [*getattr(self, "_handles", ()), router.register_forward_hook(partial(self._note, index, name))]
+        self.said = f"the biases of {len(routers)} routers move by {rate:g} after every step"
+
+    @staticmethod
+    def _bias(router: nn.Module) -> torch.Tensor:
+        bias = own_buffers(router)[BIAS]
+        assert bias is not None
+        return bias
+
+    def _note(self, index: int, name: str, router: nn.Module, args: Any, output: Any) -> None:
+        if not router.training or not torch.is_grad_enabled() or graph_task() is not None:
+            return
+        chosen = chosen_experts(output)
+        if chosen is None:
+            raise ModelError(
+                f"experts.bias_update_rate: {name} returns no table of the experts of every token, so they cannot be counted; use 0"
+            )
+        counts = self._counts[index]
+        counts.scatter_add_(0, chosen.detach().reshape(-1), torch.ones_like(chosen).reshape(-1))
+
+    def finish_reduction(self) -> None:
+        """Sum the counts over all ranks that have other tokens."""
+        if self.group is None or not self._counts:
+            self._totals = [counts.clone() for counts in self._counts]
+            return
+        summed = torch.cat(self._counts)
+        dist.all_reduce(summed, group=self.group)
+        self._totals = list(summed.split([len(counts) for counts in self._counts]))
+
+    def after_step(self, end: StepEnd) -> str:
+        """Move every bias by the rate."""
+        for router, counts in zip(self._routers, self._totals, strict=True):
+            if not end.skipped:
+                wide = counts.to(torch.float64)
+                bias = self._bias(router)
+                bias.add_((wide.mean() - wide).sign().to(bias.dtype), alpha=self.rate)
+        self.drop_gradients()
+        return ""
+
+    def drop_gradients(self) -> None:
+        """The step begins anew."""
+        for counts in self._counts:
+            counts.zero_()
+
+    def release(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,108 @@
+"""The balance loss of a model whose routers are on several pipeline stages.
+
+Transformers sums, over all routers of a model, how many tokens each expert was chosen for and the probabilities that it was given, and
+multiplies the two sums. So no stage can compute its part of the loss alone: the sums of the stages before are sent with the activations,
+and the gradient of the probabilities returns with theirs. In the order and the dtypes of Transformers' `load_balancing_loss_func`, so that
+the value is the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait._torch.passes import graph_task
+from plait.errors import ModelError
+from plait.model.experts import Router
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(tokens of each expert [experts], sums of its probabilities [experts], rows 0-dimensional)."""
+
+
+class RouterStatistics:
+    """What the routers of a rank's stages have chosen for the micro-batch that runs. `begin` and `end` of a stage's forward are called by
+    the pipeline."""
+
+    tensors = 3
+    """How many tensors are sent with the activations."""
+
+    def __init__(self, model: nn.Module, routers: Sequence[Router], *, experts: int, top_k: int) -> None:
+        self.experts, self.top_k = experts, top_k
+        self._logits: list[torch.Tensor] | None = None
+        self._before: Sums | None = None
+        self._mask: torch.Tensor | None = None
+        self._signature = inspect.signature(model.forward)
+        self._handles = [model.register_forward_pre_hook(self._note_mask, with_kwargs=True)]
+        for router in routers:
+            module = model.get_submodule(router.name)
+            self._handles.append(module.register_forward_hook(partial(self._note, router.index)))
+
+    def release(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- around the forward of a stage ------------------------------------------------------------------------------------------------
+
+    def begin(self, first: bool, received: Any) -> Any:
+        """Before it. `received`: what the stage before has sent; returns its activations alone."""
+        self._logits, self._mask, self._before = [], None, None
+        if first:
+            return received
+        received, self._before = received
+        return received
+
+    def end(self, output: Any) -> Any:
+        """After it, on a stage that is not the last: what is sent."""
+        return output, self.sums()
+
+    def like(self, output: Any) -> Any:
+        """The same of a stage that another rank runs: the shapes of what it sends."""
+        leaves = output if isinstance(output, tuple) else (output,)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        each = torch.zeros(self.experts, device=device)
+        return output, (each, torch.zeros_like(each), torch.zeros((), device=device))
+
+    # ---- the sums ---------------------------------------------------------------------------------------------------------------------
+
+    def sums(self) -> Sums:
+        """Of all routers so far."""
+        logits = self._logits or []
+        if self._before is not None:
+            tokens, probabilities, rows = self._before
+        else:
+            device = logits[0].device if logits else None
+            tokens = torch.zeros(self.experts, device=device)
+            probabilities, rows = torch.zeros_like(tokens), torch.zeros((), device=device)
+        for one in logits:
+            weights = torch.softmax(one, dim=-1)
+            chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
+            wide = weights if weights.dtype == torch.float64 else weights.float()
+            if self._mask is None:
+                counted = torch.ones_like(chosen, dtype=torch.float32)
+                probabilities, rows = probabilities + wide.sum(0), rows + len(one)
+            else:
+                mask = self._mask.reshape(-1).to(one.device, torch.float32)
+                counted = mask.repeat_interleave(self.top_k)
+                probabilities, rows = probabilities + (wide * mask.unsqueeze(-1)).sum(0), rows + mask.sum()
+            tokens = tokens + torch.zeros_like(tokens).scatter_add_(0, chosen, counted)
+        return tokens, probabilities, rows
+
+    def loss(self) -> torch.Tensor:
+        """The balance loss of the micro-batch whose last stage has run here; 0-dimensional."""
+        if self._logits is None:
+            raise ModelError("the balance loss of a pipeline is known on its last stage, after its forward")
+        tokens, probabilities, rows = self.sums()
+        return (tokens / rows * (probabilities / rows)).sum() * self.experts
+
+    def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._logits is not None and graph_task() is None:  # in a backward a block is recomputed
+            self._logits.append(output[index] if isinstance(output, tuple | list) else output)
+
+    def _note_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._mask = self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")

@@ -1,0 +1,252 @@
+"""Training of mixture-of-experts models, and the same in one process with Transformers' eager experts and its own loss. Imported by
+workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import plait
+from plait.losses.loss import Weighted
+from plait.verify.keep_float64 import keeping_float64
+from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
+from tests.parity import cases
+
+CLIPPING, STEPS = 0.5, 2
+Routed = Literal["spread", "one", "unused"]
+"""Where tokens go: by large scores; all to expert 0; never to expert 1."""
+LLAMA_LIKE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        **LLAMA_LIKE,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.05,
+        "sliding_window": None,
+    },
+    "qwen3_moe": {
+        **LLAMA_LIKE,
+        "num_hidden_layers": 3,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "router_aux_loss_coef": 0.05,
+    },
+    "deepseek_v3": {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "gpt_oss": {**LLAMA_LIKE, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with experts on a layout."""
+
+    family: str
+    stage: int = 0
+    degrees: tuple[tuple[str, Any], ...] = ()
+    balance: bool = False
+    routed: Routed = "spread"
+    rate: float = 0.0
+    more: tuple[tuple[str, Any], ...] = ()
+    dp: int = 1
+    mask: bool = True
+    kind: str = "eager"
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        product = self.dp
+        for axis in ("tp", "pp", "cp"):
+            product *= int(dict(self.degrees).get(axis, 1))
+        return product
+
+    @property
+    def name(self) -> str:
+        """For a test's id."""
+        parts = [self.family, f"dp{self.dp}", *(f"{axis}{size}" for axis, size in self.degrees), f"zero{self.stage}", self.routed]
+        parts += [word for word, on in (("balance", self.balance), ("bias", self.rate), ("unmasked", not self.mask)) if on]
+        return "-".join([*parts, *(key for key, _ in self.more)])
+
+
+def configured(case: Case) -> dict[str, Any]:
+    """A configuration file as a user would write it."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": case.stage},
+        "optimizer": cases.OPTIMIZER,
+        "parallel": {**dict(case.degrees), **dict(case.more)},
+        **({"experts": {"bias_update_rate": case.rate}} if case.rate else {}),
+    }
+
+
+def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu") -> nn.Module:
+    """With real weights, the same on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = AutoConfig.for_model(case.family, vocab_size=cases.VOCABULARY, **tokens, **SIZES[case.family])
+    config.output_router_logits = case.balance
+    config.use_cache = False
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation=case.kind).to(dtype)
+    if device == "cpu":
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith((".gate.weight", ".router.weight")):
+                    parameter.mul_(20)
+                elif "experts" in name:
+                    parameter.mul_(4)
+    for router in routers(model):
+        if case.routed != "spread":
+            router.register_forward_hook(all_to_first if case.routed == "one" else never_to_second)
+    return model.train()
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """Modules that choose experts."""
+    return [module for module in model.modules() if type(module).__name__.endswith(("TopKRouter", "TopkRouter"))]
+
+
+def all_to_first(module: nn.Module, args: Any, output: Any) -> Any:
+    """A hook of a router."""
+    logits, weights, chosen = output
+    return logits, weights, torch.zeros_like(chosen)
+
+
+def never_to_second(module: nn.Module, args: Any, output: Any) -> Any:
+    """A hook of a router."""
+    logits, weights, chosen = output
+    return logits, weights, torch.where(chosen == 1, 0, chosen)
+
+
+def steps(case: Case, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
+    """Micro-batches of other lengths and numbers of targets; one has none."""
+    keys = ("attention_mask",) if case.mask else ()
+    return cases.ragged_steps(micro_batches, steps=STEPS, keys=keys)
+
+
+def biases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what `experts.bias_update_rate` updates."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+Result = tuple[Trace, dict[str, torch.Tensor]]
+
+
+def train(rank: int, world: int, case: Case) -> Result:
+    """Runs in a worker."""
+    model = build(case)
+    with keeping_float64(model):
+        engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, steps(case, 2 * engine.dp_size))
+        engine.eval_batch(steps(case, 2)[0][0])  # tokens of an evaluation are not counted
+    return trace, biases(model)
+
+
+# ---- one process --------------------------------------------------------------------------------------------------------------------
+
+
+def reference(case: Case) -> Result:
+    """Of the same global batches."""
+    alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager")
+    return _reference(alone, 2 * case.dp)
+
+
+@cache
+def _reference(case: Case, micro_batches: int) -> Result:
+    model = build(case)
+    counts: dict[nn.Module, torch.Tensor] = {}
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        experts = len(module.e_score_correction_bias)
+        counts[module] = counts.get(module, torch.zeros(experts)) + torch.bincount(output[2].flatten(), minlength=experts)
+
+    if case.rate:
+        for router in routers(model):
+            router.register_forward_hook(count)
+
+    def move() -> None:
+        for router, found in counts.items():
+            for expert, tokens in enumerate(found.tolist()):
+                mean = float(found.sum()) / len(found)
+                router.e_score_correction_bias[expert] += case.rate * ((tokens < mean) - (tokens > mean))
+        counts.clear()
+
+    with keeping_float64(model):
+        trace = reference_trace(
+            model,
+            steps(case, micro_batches),
+            loss_fn=Weighted(transformers_loss, targets),
+            optimizer=lambda parameters: Updating(parameters, move),
+            clipping=CLIPPING,
+            forward=lambda module, batch: module(**batch),
+        )
+    return trace, biases(model)
+
+
+def transformers_loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """What Transformers computes from labels, balance loss included, as often as there are targets."""
+    count = targets(batch)
+    return (output.loss * count, count) if count else (output.logits.sum() * 0, 0)
+
+
+def targets(batch: dict[str, torch.Tensor]) -> int:
+    """Of a micro-batch."""
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+class Updating(torch.optim.AdamW):
+    """The optimizer of `cases`, after which `after` runs."""
+
+    def __init__(self, parameters: list[nn.Parameter], after: Callable[[], None]) -> None:
+        super().__init__(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+        self.after = after
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        self.after()
+        return found
+
+
+def assert_equal(case: Case, results: list[Result]) -> None:
+    """Losses, gradients, norms, weights and biases to 1e-10."""
+    expected, moved = reference(case)
+    seen: set[str] = set()
+    for trace, found in results:
+        bar = worst(compare(expected, trace))
+        assert bar.ok(1e-10), f"{case.name}: {bar.name}: {bar.error}"
+        for name, bias in found.items():  # a pipeline stage has its own
+            torch.testing.assert_close(bias, moved[name], rtol=0, atol=1e-12)
+            seen.add(name)
+    assert seen == set(moved)

@@ -1,0 +1,125 @@
+"""Routers: where their balance loss is added, how biases move, and what is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import ConfigError, ModelError
+from plait.losses.balance_loss import BalancedLoss, with_balance_loss
+from plait.losses.chunked_loss import ChunkedCausalLMLoss
+from plait.losses.loss import CausalLMLoss
+from plait.model.blocks import find_blocks
+from plait.model.experts import biased_routers, find_experts, recorded_routers
+from plait.parallel.experts.bias_update import BiasUpdate
+from plait.parallel.experts.router_statistics import RouterStatistics
+from plait.parallel.hooks import StepEnd
+from plait.parallel.order import check_all
+from tests.parity.experts import SIZES, Case, biases, build, routers
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_what_is_found_in_a_model(family: str) -> None:
+    model = build(Case(family), device="meta")
+    layers = {"mixtral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gpt_oss": 2}[family]
+    found = find_experts(model)
+    assert [experts.count for experts in found] == [routers(model)[0].num_experts] * layers
+    assert {name.rpartition(".")[0] for experts in found for name in experts.parameters} == {experts.name for experts in found}
+    assert [model.get_submodule(router.name) for router in recorded_routers(model)] == routers(model)
+    assert len(biased_routers(model)) == (layers if family == "deepseek_v3" else 0)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_statistics_are_transformers(mask: bool) -> None:
+    """The same bits as the model's own balance loss, and its gradient, from sums that went through two stages."""
+    model = build(replace(Case("mixtral"), balance=True), dtype=torch.float32)
+    ids = torch.arange(24).view(2, 12)
+    given = {"attention_mask": (torch.arange(12) < torch.tensor([[7], [12]])).long()} if mask else {}
+    expected = model(input_ids=ids, **given).aux_loss
+    first, second = recorded_routers(model)
+    stages = [RouterStatistics(model, [router], experts=4, top_k=2) for router in (first, second)]
+    for stage in stages:
+        stage.begin(True, None)
+    model(input_ids=ids, **given)
+    _, sums = stages[0].end(None)
+    stages[1]._before = sums
+    assert torch.equal(stages[1].loss(), expected)
+    weights = [model.get_submodule(router.name).weight for router in (first, second)]
+    for one, other in zip(*(torch.autograd.grad(loss, weights) for loss in (expected, stages[1].loss())), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
+
+
+class OwnLoss(CausalLMLoss):
+    """A user's, who adds what there is to add."""
+
+
+def test_whose_loss_is_balanced() -> None:
+    model = build(Case("mixtral", balance=True), device="meta")
+    for loss in (plait.causal_lm_loss, ChunkedCausalLMLoss(chunk_tokens=4)):
+        made = with_balance_loss(loss, model)
+        assert isinstance(made, BalancedLoss) and made.coefficient == 0.05 and made.split_logits
+    assert isinstance(with_balance_loss(OwnLoss(), model), OwnLoss)
+    assert with_balance_loss(plait.causal_lm_loss, build(Case("deepseek_v3"), device="meta")) is plait.causal_lm_loss
+
+
+def test_biases_move_towards_the_mean() -> None:
+    """Not in evaluation, not for a skipped step, and once for all micro-batches."""
+    model = build(Case("deepseek_v3"))
+    names = biased_routers(model)
+    hook, ids = BiasUpdate(model, names, rate=0.5, group=None), torch.arange(12).view(1, 12)
+    before = biases(model)
+    model.eval()(input_ids=ids)
+    with torch.no_grad():
+        model.train()(input_ids=ids)
+    hook.finish_reduction()
+    hook.after_step(StepEnd(skipped=False))
+    assert all(torch.equal(before[name], bias) for name, bias in biases(model).items())
+    counts: dict[str, torch.Tensor] = dict.fromkeys(names, torch.zeros(8))
+    for name in names:
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: counts.update({name: counts[name] + torch.bincount(output[2].flatten(), minlength=8)})
+        )
+    for skipped in (True, False):
+        counts = dict.fromkeys(names, torch.zeros(8))
+        for _ in range(2):
+            model(input_ids=ids).logits.sum().backward()
+        hook.finish_reduction()
+        hook.after_step(StepEnd(skipped=skipped))
+        moved = torch.zeros(2, 8) if skipped else torch.stack([0.5 * (6 - counts[name]).sign() for name in names])
+        for name, by in zip(names, moved, strict=True):
+            torch.testing.assert_close(biases(model)[f"{name}.e_score_correction_bias"], before[f"{name}.e_score_correction_bias"] + by)
+    hook.release()
+
+
+def check(case: Case, parallel: dict[str, Any], rate: float, **changes: Any) -> None:
+    model = build(case, device="meta")
+    for name, value in changes.items():
+        if name == "dtype":
+            model.to(value)
+        if name == "gradient_checkpointing":
+            model.model.gradient_checkpointing = value
+    world = 1
+    for axis in ("pp", "tp", "dp_replicate", "dp_shard"):
+        world *= parallel.get(axis, 1)
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "parallel": parallel}
+    resolved = resolve(load({**config, "experts": {"bias_update_rate": rate}}), world_size=world)
+    check_all(resolved.context(model=model, blocks=find_blocks(model)))
+
+
+REFUSED: list[tuple[Case, dict[str, Any], float, dict[str, Any], str]] = [
+    (Case("mixtral"), {}, 0.1, {}, "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`"),
+    (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of that size are lost"),
+    (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself"),
+    (Case("mixtral"), {"tp": 2}, 0.0, {}, "has styles that Plait does not apply: .*'moe_tp_experts'"),
+]
+
+
+@pytest.mark.parametrize(("case", "parallel", "rate", "changes", "message"), REFUSED)
+def test_refused(case: Case, parallel: dict[str, Any], rate: float, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=message):
+        check(case, parallel, rate, **changes)
