@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from plait._torch import (
     operators,
     passes,
     pipelining,
+    starting,
     storage,
     units,
     watched_shards,
@@ -618,3 +621,22 @@ def test_scale_rates() -> None:
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, milestones=[2])
     learning_rates.scale_rates(schedule, [3.0])
     assert [one.base_lrs for one in inner] == [[3.0], [3.0]] and schedule.get_last_lr() == [3.0]
+
+
+def test_started_by() -> None:
+    """The agent's handler takes the process that it is given, and starts one where it is given none."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+    given = subprocess.Popen([sys.executable, "-c", ""])
+    asked = []
+
+    def give(arguments: Any, environment: Any, files: Any) -> Any:
+        asked.append((list(arguments), environment["NAME"], files))
+        return given if len(asked) == 1 else None
+
+    with starting.started_by(give):
+        handlers = [get_subprocess_handler(sys.executable, ("-c", "print(1)"), {"NAME": "x"}, None, None, 0) for _ in range(2)]
+    later = get_subprocess_handler(sys.executable, ("-c", ""), {"NAME": "x"}, None, None, 0)
+    assert [handler.proc is given for handler in [*handlers, later]] == [True, False, False]
+    assert [handler.proc.wait() for handler in [*handlers, later]] == [0, 0, 0]
+    assert asked == [([sys.executable, "-c", "print(1)"], "x", (None, None))] * 2

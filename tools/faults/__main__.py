@@ -86,6 +86,9 @@ def restarted(size: str, only: str) -> Iterator[Row]:
         reference = restarts.undisturbed(at)
         for seed in range(repeat):
             yield restarts.killed(at, reference, kills=kills, seed=seed).plain()
+        if size != "small":
+            longer = restarts.undisturbed(at, steps=restarts.STANDBY_STEPS)
+            yield restarts.killed(at, longer, kills=kills, seed=0, standby=True).plain()
         for number in signals[: 1 if size == "small" else 3]:
             yield restarts.signalled(at, reference, number).plain()
         yield restarts.signalled(at, reference, signal.SIGUSR1, one_rank=True, restarts=2).plain()

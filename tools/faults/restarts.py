@@ -18,10 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.folder import find
+from plait.cli.launching.watch import ENDED
+from plait.cluster.topology import WATCH_FOLDER
+from plait.comm import board, stacks
 from tools.faults.forks import Ranks
 from tools.faults.runs import ROOT
 
 STEPS, EVERY = 160, 10
+STANDBY_STEPS = 1200
+"""Where processes stand by, which takes them a while after every start."""
+MARK = "PLAIT_FAULTS"
+"""A variable that the processes of a command have."""
 GRACE_SECONDS = 30.0
 LONGEST_SECONDS = 300.0
 
@@ -33,6 +40,8 @@ class Restart:
     what: str
     exit_code: int | None = None
     kills: int = 0
+    standby: bool = False
+    """Whether processes stood by."""
     next_step_seconds: list[float] = field(default_factory=list)
     """From each SIGKILL to the end of the next step."""
     ended_seconds: float | None = None
@@ -78,7 +87,13 @@ class Train:
         (folder / "run.json").write_text(json.dumps(content))
         self.metrics = folder / "run" / "metrics.jsonl"
         self.folder = folder
-        environment = {**os.environ, "PLAIT_CACHE": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}"}
+        environment = {
+            **os.environ,
+            MARK: str(folder),
+            "PLAIT_CACHE": str(folder.parent / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT / 'src'}",
+        }
         self.log = folder / "log"
         command = [sys.executable, "-m", "plait", "train", str(folder / "run.json"), *options]
         with self.log.open("ab") as log:
@@ -89,15 +104,24 @@ class Train:
         return [step for step, _ in losses(self.metrics)]
 
     def ranks(self) -> dict[int, int]:
-        """Rank to process."""
+        """Rank to process, of those that train."""
+        found = {}
+        for process, variables in self.processes().items():
+            folder = variables.get(WATCH_FOLDER)
+            reading = board.read(Path(folder, f"{process}.board")) if folder else None
+            if reading is not None and stacks.state(process) not in ENDED:
+                found[reading.rank] = process
+        return found
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """All that the command has started and that have not ended, with the environment that they were started with."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, ValueError):
-                if int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1]) == self.process.pid:
-                    variables = path.joinpath("environ").read_bytes().split(b"\0")
-                    rank = next((one for one in variables if one.startswith(b"RANK=")), None)
-                    if rank is not None:
-                        found[int(rank[5:])] = int(path.name)
+            with suppress(OSError, UnicodeDecodeError):
+                pairs = (one.partition("=") for one in path.joinpath("environ").read_text().split("\0"))
+                variables = {name: value for name, _, value in pairs}
+                if variables.get(MARK) == str(self.folder):
+                    found[int(path.name)] = variables
         return found
 
     def start(self) -> int:
@@ -118,6 +142,14 @@ class Train:
             if self.process.poll() is not None:
                 return False
             time.sleep(0.01)
+        return False
+
+    def wait_for_standby(self, times: int) -> bool:
+        """Until processes stand by for the `times`-th time; False where the run has ended."""
+        while self.process.poll() is None:
+            if self.log.read_text(errors="replace").count("standing by") >= times:
+                return True
+            time.sleep(0.05)
         return False
 
     def end(self) -> int:
@@ -150,20 +182,22 @@ def state(folder: Path) -> tuple[str, str, str] | None:
     return (found.manifest.tag, found.manifest.content, found.manifest.own_content) if found is not None else None
 
 
-def undisturbed(folder: Path) -> Path:
+def undisturbed(folder: Path, *, steps: int = STEPS) -> Path:
     """The folder of a run that nothing happens to."""
-    train = Train(folder / "undisturbed")
+    train = Train(folder / f"undisturbed-{steps}", steps=steps)
     if train.end():
         raise SystemExit(f"the run that nothing happens to failed:\n{train.log.read_text()[-3000:]}")
-    return folder / "undisturbed"
+    return train.folder
 
 
-def killed(folder: Path, reference: Path, *, kills: int, seed: int) -> Restart:
-    """SIGKILL of a rank at a random time, `kills` times; the launcher starts the ranks again."""
-    found, chance = Restart(f"plait train --max-restarts {kills}, a rank killed {kills} times"), random.Random(seed)
-    train = Train(folder / f"killed-{seed}", "--max-restarts", str(kills))
-    for _ in range(kills):
-        if not train.wait_for_steps():
+def killed(folder: Path, reference: Path, *, kills: int, seed: int, standby: bool = False) -> Restart:
+    """SIGKILL of a rank at a random time, `kills` times; the launcher starts the ranks again. `standby`: after processes stand by."""
+    options = ["--max-restarts", str(kills), *(["--standby"] if standby else [])]
+    found = Restart(f"plait train {' '.join(options)}, a rank killed {kills} times", standby=standby)
+    chance = random.Random(seed)
+    train = Train(folder / f"killed-{seed}{'-standby' if standby else ''}", *options, steps=STANDBY_STEPS if standby else STEPS)
+    for kill in range(kills):
+        if not train.wait_for_steps() or (standby and not train.wait_for_standby(kill + 1)):
             break
         time.sleep(chance.uniform(0, 0.3))
         victims = train.ranks()
@@ -177,7 +211,10 @@ def killed(folder: Path, reference: Path, *, kills: int, seed: int) -> Restart:
         found.next_step_seconds.append(round(time.monotonic() - at, 2))
     found.exit_code = train.end()
     _compare(found, train.folder, reference)
-    _check(found, {f"exit code {found.exit_code}": found.exit_code == 0, f"only {found.kills} kills": found.kills == kills}, train)
+    checks = {f"exit code {found.exit_code}": found.exit_code == 0, f"only {found.kills} kills": found.kills == kills}
+    if standby:
+        checks["a restart took more than 3 s"] = max(found.next_step_seconds, default=0) <= 3
+    _check(found, checks, train)
     return found
 
 
@@ -221,7 +258,7 @@ def _compare(found: Restart, folder: Path, reference: Path) -> None:
 def _check(found: Restart, checks: dict[str, bool], train: Train) -> None:
     checks |= {"other losses": found.same_losses is not False, "another state at the end": found.same_state is not False}
     found.wrong += [what for what, right in checks.items() if not right]
-    left = list(train.ranks().values())
+    left = list(train.processes())
     if left:
         found.wrong.append(f"processes left: {left}")
     if found.wrong:

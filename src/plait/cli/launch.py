@@ -46,6 +46,7 @@ def launch(
     standalone: Annotated[bool, _one("--standalone", help="This machine alone, as without --nnodes.")] = False,
     log_dir: Annotated[Path | None, _one(metavar="FOLDER", help="Keep what each rank prints in files there, too.")] = None,
     max_restarts: Annotated[int, _one(metavar="N", help="Times that all ranks start again.")] = 0,
+    standby: Annotated[bool, _one("--standby", help="Keep processes that have imported all for it.")] = False,
     grace: Annotated[float, _one(metavar="S", help="Seconds to end in after Ctrl-C or SIGTERM.")] = DEFAULT_GRACE_SECONDS,
     nnodes: Annotated[str | None, meeting(*NODES, metavar="N", help="Machines: N, or MIN:MAX.")] = None,
     node_rank: NodeRank = None,
@@ -93,13 +94,14 @@ def launch(
             rdzv_endpoint=rdzv_endpoint,
             rdzv_id=rdzv_id,
             max_restarts=max_restarts,
+            standby=standby,
             grace_seconds=grace,
             timeout_seconds=timeout,
         )
         raise typer.Exit(_start(command, settings, follow_stdin=lifeline))
     given = {"--nnodes": nnodes, "--node-rank": node_rank, "--rdzv-endpoint": rdzv_endpoint, "--rdzv-id": rdzv_id, "--log-dir": log_dir}
     rule = "given together with --hostfile, which defines the machines and their ranks"
-    refuse_given({**given, "--max-restarts": max_restarts or None}, rule, "leave one of them out")
+    refuse_given({**given, "--max-restarts": max_restarts or None, "--standby": standby or None}, rule, "leave one of them out")
     refuse(checked_alike(grace=grace, timeout=timeout, port=master_port))
     hosts = hostfiles.select(hostfiles.read(hostfile), include=include, exclude=exclude)
     there = remote.Remote(

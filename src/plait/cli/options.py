@@ -47,6 +47,7 @@ RdzvEndpoint = Annotated[str | None, meeting(metavar="HOST:PORT", help="Where ma
 RdzvId = Annotated[str | None, meeting(metavar="NAME", help="Name of the job, where several meet.")]
 
 MaxRestarts = Annotated[int, typer.Option("--max-restarts", metavar="N", help="Times to go on from the newest checkpoint.")]
+Standby = Annotated[bool, typer.Option("--standby", help="Keep processes that have imported all for a restart.")]
 
 
 def refuse_given(options: Mapping[str, object], rule: str, remedy: str) -> None:

@@ -17,8 +17,21 @@ import typer
 from rich.console import Console
 
 from plait.cli import launch
+from plait.cli.launching import settings
 from plait.cli.launching.settings import Settings, parse_nodes
-from plait.cli.options import MasterAddr, MasterPort, MaxRestarts, NodeRank, NodesOfRun, Nproc, RdzvEndpoint, RdzvId, Set, refuse_given
+from plait.cli.options import (
+    MasterAddr,
+    MasterPort,
+    MaxRestarts,
+    NodeRank,
+    NodesOfRun,
+    Nproc,
+    RdzvEndpoint,
+    RdzvId,
+    Set,
+    Standby,
+    refuse_given,
+)
 from plait.cluster.launchers import claim
 from plait.cluster.topology import cpu_count, default_processes, device_count, machine_name, place
 from plait.errors import ConfigError, InputError, PlaitError, Problem
@@ -45,6 +58,7 @@ def train(
     rdzv_endpoint: RdzvEndpoint = None,
     rdzv_id: RdzvId = None,
     max_restarts: MaxRestarts = 0,
+    standby: Standby = False,
 ) -> None:
     """Train the model in FILE on the text in FILE.
 
@@ -64,7 +78,7 @@ def train(
         "rdzv_endpoint": rdzv_endpoint,
         "rdzv_id": rdzv_id,
     }
-    restarts = {"--max-restarts": max_restarts or None}
+    restarts = {"--max-restarts": max_restarts or None, "--standby": standby or None}
     options = {f"--{name.replace('_', '-')}": value for name, value in meeting.items()}
     if claim(os.environ) is not None:
         if fresh:
@@ -80,10 +94,16 @@ def train(
         if fresh:
             raise InputError("--fresh: several machines cannot rename one folder; rename it yourself, or set another run.folder")
         raise typer.Exit(
-            _start_one_of(file, overrides, processes=nproc_per_node, nodes=nodes, meeting={**meeting, "max_restarts": max_restarts})
+            _start_one_of(
+                file,
+                overrides,
+                processes=nproc_per_node,
+                nodes=nodes,
+                meeting={**meeting, "max_restarts": max_restarts, "standby": standby},
+            )
         )
     refuse_given(options, "sets where machines meet, and --nnodes is 1", "add --nnodes, or leave it out")
-    raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node, max_restarts=max_restarts))
+    raise typer.Exit(_start(file, overrides, fresh=fresh, processes=nproc_per_node, max_restarts=max_restarts, standby=standby))
 
 
 def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, nodes: tuple[int, int], meeting: dict[str, Any]) -> int:
@@ -102,15 +122,16 @@ def _start_one_of(file: Path, overrides: list[str], *, processes: int | None, no
             rule = f"they do not divide over {maximum} machines ({wanted} % {maximum} = {wanted % maximum})"
             raise ConfigError(Problem("run.processes", wanted, rule, "set a multiple of the machines, or give --nproc-per-node"))
         processes = wanted // maximum
-    settings = Settings(processes or default_processes(), min_nodes=minimum, max_nodes=maximum, **meeting)
-    return launch.run(["plait.cli.train", "--one-of-several", str(file), *overrides], settings)
+    asked = Settings(processes or default_processes(), min_nodes=minimum, max_nodes=maximum, **meeting)
+    return launch.run(["plait.cli.train", "--one-of-several", str(file), *overrides], asked)
 
 
-def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None, max_restarts: int) -> int:
+def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | None, max_restarts: int, standby: bool) -> int:
     """What a person runs: nothing is started before everything was checked."""
     from plait.cli.planning.automatic import planned_file
     from plait.config.resolving.resolve import load
 
+    settings.check(Settings(processes or 1, max_restarts=max_restarts, standby=standby))
     console = _console()
     planned = planned_file(file, overrides, fresh=fresh, say=partial(console.print, soft_wrap=True))
     if planned is not None:
@@ -127,8 +148,8 @@ def _start(file: Path, overrides: list[str], *, fresh: bool, processes: int | No
     _announce(checked, console, config, processes=processes)
     if processes == 1 and not max_restarts:
         return _train(checked, console, config, file=file, again=_command(file, overrides), patient=True)
-    settings = Settings(processes, max_restarts=max_restarts, stack_folder=checked.folder.path / "stacks")
-    return launch.run(["plait.cli.train", str(file), *overrides], settings)
+    asked = Settings(processes, max_restarts=max_restarts, standby=standby, stack_folder=checked.folder.path / "stacks")
+    return launch.run(["plait.cli.train", str(file), *overrides], asked)
 
 
 def _work(file: Path, overrides: list[str], *, announced: bool) -> int:

@@ -1,4 +1,4 @@
-"""How much memory this machine has left for this process."""
+"""How much memory this machine has left, and what a process takes of it."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def free_host_bytes() -> int | None:
         cache = next(line for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file "))
         found.append(int((folder / "memory.max").read_text()) - used + int(cache.split()[1]))
     return min(found) if found else None
+
+
+def process_bytes(process: int) -> int:
+    """What a process takes, with its share of what it has in common with others; 0 where the kernel does not say."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+    return 0

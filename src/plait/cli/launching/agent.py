@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 
+from plait._torch.starting import started_by
 from plait.cli.launching import lifeline, rendezvous, watch
 from plait.cli.launching.failures import POLL_SECONDS, Reporter, process_exit_code
 from plait.cli.launching.lifeline import SIGNALS, on_signals
 from plait.cli.launching.settings import DEFAULT_PORT, Settings, check
+from plait.cli.launching.standby import Standby
 from plait.cli.launching.watch import RankWatch
 from plait.cluster.topology import thread_count
 from plait.errors import CommunicationError, ConfigError, NumbersError, ParityError, PlaitError
@@ -62,7 +64,9 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
     with (
         tempfile.TemporaryDirectory(prefix="plait-launch-") as folder,
         _quiet_torchrun(),
-        _environment({**_additions(settings), **watch.environment(Path(folder)), **(environment or {})}),
+        closing(Standby(settings.processes if settings.standby else 0, Path(folder), WORKER, _say)) as standby,
+        _environment({**_additions(settings), **watch.environment(Path(folder)), **standby.environment(), **(environment or {})}),
+        started_by(standby.take),
         # Until torch's agent has started ranks and handles signals, nothing needs an orderly end, and waiting for the other machines
         # happens in C++, where a handler in Python would not run.
         on_signals(signal.SIG_DFL),
@@ -73,7 +77,7 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
         try:
             handler = rendezvous.make(settings)
             logs = _Logs(folder, reporter, settings.log_folder)
-            agent = Agent(_spec(command, settings, handler), logs, reporter, ranks, settings.grace_seconds)
+            agent = Agent(_spec(command, settings, handler), logs, reporter, ranks, standby, settings.grace_seconds)
             if follow_stdin:
                 lifeline.follow(agent)
             result = agent.run()
@@ -91,11 +95,13 @@ def launch(command: Sequence[str], settings: Settings, *, environment: Mapping[s
 class Agent(LocalElasticAgent):
     """torchrun's agent for the ranks of this machine."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, reporter: Reporter, watch: RankWatch, grace_seconds: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, reporter: Reporter, watch: RankWatch, standby: Standby, grace_seconds: float
+    ) -> None:
         super().__init__(spec, logs_specs=logs)
         self.grace_seconds = grace_seconds
         self.exit_code = 1
-        self._reporter, self._watch = reporter, watch
+        self._reporter, self._watch, self._standby = reporter, watch, standby
         self._failed_attempts = 0
         self._ended: dict[int, int] = {}
         self._interrupted = False
@@ -129,6 +135,8 @@ class Agent(LocalElasticAgent):
             if self._failed_attempts <= worker_group.spec.max_restarts:
                 self._reporter.tell_restart()
             return RunResult(state=WorkerState.FAILED)
+        if result.state == WorkerState.HEALTHY:
+            self._standby.look()
         return result
 
     def _signal_that_ranks_heard(self, worker_group: WorkerGroup) -> signal.Signals | None:

@@ -38,6 +38,8 @@ class Settings:
     rdzv_id: str | None = None
     max_restarts: int = 0
     """How often all ranks are started again after one failed."""
+    standby: bool = False
+    """Keep one more process a rank, with its imports done, for the next start."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     """How long the ranks may take to end after the launcher was interrupted."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
@@ -101,6 +103,9 @@ def _numbers(settings: Settings) -> list[Problem]:
         problems.append(Problem("--nnodes", settings.max_nodes, f"more than {MOST_NODES} machines", "use fewer"))
     if settings.max_restarts < 0:
         problems.append(Problem("--max-restarts", settings.max_restarts, "cannot be negative", "use 0 to stop at the first failure"))
+    if settings.standby and not settings.max_restarts and settings.min_nodes == settings.max_nodes:
+        rule = "processes stand by for a restart, and there is none"
+        problems.append(Problem("--standby", None, rule, "add --max-restarts N, or leave it out"))
     problems += checked_alike(grace=settings.grace_seconds, timeout=settings.timeout_seconds, port=settings.master_port)
     if settings.rdzv_endpoint is not None:
         match = re.fullmatch(r"\S+:(\d{1,5})", settings.rdzv_endpoint)

@@ -6,6 +6,7 @@ launcher prints the first failure first. The process never outlives its launcher
 
     python worker.py LAUNCHER_PID script.py arguments...
     python worker.py LAUNCHER_PID -m module arguments...
+    python worker.py LAUNCHER_PID --stand-by DESCRIPTOR      imports what the ranks have, until it is told to be one (`standby`)
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import io
 import json
 import os
 import signal
+import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -32,6 +36,24 @@ THREADS_SECONDS = 2
 """Of them for threads that are not daemons: others wait meanwhile."""
 
 
+IMPORTED = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "trl",
+    "plait",
+)
+"""Packages that are imported while a process stands by: nothing in them is different on another rank."""
+LOOK_SECONDS = 1.0
+"""Imports that rest for this long are listed."""
+
+
 class UserError(Exception):
     """A script or module that cannot be started: told without a traceback."""
 
@@ -39,8 +61,11 @@ class UserError(Exception):
 def main(arguments: list[str]) -> None:
     """Run it. Exits with the script's own exit code, 1 after an exception, or a PlaitError's code."""
     _die_with(int(arguments[0]))
+    if arguments[1] == "--stand-by":
+        arguments = [arguments[0], *_stand_by(int(arguments[2]))]
     faulthandler.enable()
     _write_stacks_when_asked()
+    _list_imports()
     try:
         code, module = _load_module(arguments[2:]) if arguments[1] == "-m" else _load_script(arguments[1:])
         sys.modules["__main__"] = module
@@ -173,6 +198,69 @@ def _write_stacks_when_asked() -> None:
     if folder and number.isdigit() and os.path.isdir(folder):
         file = os.open(os.path.join(folder, f"{os.getpid()}.stack"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         faulthandler.register(int(number), file=file, all_threads=True)
+
+
+def _list_imports() -> None:
+    """Where a launch has processes that stand by, one rank of the machine keeps a list of its imports for them, in a thread."""
+    path = os.environ.get("PLAIT_STANDBY")
+    if path and os.environ.get("LOCAL_RANK") == "0":
+        threading.Thread(target=_keep_list, args=(path,), name="plait-imports", daemon=True).start()
+
+
+def _keep_list(path: str) -> None:
+    seen = written = 0
+    while True:
+        time.sleep(LOOK_SECONDS)
+        names = [name for name in list(sys.modules) if name.partition(".")[0] in IMPORTED]
+        if len(names) == seen != written:
+            packages = {name: _origin(name) for name in IMPORTED if name in names}
+            with open(f"{path}.partial", "w", encoding="utf-8") as file:
+                json.dump({"packages": packages, "modules": names}, file)
+            os.replace(f"{path}.partial", path)
+            written = seen
+        seen = len(names)
+
+
+def _origin(name: str) -> str | None:
+    spec = importlib.util.find_spec(name)
+    return spec.origin if spec is not None else None
+
+
+def _stand_by(descriptor: int) -> list[str]:
+    """Import what the ranks list, whenever the launcher says that there is more; then be a rank: its arguments."""
+    sys.path[0] = sysconfig.get_path("stdlib")  # not the folder of this file; the rank's own is not known yet
+    line = socket.socket(fileno=descriptor)
+    while True:
+        text, files, *_ = socket.recv_fds(line, 4096, 2)
+        if not text:
+            sys.exit(0)
+        order = text.decode().strip()
+        if order.startswith("run "):
+            break
+        with contextlib.suppress(OSError), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            _import(os.environ["PLAIT_STANDBY"])
+        line.sendall(b"ready\n" * len(order.splitlines()))
+    line.close()
+    with open(order[4:], encoding="utf-8") as file:
+        told = json.load(file)
+    os.unlink(order[4:])
+    for number, given in zip(told["files"], files, strict=True):
+        os.dup2(given, number)
+        os.close(given)
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    arguments: list[str] = told["arguments"]
+    return arguments[1:]  # after the launcher's process
+
+
+def _import(path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        listed = json.load(file)
+    alike = {name for name, origin in listed["packages"].items() if _origin(name) == origin}  # a script may bring its own
+    for name in listed["modules"]:
+        if name.partition(".")[0] in alike:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def _die_with(launcher: int) -> None:
