@@ -315,6 +315,15 @@ def _number_of_mesh(device: torch.device) -> int:
     return _meshes
 
 
+def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """The default group of the launcher's processes, as `build_mesh` would make it, for code that wants one before any model is there; it
+    is the caller's, who may end it. Nothing where there is one. Raises ConfigError where the processes do not know where to meet."""
+    if not dist.is_initialized():
+        here = place()
+        finish_at_exit()
+        _make_default_group(here, local_device(None, here), timeout, host_tensors=False)
+
+
 def local_device(device_type: str | None, here: RankInfo) -> torch.device:
     """This process's device: `cuda:local_rank`, or the CPU."""
     kind = device_type or accelerator.available_type()

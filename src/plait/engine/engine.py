@@ -278,8 +278,8 @@ class Engine(EngineFacts):
             return self._boundary
         return (self._micro_step + 1) % self.config.batch.accumulation == 0
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide for the current micro-batch whether it is the last; forgotten after `step`."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide for the current micro-batch whether it is the last; forgotten after `step`. None: as counted."""
         self._boundary = is_boundary
 
     def was_step_applied(self) -> bool:

@@ -9,8 +9,8 @@ import torch
 
 from plait.cluster.topology import place
 from plait.engine.engine import Engine
+from plait.engine.weights import full_weights, load_weights_of, uncut
 from plait.errors import InputError, warn
-from plait.hf.weights import full_weights, load_weights_of, uncut
 
 TAG = "plait"
 """Folder of the engine's checkpoint in `checkpoint-N`."""

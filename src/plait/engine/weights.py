@@ -56,14 +56,19 @@ def full_weights(engine: Engine, *, trained: bool = False) -> dict[str, torch.Te
     return found
 
 
-def load_weights_of(engine: Engine, folder: Path, *, tag: str) -> None:
-    """The weights of a checkpoint of the engine's, and nothing else of it. Collective. Raises CheckpointError."""
+def load_weights_of(engine: Engine, folder: str | Path, *, tag: str | None) -> Reader | None:
+    """The weights of a checkpoint of the engine's, and nothing else of it; with `tag` None of the newest, None where there is none.
+    Collective. Raises CheckpointError."""
     free_gathered(engine.model)
-    reader = Reader(candidates(place_of(folder), tag)[0])
+    found = candidates(place_of(folder), tag)
+    if not found:
+        return None
+    reader = Reader(found[0])
     reader.verify("full", rank=engine.rank, world=engine.world_size)
     tensors, _ = model_content.content(engine.model)
     reader.fill(tensors)
     model_content.put_values(engine.model, reader.values)
+    return reader
 
 
 def uncut(engine: Engine) -> nn.Module:

@@ -1,0 +1,34 @@
+"""DeepSpeed's functions, for scripts in its style: `import plait.compat.deepspeed as deepspeed`.
+
+Names, order of arguments and return values are those of DeepSpeed 0.19.8; what runs is Plait's engine. What is not there raises and says
+what to use instead. docs/deepspeed-scripts.md lists both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.compat.deepspeed import pipe, utils, zero
+from plait.compat.deepspeed.distributed import add_config_arguments, init_distributed
+from plait.compat.deepspeed.engine import DeepSpeedEngine, PipelineEngine
+from plait.compat.deepspeed.pipe import PipelineModule
+from plait.compat.deepspeed.refused import FUNCTIONS, missing
+from plait.compat.deepspeed.start import initialize
+
+__all__ = [
+    "DeepSpeedEngine",
+    "PipelineEngine",
+    "PipelineModule",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "pipe",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise missing("deepspeed", name, FUNCTIONS)
