@@ -34,7 +34,8 @@ class Guard(StepHook):
         """Whether the handle has the model no more."""
         self._parts, self._handle = parts, handle
         self._lost: Lost | None = None
-        self._known = {id(p): p for p in parts.model.parameters()}
+        self.known = {id(p): p for p in parts.model.parameters()}
+        """The parameters that the model has had since it was sharded."""
         self._frozen = {name: p for name, p in parts.model.named_parameters() if not p.requires_grad}
         self._in_buckets = parts.hooks.of(Reducer) is not None
         self.backwards = 0
@@ -97,7 +98,7 @@ class Guard(StepHook):
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._known:
+                if parameter.grad is not None and id(parameter) not in self.known:
                     raise InputError(
                         f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that was not the model's when plait.initialize "
                         "was called, so its gradient is this rank's alone; put all parts into the model before, and freeze "

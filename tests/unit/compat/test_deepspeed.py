@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import plait.compat.deepspeed as deepspeed
+from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.refused import METHODS, missing
-from plait.compat.deepspeed.start import _configuration
+from plait.compat.deepspeed.start import _configuration, _drops_last, _resolved, _set_local_rank
 from plait.errors import ConfigError, InputError
 
 MODEL = nn.Linear(2, 2)
@@ -30,7 +33,7 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
         (lambda: deepspeed.initialize(model=MODEL, config={"train_batch_size": 1}), "no optimizer"),
         (lambda: deepspeed.initialize(model=deepspeed.PipelineModule([MODEL]), config=CONFIG), "loss_fn"),
         (lambda: deepspeed.PipelineModule([MODEL], partition_method="uniform"), "predicted time"),
-        (lambda: deepspeed.PipelineModule([MODEL], activation_checkpoint_interval=1), "recompute"),
+        (lambda: deepspeed.PipelineModule([MODEL], activation_checkpoint_interval=2), "use 1"),
         (lambda: deepspeed.PipelineModule([MODEL], topology=object()), "topology"),
         (lambda: deepspeed.init_distributed(rank=3), "rank is 0 here"),
         (lambda: deepspeed.init_distributed("mpi"), "these devices use"),
@@ -73,5 +76,73 @@ def test_missing_names() -> None:
 
 
 def test_parameters_without_an_engine_are_left_alone() -> None:
-    with deepspeed.zero.GatheredParameters(MODEL.weight, modifier_rank=0) as (weight,):
-        assert weight is MODEL.weight
+    with deepspeed.zero.GatheredParameters(MODEL.weight, modifier_rank=0):
+        MODEL.weight.detach().fill_(3.0)
+    assert MODEL.weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+class Gpt(nn.Module):
+    """In the style of nanoGPT."""
+
+    def __init__(self, config: Any = None, *, scaled: bool = False) -> None:
+        super().__init__()
+        if config is not None:
+            self.config = config
+        self.embed, self.head = nn.Embedding(4, 2), nn.Linear(2, 4)
+        self.apply(self._init_weights)
+        if scaled:
+            self.head.weight.data *= 0.5
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def test_what_a_constructor_sets_is_not_lost_under_zero_init() -> None:
+    """Weights on meta are drawn later, by methods that run again; what runs in a constructor alone is refused."""
+    with deepspeed.zero.Init():
+        repeated, alone, scaled = Gpt(config={}), Gpt(), Gpt(config={}, scaled=True)
+    refuse_lost_writes(repeated)
+    with pytest.raises(InputError, match=r"embed.weight is set by normal_ in Gpt._init_weights \(test_deepspeed.py"):
+        refuse_lost_writes(alone)
+    with pytest.raises(InputError, match=r"head.weight is set by (__imul__|data) in Gpt.__init__"):
+        refuse_lost_writes(scaled)
+    with deepspeed.zero.Init(enabled=False):
+        refuse_lost_writes(Gpt())
+    with deepspeed.zero.Init(), pytest.raises(InputError, match="inside of zero.Init"):
+        deepspeed.initialize(model=alone, config=CONFIG)
+
+
+def test_arguments_of_scripts() -> None:
+    args = argparse.Namespace(local_rank=-1)
+    _set_local_rank(args)
+    assert args.local_rank == 0
+    with pytest.raises(InputError, match="it is 0 here"):
+        _set_local_rank(argparse.Namespace(local_rank=3))
+    assert _drops_last({"dataloader_drop_last": True}) and not _drops_last({})
+
+
+def test_a_pipeline_module_changes_the_configuration() -> None:
+    resolved = _resolved(CONFIG, deepspeed.PipelineModule([MODEL], num_stages=1, activation_checkpoint_interval=1))
+    assert (resolved.layout.pp, resolved.recompute.mode) == (1, "full")
+
+
+def test_what_scripts_import() -> None:
+    from plait.compat.deepspeed import comm
+    from plait.compat.deepspeed.accelerator import get_accelerator
+    from plait.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from plait.compat.deepspeed.utils import RepeatingLoader, log_dist
+
+    assert comm.get_local_rank() == 0 and not comm.is_initialized() and get_accelerator() is deepspeed.get_accelerator()
+    assert torch.device(get_accelerator().device_name(0)).type == get_accelerator().device_name()
+    with pytest.raises(InputError, match="torch.Stream"):
+        get_accelerator().Stream()
+    assert type(FusedAdam(MODEL.parameters(), lr=0.5)) is torch.optim.AdamW
+    made = DeepSpeedCPUAdam(MODEL.parameters(), adamw_mode=False, weight_decay=0.1)
+    assert type(made) is torch.optim.Adam and made.param_groups[0]["weight_decay"] == 0.1
+    with pytest.raises(InputError, match="amsgrad"):
+        FusedAdam(MODEL.parameters(), amsgrad=True)
+    assert list(itertools.islice(RepeatingLoader([1, 2]), 5)) == [1, 2, 1, 2, 1]
+    log_dist("loss 3", ranks=[0])
+    with pytest.raises(InputError, match="safe_get_full_grad"):
+        deepspeed.utils.safe_update_full_grad_vectorized()

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from plait.compat.deepspeed import pipe, utils, zero
+from plait.compat.deepspeed import accelerator, comm, ops, pipe, utils, zero
+from plait.compat.deepspeed.accelerator import get_accelerator
 from plait.compat.deepspeed.distributed import add_config_arguments, init_distributed
-from plait.compat.deepspeed.engine import DeepSpeedEngine, PipelineEngine
+from plait.compat.deepspeed.engine import DeepSpeedEngine
+from plait.compat.deepspeed.messages import log_dist
 from plait.compat.deepspeed.pipe import PipelineModule
+from plait.compat.deepspeed.pipeline_engine import PipelineEngine
 from plait.compat.deepspeed.refused import FUNCTIONS, missing
 from plait.compat.deepspeed.start import initialize
+
+__version__ = "0.19.8"
+"""Of the DeepSpeed whose calls these are; scripts ask for it."""
 
 __all__ = [
     "DeepSpeedEngine",
     "PipelineEngine",
     "PipelineModule",
+    "accelerator",
     "add_config_arguments",
+    "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "ops",
     "pipe",
     "utils",
     "zero",

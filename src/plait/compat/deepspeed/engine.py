@@ -5,38 +5,48 @@ A name that neither this nor the model has raises and says what to use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from plait import exact
 from plait.cluster.topology import place
+from plait.compat.deepspeed.loaders import loader_of
 from plait.compat.deepspeed.optimizer import EngineOptimizer
 from plait.compat.deepspeed.refused import METHODS, missing
+from plait.compat.deepspeed.saved import SavedState
 from plait.engine.engine import Engine
-from plait.engine.weights import full_weights, load_weights_of
-from plait.errors import CheckpointError, InputError
-from plait.parallel.data.data_parallel import free_gathered
+from plait.errors import InputError, warn
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(SavedState):
     """Made by `deepspeed.initialize`. `plait` is the engine of Plait's that does the work."""
 
-    def __init__(self, engine: Engine, training_dataloader: DataLoader[Any] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        config: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
         self.plait = engine
-        self.optimizer = EngineOptimizer(engine)
+        self.config = config
+        """As it was given to `initialize`."""
+        self.optimizer = EngineOptimizer(engine, self.zero_grad)
         self.lr_scheduler = engine.lr_scheduler
-        self.training_dataloader = training_dataloader
+        self.collate_fn = collate_fn
+        self.training_dataloader: DataLoader[Any] | None = None
         self.micro_steps = 0
         """Calls of `step`."""
         self.is_reduced = False
         """Whether the gradients that there are are those of a full step, over all ranks."""
+        self._drop_last = drop_last
+        self._applied = self._has_stepped = False
+        self._counted = 0
+        """Calls of `step` in the step that is not over."""
         self._boundary: bool | None = None
         self._in_no_sync = False
 
@@ -76,7 +86,12 @@ class DeepSpeedEngine:
         if self._in_no_sync:
             raise InputError("engine.step() inside of engine.no_sync(): gradients there are not reduced; call it behind, after a backward")
         self._tell_boundary()
+        ends = self.plait.is_gradient_accumulation_boundary()
+        self._applied = False
         self.plait.step()
+        self._applied = ends and self.plait.was_step_applied()
+        self._has_stepped |= ends
+        self._counted = 0 if ends else self._counted + 1
         self.micro_steps += 1
         self.is_reduced = False
 
@@ -106,7 +121,13 @@ class DeepSpeedEngine:
         self._boundary = is_boundary
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the step so far."""
+        """Drop the gradients of the step so far; warns where that loses micro-batches that `step` has counted, for `step` frees them."""
+        lost = self.plait.sharded.guard.backwards
+        if lost and self._counted and self.plait.rank == 0:
+            warn(
+                f"engine.zero_grad() drops the gradients of {lost} micro-batches of a step that is not over (gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps()}), so the step is of the others alone; leave it out, engine.step() frees gradients"
+            )
         self.plait.zero_grad()
         self.is_reduced = False
 
@@ -118,12 +139,34 @@ class DeepSpeedEngine:
         """Set evaluation mode."""
         self.plait.eval()
 
-    # ---- facts ----------------------------------------------------------------------------------------------------------------------
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this data-parallel rank's samples; shuffled in the route `train`, in order in `eval` and `predict`."""
+        return loader_of(
+            self.plait,
+            dataset,
+            collate_fn=collate_fn or self.collate_fn,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            shuffle=route == "train",
+            drop_last=self._drop_last,
+            workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
+        )
 
-    @property
-    def module(self) -> nn.Module:
-        """The user's model, sharded in place."""
-        return self.plait.model
+    def destroy(self) -> None:
+        """Let go of the model, and of the process group if `initialize` made it."""
+        self.plait.close()
+
+    # ---- facts ----------------------------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -151,6 +194,16 @@ class DeepSpeedEngine:
         return self.plait.dp_size
 
     @property
+    def mp_world_size(self) -> int:
+        """Processes that share a layer's weights (tensor parallelism)."""
+        return self.plait.mesh.layout.tp
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """torch's group of the processes with different slices of the batch; None for one."""
+        return self.plait.mesh.group(*self.plait.parts.batch_axes)
+
+    @property
     def global_steps(self) -> int:
         """Optimizer steps, skipped ones too."""
         return self.plait.global_steps
@@ -164,6 +217,10 @@ class DeepSpeedEngine:
     def global_samples(self) -> int:
         """Samples of all steps."""
         return self.plait.global_steps * self.train_batch_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """Which slice of the batch this process reads."""
+        return self.plait.dp_rank
 
     def train_batch_size(self) -> int:
         """Samples of a step, all ranks."""
@@ -189,30 +246,42 @@ class DeepSpeedEngine:
         """Whether a ZeRO stage above 0 is on."""
         return self.zero_optimization_stage() > 0
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded and freed after use."""
+        return self.zero_optimization_stage() == 3
+
     def fp16_enabled(self) -> bool:
         """Whether blocks compute in float16."""
-        return self.plait.config.precision.compute == torch.float16
+        return self.plait.config.precision.compute == "float16"
 
     def bfloat16_enabled(self) -> bool:
         """Whether blocks compute in bfloat16."""
-        return self.plait.config.precision.compute == torch.bfloat16
+        return self.plait.config.precision.compute == "bfloat16"
 
     def loss_scale(self) -> float:
         """The constant scale of the configuration; 0 is dynamic, or none. `engine.optimizer.loss_scale` is the present one."""
         scale = self.plait.config.precision.loss_scale
         return scale.static if scale is not None else 0
 
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale follows from overflows."""
+        return self.fp16_enabled() and self.loss_scale() == 0
+
     def gradient_clipping(self) -> float:
         """The largest norm; 0 does not clip."""
         return self.plait.config.gradient_clipping
 
-    def get_global_grad_norm(self) -> float:
-        """Norm of the last step's gradients over all ranks, unscaled, before clipping."""
-        return self.plait.get_global_grad_norm()
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients over all ranks, unscaled, before clipping; None before the first step."""
+        return self.plait.get_global_grad_norm() if self._has_stepped else None
 
     def was_step_applied(self) -> bool:
-        """Whether the last step updated the parameters."""
-        return self.plait.was_step_applied()
+        """Whether the last call of `step` updated the parameters."""
+        return self._applied
 
     def get_lr(self) -> list[float]:
         """Current learning rate of every parameter group."""
@@ -221,130 +290,3 @@ class DeepSpeedEngine:
     def get_mom(self) -> list[Any]:
         """Betas, or momentum, of every parameter group."""
         return [group.get("betas", group.get("momentum")) for group in self.plait.optimizer.param_groups]
-
-    # ---- state ----------------------------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | int | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write a checkpoint of Plait's, which loads on any layout, as `save_dir/tag` (default `global_step10`). Collective. Returns True.
-        Raises CheckpointError, and InputError for what cannot be honoured."""
-        if not save_latest:
-            raise InputError("engine.save_checkpoint(save_latest=False): the newest checkpoint is the latest; save into another folder")
-        if exclude_frozen_parameters:
-            raise InputError("engine.save_checkpoint(exclude_frozen_parameters=True): a checkpoint holds all parameters; leave it out")
-        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.plait.save_checkpoint(save_dir, tag=name, client_state=client_state or {})
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from `load_dir/tag`, or from the latest. Returns its path and the client state; (None, None) where there is none.
-        Collective. `load_module_only` loads the weights alone. Raises CheckpointError, and InputError for what cannot be honoured."""
-        if not load_module_strict or custom_load_fn is not None:
-            raise InputError(
-                "engine.load_checkpoint(load_module_strict=False, custom_load_fn=...): a checkpoint is of exactly this model; leave them "
-                "out, or change names in what plait.load_trained reads"
-            )
-        if not load_module_only and not (load_optimizer_states and load_lr_scheduler_states):
-            raise InputError(
-                "engine.load_checkpoint(load_optimizer_states=False, load_lr_scheduler_states=False): optimizer and schedule are loaded "
-                "together, or neither; use load_module_only=True"
-            )
-        name = str(tag) if tag is not None else None
-        if load_module_only:
-            reader = load_weights_of(self.plait, load_dir, tag=name)
-            if reader is None:
-                return None, None
-            return str(reader.path), exact.decode(reader.manifest.metadata["client_state"], where="client_state")
-        self.is_reduced = False
-        found = self.plait.load_checkpoint(load_dir, tag=name)
-        return (str(found[0]), found[1]) if found is not None else (None, None)
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's state with full tensors, on every rank. Collective: call it on every rank, also where one alone writes it."""
-        if self.plait.mesh.layout.pp > 1:
-            raise InputError("engine.module_state_dict(): a rank of a pipeline has a part of the model; call engine.save_16bit_model")
-        free_gathered(self.module)
-        frozen = {n for n, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        found = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in self.module.state_dict().items()
-        }
-        return {name: value for name, value in found.items() if not (exclude_frozen_parameters and name in frozen)}
-
-    state_dict = module_state_dict
-
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the full weights, in the dtype of the computation, with torch.save. Collective; the first process needs memory for all of
-        them. Returns True. Raises CheckpointError, on that process, where the file cannot be written."""
-        dtype = self.plait.config.precision.compute
-        weights = full_weights(self.plait, trained=exclude_frozen_parameters)
-        if self.plait.rank == 0:
-            path = Path(save_dir) / save_filename
-            cast = {name: value.to(dtype) if dtype and value.is_floating_point() else value for name, value in weights.items()}
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(cast, path)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
-        return True
-
-    def empty_partition_cache(self) -> None:
-        """Free parameters that are gathered."""
-        free_gathered(self.module)
-
-    def destroy(self) -> None:
-        """Let go of the model, and of the process group if `initialize` made it."""
-        self.plait.close()
-
-
-class PipelineEngine(DeepSpeedEngine):
-    """Of a `PipelineModule`: full steps only."""
-
-    _batches: Iterator[Any] | None = None
-
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One optimizer step over the next micro-batches, `(inputs, labels)` each, of the iterator, or of `training_data` again and again.
-        Returns the mean over micro-batches and data-parallel ranks; 0-dimensional."""
-        if data_iter is None:
-            if self._batches is None:
-                if self.training_dataloader is None:
-                    raise InputError("engine.train_batch(): pass an iterator, or training_data= to initialize")
-                self._batches = _repeated(self.training_dataloader)
-            data_iter = self._batches
-        loss = self.plait.train_batch(iter(data_iter)).loss
-        self.micro_steps += self.gradient_accumulation_steps()
-        return loss
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise InputError("engine(...) of a pipeline: call engine.train_batch(iterator), which runs full steps")
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise InputError("engine.backward of a pipeline: call engine.train_batch(iterator), which runs full steps")
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused."""
-        raise InputError("engine.step of a pipeline: call engine.train_batch(iterator), which runs full steps")
-
-
-def _repeated(loader: DataLoader[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader

@@ -1,14 +1,11 @@
-"""From a parameter that a script holds to the engine that has it, its full value, and back."""
+"""From a parameter that a script holds to the engine that has it."""
 
 from __future__ import annotations
 
 import weakref
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from plait._torch.dtensor import local_tensor, local_window
 from plait._torch.units import has_unreduced
 from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.errors import InputError
@@ -28,7 +25,7 @@ def find(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Parameter] | None
     what is gathered. None where no engine has it. Raises InputError between the micro-batches of a step."""
     for engine in list(_ENGINES):
         names = [name for name, own in engine.module.named_parameters() if own is parameter]
-        if not names and not any(own is parameter for group in engine.optimizer.param_groups for own in group["params"]):
+        if not names and id(parameter) not in engine.plait.sharded.guard.known:
             continue
         if has_unreduced(engine.module):
             raise InputError(
@@ -50,22 +47,9 @@ def found(parameter: nn.Parameter) -> tuple[DeepSpeedEngine, nn.Parameter]:
     return known
 
 
-@torch.no_grad()
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the full value, on this device. Collective where it is split."""
-    return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-@torch.no_grad()
-def write(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a parameter, or this rank's part of it, a full value."""
-    if value.shape != parameter.shape:
-        raise InputError(f"a value of shape {tuple(value.shape)} was given for a parameter of shape {tuple(parameter.shape)}")
-    part = value[local_window(parameter)] if isinstance(parameter, DTensor) else value
-    local_tensor(parameter).copy_(part)
-
-
 def refuse_in_step(engine: DeepSpeedEngine, what: str) -> None:
     """Raise InputError for a change between a backward and its step."""
     if engine.plait.sharded.guard.backwards:
-        raise InputError(f"{what} changes weights between a backward and its engine.step(), so gradients would be of others; change them after")
+        raise InputError(
+            f"{what} changes weights between a backward and its engine.step(), so gradients would be of others; change them after"
+        )

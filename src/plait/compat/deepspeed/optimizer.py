@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -13,11 +14,12 @@ from plait.errors import InputError
 class EngineOptimizer(torch.optim.Optimizer):
     """Groups and states are the engine's optimizer's. A schedule of torch may be built over it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine  # and no more: everything else is the engine's optimizer's
+    def __init__(self, engine: Engine, drop: Callable[[], None]) -> None:
+        """`drop`: of the gradients."""
+        self._engine, self._drop = engine, drop  # and no more: everything else is the engine's optimizer's
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_engine":
+        if name in ("_engine", "_drop"):
             raise AttributeError(name)
         return getattr(self._engine.optimizer, name)
 
@@ -55,9 +57,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the step so far; `engine.step()` has dropped those that it used."""
-        self._engine.zero_grad()
+        self._drop()
 
-    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+    def step(self, closure: Any = None) -> NoReturn:
         """Refused: it would update without the reduction, the clipping and the loss scale."""
         raise InputError("optimizer.step(): call engine.step(), which reduces, clips and updates at the end of a step's micro-batches")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait._torch.operators import tree_map
 from plait.compat.deepspeed.refused import refuse_given
 from plait.errors import InputError
 from plait.model.pipeline_module import LayerSpec, TiedLayerSpec
@@ -22,10 +23,14 @@ _REMEDIES = {
 
 
 class PipelineModule(PlaitPipelineModule):
-    """`loss_fn(output, labels)` is a micro-batch's mean loss. `num_stages` is `parallel.pp` of the configuration, which may also say it."""
+    """`loss_fn(output, labels)` is a micro-batch's mean loss. `num_stages` is `parallel.pp` of the configuration, which may also say it.
+
+    Every process builds all layers and keeps those of its stage; under `zero.Init()` it builds them without memory."""
 
     loss_fn: Callable[[Any, Any], torch.Tensor] | None
     num_stages: int | None
+    recomputed: bool
+    """Whether layers compute again in the backward what they would keep: `parallel.recompute.mode` = "full" of the configuration."""
 
     def __init__(
         self,
@@ -44,13 +49,26 @@ class PipelineModule(PlaitPipelineModule):
             raise InputError(f"deepspeed.PipelineModule(seed_layers=, base_seed=): leave them out: {_REMEDIES['seed_fn']}")
         if partition_method != "parameters":
             raise InputError(
-                f"deepspeed.PipelineModule(partition_method={partition_method!r}): stages are balanced by their predicted time; leave it out"
+                f"deepspeed.PipelineModule(partition_method={partition_method!r}): stages are balanced by predicted time; leave it out"
             )
-        if activation_checkpoint_interval:
+        if activation_checkpoint_interval not in (0, 1):
             raise InputError(
-                "deepspeed.PipelineModule(activation_checkpoint_interval=...): blocks are recomputed one by one; leave it out and write "
-                '"parallel": {"recompute": {"mode": "full"}} in the configuration'
+                f"deepspeed.PipelineModule(activation_checkpoint_interval={activation_checkpoint_interval}): layers are recomputed one by "
+                "one; use 1"
             )
         super().__init__(layers)
         self.num_stages = num_stages
+        self.recomputed = bool(activation_checkpoint_interval)
         object.__setattr__(self, "loss_fn", loss_fn)  # a module too is no layer
+
+    def forward(self, value: Any) -> Any:
+        """Through all layers."""
+        for layer in self.layers:
+            value = tree_map(_writable, layer(value))
+        return value
+
+
+def _writable(value: Any) -> Any:
+    """What a stage has received may be written to by its first layer (nn.ReLU(inplace=True)), so it is given a copy, as DeepSpeed does."""
+    received = isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+    return value.clone() if received else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from plait.cluster import accelerator
 from plait.errors import InputError
 
 
@@ -11,25 +12,39 @@ class MissingName(InputError, AttributeError):
     """A name of DeepSpeed's that is not there. An AttributeError too, so that `hasattr` answers."""
 
 
+_RECOMPUTE = 'write "parallel": {"recompute": {"mode": "full"}} in the configuration'
 FUNCTIONS: Mapping[str, str] = {
     "init_inference": "call plait.generate(model, prompts, config=...), or generate of the engine that has the model",
     "tp_model_init": 'write "parallel": {"tp": 2} in the configuration',
-    "comm": "call torch.distributed, whose default group is the one that Plait uses",
-    "ops": 'write "optimizer" in the configuration, or pass an optimizer of torch',
-    "checkpointing": 'write "parallel": {"recompute": {"mode": "full"}} in the configuration',
+    "checkpointing": f"call torch.utils.checkpoint.checkpoint, or {_RECOMPUTE}",
     "moe": "experts are not distributed by Plait",
-    "runtime": "pass what its classes are for to initialize (an optimizer, a schedule of torch)",
+    "runtime": "pass what its classes are for to initialize (an optimizer, a schedule of torch); torch.manual_seed seeds",
     "DeepSpeedConfig": "call plait.load_config(file)",
+    "OnDevice": "build the model under torch.device('meta')",
 }
 """By name in the module `deepspeed`."""
 
-_PRECISION = 'write "bf16": {"enabled": true} or "fp16" in the configuration; parameters and optimizer keep the dtype of the model'
+_LOCAL = "parts differ from layout to layout; call the function with `full` in the place of `local`"
+_LEAF = "units are the model's blocks; name them in parallel.blocks"
+UTILS: Mapping[str, str] = {
+    **{f"safe_{verb}_local_{what}": _LOCAL for verb in ("get", "set") for what in ("fp32_param", "grad", "optimizer_state")},
+    "safe_update_full_grad_vectorized": "call safe_get_full_grad and safe_set_full_grad for each parameter",
+    "set_z3_leaf_modules": _LEAF,
+    "unset_z3_leaf_modules": _LEAF,
+    "z3_leaf_module": _LEAF,
+    "groups": "engine.plait.mesh has the process groups",
+    "OnDevice": FUNCTIONS["OnDevice"],
+}
+"""By name in `deepspeed.utils`."""
+
+_PRECISION = 'write "bf16": {"enabled": true} or "fp16" in the configuration'
 _SIZES = "write it in the configuration and call initialize again; checkpoints load with other batch sizes"
 _BACKWARD = "call engine.backward(loss), which scales and divides"
+_OFFLOAD = 'write "zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the configuration'
 METHODS: Mapping[str, str] = {
     "to": "initialize has moved the model to engine.device",
-    "cuda": "initialize has moved the model to engine.device",
-    "cpu": "save_16bit_model or module_state_dict give the weights on the CPU",
+    accelerator.NAME: "initialize has moved the model to engine.device",
+    "cpu": "save_16bit_model or module_state_dict give the weights",
     "half": _PRECISION,
     "bfloat16": _PRECISION,
     "float": _PRECISION,
@@ -40,22 +55,24 @@ METHODS: Mapping[str, str] = {
     "set_train_batch_size": _SIZES,
     "set_train_micro_batch_size": _SIZES,
     "compile": 'write "compile": {"enabled": true} in the configuration',
-    "offload_states": 'write "zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the configuration',
-    "reload_states": 'write "zero_optimization": {"offload_optimizer": {"device": "cpu"}} in the configuration',
+    "offload_states": _OFFLOAD,
+    "reload_states": _OFFLOAD,
     "coalesce_grad_reduction": "use engine.no_sync(), which works at every ZeRO stage",
     "train_batch": "call engine(batch), engine.backward(loss) and engine.step(); pipelines (PipelineModule) have train_batch",
     "eval_batch": "call engine.eval() and engine(batch)",
     "monitor": "write what the engine returns to a tracker of your own",
+    "timers": "measure with time.perf_counter()",
+    "tput_timer": "measure with time.perf_counter()",
     "save_fp16_model": "call engine.save_16bit_model",
     "generate": "call engine.plait.generate(prompts, ...)",
 }
 """Of the engine."""
+_LISTED = "docs/deepspeed-scripts.md lists what is there; `plait` itself may have it"
 
 
-def missing(where: str, name: str, table: Mapping[str, str]) -> MissingName:
-    """The error for a name that is not there."""
-    remedy = table.get(name, "docs/deepspeed-scripts.md lists what is there; `plait` itself may have it")
-    return MissingName(f"{where}.{name}: plait.compat.deepspeed has no such name; {remedy}")
+def missing(where: str, name: str, table: Mapping[str, str], *, otherwise: str = _LISTED) -> MissingName:
+    """The error for a name that is not there; its remedy is the table's, or `otherwise`."""
+    return MissingName(f"{where}.{name}: plait.compat.deepspeed has no such name; {table.get(name, otherwise)}")
 
 
 def refuse_given(function: str, remedies: Mapping[str, str], **given: object) -> None:

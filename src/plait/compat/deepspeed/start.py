@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
+from plait.cluster.topology import place
 from plait.compat.deepspeed import held
+from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.distributed import PORT, refuse_no_group, refuse_port
-from plait.compat.deepspeed.engine import DeepSpeedEngine, PipelineEngine
+from plait.compat.deepspeed.engine import DeepSpeedEngine
 from plait.compat.deepspeed.optimizer import EngineOptimizer
 from plait.compat.deepspeed.pipe import PipelineModule
+from plait.compat.deepspeed.pipeline_engine import PipelineEngine
 from plait.compat.deepspeed.refused import refuse_given
+from plait.compat.deepspeed.saved import refuse_shards_as_weights
+from plait.config.reading.source import read
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved, load
 from plait.engine.build import initialize as plait_initialize
-from plait.engine.engine import Engine
 from plait.errors import ConfigError, InputError, Problem
 from plait.optim.optimizer import build_optimizer
 from plait.sharded.assemble import resolved_for
@@ -48,32 +53,70 @@ def initialize(
 
     The configuration is `args.deepspeed_config` or `config`, never both; `config_params` is read where neither is given. `optimizer` is an
     optimizer over the model's parameters or a function of `model_parameters`, and takes the place of the configuration's; that one is built
-    over `model_parameters`, parameters or groups of them (all trained ones where it is not given). `lr_scheduler` is a schedule or a function
-    of the optimizer. Collective. Raises ConfigError, ModelError or InputError before any harm, and InputError for what cannot be honoured.
+    over `model_parameters`, parameters or groups of them (all trained ones where it is not given). `lr_scheduler` is a schedule or a
+    function of the optimizer. Collective. Raises ConfigError, ModelError or InputError before any harm, and InputError for what cannot be
+    honoured.
     """
     refuse_given("initialize", _REMEDIES, mpu=mpu, mesh_param=mesh_param)
     refuse_port(distributed_port)
     refuse_no_group(dist_init_required)
     if not isinstance(model, nn.Module):
         raise InputError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}")
-    resolved = _resolved(_configuration(args, config, config_params), model)
+    if torch.get_default_device().type == "meta":
+        raise InputError(
+            "deepspeed.initialize inside of zero.Init(): tensors have no memory there; build the model inside, and call it after"
+        )
+    refuse_lost_writes(model)
+    _set_local_rank(args)
+    source = _configuration(args, config, config_params)
+    resolved = _resolved(source, model)
+    _keep_master_weights(model, resolved)
     chosen = _optimizer(resolved, model, optimizer, list(model_parameters) if model_parameters is not None else None)
     if chosen is not None and optimizer is None:  # it is the configuration's, over the caller's groups
         resolved = resolved.model_copy(update={"sources": {**resolved.sources, "optimizer.type": "default"}})
     loss: dict[str, Any] = {"loss_fn": _mean(model), "weight_fn": lambda batch: 1} if isinstance(model, PipelineModule) else {}
     engine = plait_initialize(model, resolved, optimizer=chosen, lr_scheduler=lr_scheduler, **loss)
-    ours = PipelineEngine(engine) if isinstance(model, PipelineModule) else DeepSpeedEngine(engine)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    ours = kind(engine, config=source, collate_fn=collate_fn, drop_last=_drops_last(source))
     held.remember(ours)
+    refuse_shards_as_weights(model)
     if training_data is not None:
-        ours.training_dataloader = _loader(engine, training_data, collate_fn)
+        ours.training_dataloader = ours.deepspeed_io(training_data)
     return ours, ours.optimizer, ours.training_dataloader, ours.lr_scheduler
+
+
+def _set_local_rank(args: Any) -> None:
+    """`args.local_rank`, where a script has it, is that of the launcher, as DeepSpeed sets it."""
+    given = getattr(args, "local_rank", None)
+    if given is None:
+        return
+    found = place().local_rank
+    if given not in (-1, found):
+        raise InputError(f"args.local_rank = {given}: it is {found} here; leave --local_rank out, the launcher's variables say it")
+    args.local_rank = found
+
+
+def _keep_master_weights(model: nn.Module, resolved: Resolved) -> None:
+    """A model in float16 or bfloat16 that computes in one of them keeps float32 master weights, as under DeepSpeed."""
+    if resolved.precision.compute is not None:
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+
+
+def _drops_last(source: Any) -> bool:
+    """`dataloader_drop_last` of the configuration, which says nothing about training."""
+    tree = read(source).tree if isinstance(source, str | Path | Mapping) else {}
+    return bool(tree.get("dataloader_drop_last", False))
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Any:
     config = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
     if from_args is not None and config is not None:
-        raise InputError("deepspeed.initialize was given a configuration in args.deepspeed_config and one in config=; leave one of them out")
+        raise InputError(
+            "deepspeed.initialize was given a configuration in args.deepspeed_config and one in config=; leave one of them out"
+        )
     found = from_args if from_args is not None else config
     if found is None:
         raise InputError("deepspeed.initialize needs a configuration: pass config=, or --deepspeed_config FILE in args")
@@ -81,8 +124,11 @@ def _configuration(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _resolved(config: Any, model: nn.Module) -> Resolved:
-    stages = model.num_stages if isinstance(model, PipelineModule) else None
-    resolved = resolved_for(model, load(config, [f"parallel.pp={stages}"] if stages is not None else []))
+    overrides = []
+    if isinstance(model, PipelineModule):
+        overrides += [f"parallel.pp={model.num_stages}"] if model.num_stages is not None else []
+        overrides += ["parallel.recompute.mode=full"] if model.recomputed else []
+    resolved = resolved_for(model, load(config, overrides))
     if resolved.sources.get(MICRO) == CALLERS:
         rule = "the configuration has no batch size, and DeepSpeed's calls count samples"
         raise ConfigError(Problem(MICRO, None, rule, f"write {MICRO} or train_batch_size"))
@@ -138,20 +184,3 @@ def _mean(model: PipelineModule) -> Callable[[Any, Any], tuple[torch.Tensor, int
     if loss_fn is None:
         raise InputError("deepspeed.initialize: PipelineModule(loss_fn=...) is missing, a function of (output, labels)")
     return lambda output, batch: (loss_fn(output, batch[-1]), 1)
-
-
-def _loader(engine: Engine, data: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
-    """Micro-batches of this data-parallel rank's samples, shuffled as torch's DistributedSampler does."""
-    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-        raise InputError(
-            "deepspeed.initialize(training_data=...) takes a data set with a length: ranks would all read the same of a stream; make a "
-            "DataLoader of your own over the part of engine.plait.dp_rank"
-        )
-    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=engine.dp_size, rank=engine.dp_rank)
-    return DataLoader(
-        data,
-        batch_size=engine.train_micro_batch_size_per_gpu(),
-        sampler=sampler,
-        collate_fn=collate_fn,
-        pin_memory=engine.device.type != "cpu",
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from plait._torch.dtensor import local_tensor
+from plait._torch.dtensor import local_tensor, local_window
 from plait._torch.modules import own_parameters
+from plait._torch.operators import tree_map
+from plait._torch.storage import version_of
+from plait.compat.deepspeed.constructor import NotedWrites
 from plait.compat.deepspeed.engine import DeepSpeedEngine
-from plait.compat.deepspeed.held import find, full, refuse_in_step, write
+from plait.compat.deepspeed.held import find, refuse_in_step
+from plait.compat.deepspeed.parts import full, write
 from plait.compat.deepspeed.refused import refuse_given
 from plait.errors import InputError
 
@@ -30,7 +35,8 @@ _INIT = {
 
 class Init:
     """A context in which a model is built without memory, under `torch.device("meta")`; `initialize` gives each rank its parts, initialised
-    by the classes of the model, the same numbers on every layout. The configuration given here is not read; `initialize` reads its own."""
+    by the classes of the model, the same numbers on every layout, and refuses a model whose constructor sets weights itself. The
+    configuration given here is not read; `initialize` reads its own."""
 
     def __init__(
         self,
@@ -56,18 +62,20 @@ class Init:
     def __enter__(self) -> None:
         if self._enabled:
             self._stack.enter_context(torch.device("meta"))
+            self._stack.enter_context(NotedWrites())
 
     def __exit__(self, *problem: Any) -> None:
         self._stack.close()
 
 
 class GatheredParameters:
-    """A context in which modules hold full parameters in place of shards. Collective at both ends.
+    """A context in which parameters are full in place of shards. Collective at both ends.
 
-    Inside, read and write them through their module (`engine.module.head.weight`), or through the list that the context gives; a shard that
-    was taken from the model before stays a shard. What `modifier_rank` has written is every rank's afterwards, at ZeRO stage 0 too; without
-    it changes are lost. Parameters that no engine has are left as they are. Raises InputError for changes of shards, for parameters that
-    were replaced, for parameters on meta, in a pipeline, and with `modifier_rank` between a backward and its step.
+    Inside, torch's functions and methods of a given parameter, wherever it was taken from, and its module's, use its full value. What
+    `modifier_rank` has written is every rank's afterwards, at ZeRO stage 0 too. Parameters that no engine has are left as they are.
+    `enabled` changes nothing: scripts give True at stage 3 alone, and parameters are sharded at stages 1 and 2 too. Raises InputError for
+    shards that were changed without `modifier_rank`, for parameters that were replaced, for parameters on meta, in a pipeline, and with
+    `modifier_rank` between a backward and its step.
     """
 
     def __init__(
@@ -78,75 +86,95 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         refuse_given("zero.GatheredParameters", {"fwd_module": "a forward inside of the context is refused"}, fwd_module=fwd_module)
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        given = [params] if isinstance(params, nn.Parameter) else list(params)
         self._given = list({id(parameter): parameter for parameter in given}.values())
-        self._rank, self._enabled = modifier_rank, enabled
+        self._rank = modifier_rank
         self._held: list[_Held] = []
+        self._stack = ExitStack()
 
-    def __enter__(self) -> list[nn.Parameter]:
-        if not self._enabled:
-            return self._given
+    def __enter__(self) -> None:
         if any(parameter.is_meta for parameter in self._given):
-            raise InputError("zero.GatheredParameters: the model is on meta and has no values before deepspeed.initialize; gather them after")
+            raise InputError(
+                "zero.GatheredParameters: the model is on meta and has no values before deepspeed.initialize; gather them after"
+            )
         known = [find(parameter) for parameter in self._given]
-        for engine in {engine for entry in known if entry is not None for engine in entry[:1]}:
+        for engine in {entry[0] for entry in known if entry is not None}:
             if engine.plait.mesh.layout.pp > 1:
                 raise InputError("zero.GatheredParameters: a rank of a pipeline has a part of the model; change weights before initialize")
             if self._rank is not None:
                 refuse_in_step(engine, "zero.GatheredParameters(modifier_rank=...)")
-        entries = [_Held(*entry) if entry is not None else None for entry in known]
-        self._held = [entry for entry in entries if entry is not None]
-        for entry in self._held:
-            entry.open()
-        return [entry.full if entry is not None else own for entry, own in zip(entries, self._given, strict=True)]
+        self._held = [_Held(*entry) for entry in known if entry is not None]
+        full_of = {id(parameter): held.full for held in self._held for parameter in (held.own,)}
+        full_of |= {id(given): full_of[id(entry[1])] for given, entry in zip(self._given, known, strict=True) if entry is not None}
+        self._stack.enter_context(_FullValues(full_of))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._stack.close()
         held, self._held = self._held, []
-        wrong = [entry for entry in held if not entry.close()]
+        replaced = [entry for entry in held if not entry.close()]
         if kind is not None or not held:
             return
-        bad = torch.tensor(len(wrong), device=held[0].engine.device)
+        changed = [entry for entry in held if self._rank is None and entry.is_changed()]
+        lost = torch.tensor([len(replaced), len(changed)], device=held[0].engine.device)
         if dist.is_initialized():
-            dist.all_reduce(bad)
-        if bad:
+            dist.all_reduce(lost)
+        if lost[0]:
             raise InputError(
-                "zero.GatheredParameters: a shard was changed, or a parameter replaced, inside of the context, which no rank would keep; "
-                "write in place, through the module (with torch.no_grad(): engine.module.head.weight.copy_(...))"
+                "zero.GatheredParameters: a parameter was replaced inside of the context, which no rank would keep; write in place "
+                "(with torch.no_grad(): engine.module.head.weight.copy_(...))"
+            )
+        if lost[1]:
+            raise InputError(
+                "zero.GatheredParameters: a parameter was changed inside of the context, and no rank says that its change is the one to "
+                "keep; give modifier_rank=0"
             )
         for entry in held if self._rank is not None else ():
             value = entry.full.detach().contiguous()
-            dist.broadcast(value, src=self._rank)
+            if dist.is_initialized():
+                dist.broadcast(value, src=self._rank)
             write(entry.own, value)
+
+
+class _FullValues(TorchFunctionMode):
+    """torch's functions are given the full value where they are given a shard: code may have taken the shard before."""
+
+    def __init__(self, full_of: Mapping[int, nn.Parameter]) -> None:
+        super().__init__()
+        self._full_of = full_of
+
+    def __torch_function__(self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def full_one(value: Any) -> Any:
+            return self._full_of.get(id(value), value)
+
+        return func(*tree_map(full_one, args), **tree_map(full_one, kwargs or {}))
 
 
 class _Held:
     """One parameter while it is full."""
 
     def __init__(self, engine: DeepSpeedEngine, own: nn.Parameter) -> None:
-        self.engine, self.own = engine, own
-        self.full = own
-        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self._before: torch.Tensor | None = None
-
-    def open(self) -> None:
         """Put the full value in the shard's place. Collective."""
-        if not isinstance(self.own, DTensor):
+        self.engine, self.own, self.full = engine, own, own
+        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        if not isinstance(own, DTensor):
             return
-        with torch.no_grad():
-            self._before = local_tensor(self.own).clone()
-        self.full = nn.Parameter(full(self.own), requires_grad=self.own.requires_grad)
-        registries = [own_parameters(module) for module in self.engine.module.modules()]
-        self._places = [(registry, name) for registry in registries for name, value in registry.items() if value is self.own]
+        self.full = nn.Parameter(full(own), requires_grad=own.requires_grad)
+        self._version = version_of(self.full)
+        registries = [own_parameters(module) for module in engine.module.modules()]
+        self._places = [(registry, name) for registry in registries for name, value in registry.items() if value is own]
         for registry, name in self._places:
             registry[name] = self.full
 
+    def is_changed(self) -> bool:
+        """Whether the full value is another one than the shard's, as far as this rank can see."""
+        if not isinstance(self.own, DTensor):
+            return False
+        here = local_tensor(self.own.detach())
+        return version_of(self.full) > self._version or not torch.equal(self.full.detach()[local_window(self.own)], here)
+
     def close(self) -> bool:
-        """Put the shard back. Whether neither was replaced or changed."""
-        if self._before is None:
-            return True
-        with torch.no_grad():
-            good = torch.equal(self._before, local_tensor(self.own))
+        """Put the shard in its place again. Whether the full value was still there."""
+        good = all(registry.get(name) is self.full for registry, name in self._places)
         for registry, name in self._places:
-            good = good and registry.get(name) is self.full
             registry[name] = self.own
         return good

@@ -1,0 +1,36 @@
+"""`deepspeed.comm`: torch.distributed, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from plait.cluster.topology import place
+from plait.compat.deepspeed.distributed import init_distributed
+from plait.compat.deepspeed.refused import missing
+
+__all__ = ["get_global_rank", "get_local_rank", "get_world_group", "init_distributed"]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if not hasattr(dist, name):
+        raise missing("deepspeed.comm", name, {}, otherwise="call torch.distributed, whose default group is the one that Plait uses")
+    return getattr(dist, name)
+
+
+def get_local_rank() -> int:
+    """This process among those of its machine."""
+    return place().local_rank
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """torch's default group; None before there is one."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """Of a process of `group`, among all."""
+    return dist.get_global_rank(group, group_rank) if group is not None else group_rank
