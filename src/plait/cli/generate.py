@@ -48,6 +48,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Quant(StrEnum):
+    """Of the linear layers' weights."""
+
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a process of the command gets."""
@@ -67,6 +75,8 @@ class Asked:
     """Of it, for keys, values and activations."""
     host_bytes: int = 0
     """That may be pinned."""
+    quant: str | None = None
+    scratch: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,7 +86,7 @@ _tokens = in_panel("Choice of tokens")
 
 @app.command()
 def generate_command(
-    model: Annotated[Path, typer.Option(metavar="FOLDER", help="One of save_pretrained, or a run's folder, or one of its checkpoints.")],
+    model: Annotated[Path, typer.Option(metavar="FOLDER", help="Of save_pretrained, or a run, or one of its checkpoints.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; the answer goes to standard output.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL: each line has prompt, token_ids or messages.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL to write, one line for each of --prompts.")] = None,
@@ -84,16 +94,18 @@ def generate_command(
     temperature: Annotated[float | None, _tokens(metavar="T", help="0 takes the likeliest token. (default: the model's)")] = None,
     top_k: Annotated[int | None, _tokens(metavar="N", help="Draw among the N likeliest.")] = None,
     top_p: Annotated[float | None, _tokens(metavar="P", help="Draw among the likeliest that have probability P together.")] = None,
-    min_p: Annotated[float | None, _tokens(metavar="P", help="Draw among those with P times the likeliest one's probability.")] = None,
+    min_p: Annotated[float | None, _tokens(metavar="P", help="Draw among those with P times the best one's probability.")] = None,
     repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
     stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
-    seed: Annotated[int | None, _tokens(metavar="N", help="Of the first prompt; the next has N + 1. (default: a new one)")] = None,
-    tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices that hold the model.")] = AUTO,
+    seed: Annotated[int | None, _tokens(metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
+    tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices.")] = AUTO,
     pp: Annotated[str, _layout(metavar="N", help="Pipeline stages; or auto.")] = AUTO,
     nproc_per_node: Annotated[
         int | None, _layout(min=1, metavar="N", help="Devices of this machine to use at most. (default: all)")
     ] = None,
     dtype: Annotated[Dtype, _layout(metavar="NAME", help="float32, bfloat16, float16; or as stored.")] = Dtype.stored,
+    quant: Annotated[Quant, _layout(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
+    scratch: Annotated[Path | None, _layout(metavar="FOLDER", help="For quantised layers that are streamed. (default: /tmp)")] = None,
     gpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
     batch_size: Annotated[int, _layout(min=1, metavar="N", help="Prompts that are decoded together.")] = 16,
@@ -105,6 +117,8 @@ def generate_command(
     """
     from plait.inference.deployment import Work, deploy, deploy_streamed
     from plait.inference.prompt_file import read_prompts
+    from plait.inference.quantised import sizes_of
+    from plait.inference.quantised_files import quantised_copy
     from plait.inference.source import open_source
     from plait.units import bytes_of
 
@@ -131,8 +145,9 @@ def generate_command(
     asked_for = (("--gpu-budget", gpu_budget), ("--cpu-budget", cpu_budget))
     budgets = [None if value is None else bytes_of(value, name) for name, value in asked_for]
     known = [prompt] if prompt is not None else [line.prompt for line in lines]
-    unloaded, tokenizer = source.model(_torch_dtype(dtype)), source.tokenizer()
-    work = Work(source, unloaded, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1))
+    unloaded, tokenizer, form = source.model(_torch_dtype(dtype)), source.tokenizer(), None if quant is Quant.none else quant.value
+    counted = unloaded if form is None else quantised_copy(unloaded, form)
+    work = Work(source, counted, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1), form is not None)
     degrees = [None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))]
     if any(budgets):
         given = {"--tp": degrees[0], "--pp": degrees[1], "--nproc-per-node": nproc_per_node}
@@ -140,7 +155,11 @@ def generate_command(
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1])
     else:
         found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
+    if scratch is not None and (form is None or not found.account.streamed):
+        raise InputError("--scratch: holds layers that are streamed quantised, and none are; leave it out")
     print(found.why, file=sys.stderr)
+    if form is not None:
+        print(f"{form}: {sizes_of(unloaded, counted)}", file=sys.stderr)
     asked = Asked(
         str(model),
         dtype.value,
@@ -154,6 +173,8 @@ def generate_command(
         found.budget_bytes,
         found.other_bytes,
         found.host_bytes,
+        form,
+        None if scratch is None else str(scratch),
         settings,
     )
     if asked.tp * asked.pp == 1:
@@ -199,10 +220,11 @@ def _answers(asked: Asked, source: Source, tokenizer: Any) -> int:
 
     dtype = _torch_dtype(Dtype(asked.dtype))
     if asked.budget_bytes is None:
-        sharded = load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype)
+        sharded = load_model(source, tp=asked.tp, pp=asked.pp, dtype=dtype, quant=asked.quant)
     else:
         of = {name: getattr(asked, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
-        sharded, _ = load_streamed(source, **of, dtype=dtype)
+        scratch = None if asked.scratch is None else Path(asked.scratch)
+        sharded, _ = load_streamed(source, **of, dtype=dtype, quant=asked.quant, scratch=scratch)
     first = place().rank == 0
     try:
         if asked.prompts is not None and asked.out is not None:

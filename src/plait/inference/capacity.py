@@ -12,6 +12,7 @@ from plait._torch.units import sharded_modules, sharded_parameters
 from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.layout import Layout
 from plait.errors import InputError
+from plait.inference.quantised import SCALES
 from plait.units import format_bytes
 
 ROOM = 0.8
@@ -43,6 +44,11 @@ def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) 
     vocabulary = getattr(config, "vocab_size", 0)
     longest = -(-tokens // max(requests, 1))
     return tokens * (6 * hidden + 3 * inner) * itemsize + requests * longest * longest * 2 + requests * vocabulary * (itemsize + 3 * 4)
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """What a model computes in: the dtype of its weights, which quantised ones do not have."""
+    return next(p.dtype for name, p in model.named_parameters() if p.is_floating_point() and not name.endswith(SCALES))
 
 
 def gathered_bytes(model: nn.Module, compute: torch.dtype | None) -> int:

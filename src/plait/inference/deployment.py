@@ -1,8 +1,11 @@
-"""How a model is put on the devices of this machine: a layout of several that hold it, or one that its weights are streamed to."""
+"""How a model is put on the devices of this machine: a layout of several that hold it, or one that its weights are streamed to.
+
+`plait generate` runs what is decided here, and `plait plan infer` prints it: there is no other rule.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -12,11 +15,11 @@ from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.layout import Layout
 from plait.cluster.topology import default_processes, device_count
 from plait.errors import InputError
-from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, free_bytes
+from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, compute_dtype, free_bytes
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.source import Source
-from plait.inference.streamed import plan, tensors_of
+from plait.inference.streamed import expected_tensors, plan, tensors_of
 from plait.units import format_bytes
 
 UNKNOWN = 1 << 62
@@ -27,13 +30,53 @@ UNKNOWN = 1 << 62
 class Work:
     """What decides the layout."""
 
-    source: Source
+    source: Source | None
+    """None for a model without weights, of which a plan is made."""
     model: nn.Module
-    """On meta."""
+    """On meta; with quantised layers where they are to be."""
     tokens: int
     """Of the longest request, its new ones included."""
     requests: int
     """At once."""
+    quantised: bool = False
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Of one machine."""
+
+    on_gpu: bool
+    count: int
+    """GPUs; on the CPU, processes."""
+    memory_bytes: int
+    """That tensors may take on each GPU; on the CPU, in all processes together."""
+    host_bytes: int
+    """Of host memory that may be pinned for a GPU."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """Bytes of one device, and what is kept elsewhere for it."""
+
+    memory: int
+    """That may be used: of what is free, or the budget."""
+    weights: int
+    """That stay on it."""
+    cache: int
+    """Keys and values of all requests at once."""
+    activations: int = 0
+    """0 where they have the part of the memory that a placement leaves free (`placement.WORKSPACE`)."""
+    slots: int = 0
+    """Of the places that streamed layers compute in."""
+    on_host: int = 0
+    """Weights in pinned host memory."""
+    in_files: int = 0
+    """Weights that are read from files."""
+
+    @property
+    def streamed(self) -> int:
+        """Weights that are brought for every token, or for every piece of the prompts."""
+        return self.on_host + self.in_files
 
 
 @dataclass(frozen=True)
@@ -50,69 +93,87 @@ class Deployment:
     """Of it, for keys, values and activations."""
     host_bytes: int = 0
     """Of host memory that may be pinned."""
+    account: Account = field(default_factory=lambda: Account(0, 0, 0))
 
 
-def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None) -> Deployment:
+def devices_here() -> Devices:
+    """Those of this machine, as they are now."""
+    on_gpu, free = bool(device_count()), free_host_bytes()
+    return Devices(on_gpu, default_processes(), _free(on_gpu), UNKNOWN if free is None else int(ROOM * free))
+
+
+def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None, on: Devices | None = None) -> Deployment:
     """On as few devices as hold the model, at most `devices` (all); streamed to one where all of them do not, and nothing was chosen (`tp`,
-    `pp`, `devices`). Raises InputError, with the numbers, where it cannot be."""
+    `pp`, `devices`). `on`: other devices than this machine's. Raises InputError, with the numbers, where it cannot be."""
+    on = on or devices_here()
     try:
-        return _placed(work, tp=tp, pp=pp, devices=devices)
+        return _placed(work, on, tp=tp, pp=pp, devices=devices)
     except DoesNotFit:
-        if tp is not None or pp is not None or devices is not None or work.source.checkpoint is not None:
+        if tp is not None or pp is not None or devices is not None or not _can_stream(work):
             raise
-        found = deploy_streamed(work)
+        found = deploy_streamed(work, on=on)
         return replace(found, why=f"no layout of the devices here holds it: {found.why}")
 
 
-def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None) -> Deployment:
+def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None, on: Devices | None = None) -> Deployment:
     """On one device, within budgets in bytes; None is what is free. Raises InputError, with the numbers, where they are too small."""
-    on_gpu = bool(device_count())
-    if gpu_budget is not None and not on_gpu:
+    on = on or devices_here()
+    if gpu_budget is not None and not on.on_gpu:
         raise InputError("--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU within it")
-    itemsize, tokens = next(work.model.parameters()).element_size(), work.tokens * work.requests
+    itemsize, tokens = compute_dtype(work.model).itemsize, work.tokens * work.requests
     config = getattr(work.model, "config", None)
-    other = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize)
-    other += activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
+    cache = cache_bytes(config, Layout(), tokens=tokens, itemsize=itemsize)
+    activations = activation_bytes(config, tokens=tokens, requests=work.requests, itemsize=itemsize)
     host = 0
-    if on_gpu:
-        free = free_host_bytes()
-        host = cpu_budget if cpu_budget is not None else UNKNOWN if free is None else int(ROOM * free)
-    budget = gpu_budget if on_gpu else cpu_budget
+    if on.on_gpu:
+        host = cpu_budget if cpu_budget is not None else on.host_bytes
+    budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
-        budget = int((1 - WORKSPACE) * _free(1))
-    found = plan(work.model, tensors_of(work.source), budget_bytes=budget, other_bytes=other, host_bytes=host)
+        budget = int((1 - WORKSPACE) * on.memory_bytes)
+    stored = tensors_of(work.source) if work.source is not None and not work.quantised else expected_tensors(work.model)
+    found = plan(work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host)
     way = f"{len(found.streamed)} layers ({format_bytes(found.streamed_bytes)}) are "
     if not found.streamed:
         way = "all of them fit"
-    elif on_gpu:
+    elif on.on_gpu:
         way += f"copied to it for every token, {format_bytes(found.read_bytes)} of them from files"
     else:
         way += "read for every token"
     why = (
-        f"{format_bytes(found.resident_bytes)} of weights stay {'on the GPU' if on_gpu else 'in memory'}, {way}; {format_bytes(other)} for "
-        "keys, values and activations"
+        f"{format_bytes(found.resident_bytes)} of weights stay {'on the GPU' if on.on_gpu else 'in memory'}, {way}; "
+        f"{format_bytes(cache + activations)} for keys, values and activations"
     )
-    return Deployment(why, budget_bytes=budget, other_bytes=other, host_bytes=host)
+    account = Account(
+        memory=budget,
+        weights=found.resident_bytes,
+        cache=cache,
+        activations=activations,
+        slots=found.slot_bytes,
+        on_host=found.streamed_bytes - found.read_bytes if on.on_gpu else 0,
+        in_files=found.read_bytes,
+    )
+    return Deployment(why, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host, account=account)
 
 
-def _placed(work: Work, *, tp: int | None, pp: int | None, devices: int | None) -> Deployment:
-    on_gpus = bool(device_count())
-    here = devices or default_processes()
-    if not on_gpus and devices is None:  # processes of one machine share its memory, so more of them hold no more
+def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices: int | None) -> Deployment:
+    here = devices or on.count
+    if not on.on_gpu and devices is None:  # processes of one machine share its memory, so more of them hold no more
         here = (tp or 1) * (pp or 1)
+    memory = on.memory_bytes if on.on_gpu else on.memory_bytes // here
     placed = place_model(
-        needs_of(work.model, tokens=work.tokens * work.requests),
-        machines=1,
-        per_machine=here,
-        device_bytes=_free(1 if on_gpus else here),
-        tp=tp,
-        pp=pp,
+        needs_of(work.model, tokens=work.tokens * work.requests), machines=1, per_machine=here, device_bytes=memory, tp=tp, pp=pp
     )
     each = " on each" if placed.devices > 1 else ""
     why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}"
-    return Deployment(why, placed.tp, placed.pp)
+    account = Account(int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes)
+    return Deployment(why, placed.tp, placed.pp, account=account)
 
 
-def _free(ranks_here: int) -> int:
-    free = free_bytes(torch.device(accelerator.NAME if device_count() else "cpu"), ranks_here)
+def _can_stream(work: Work) -> bool:
+    """A checkpoint of training lies in parts; its quantised layers are written anew."""
+    return work.quantised or work.source is None or work.source.checkpoint is None
+
+
+def _free(on_gpu: bool) -> int:
+    free = free_bytes(torch.device(accelerator.NAME if on_gpu else "cpu"), 1)
     return UNKNOWN if free is None else free

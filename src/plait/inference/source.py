@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,10 @@ from plait.checkpoint.described import described_model
 from plait.checkpoint.folder import Found
 from plait.checkpoint.inspect import open_one
 from plait.checkpoint.load import Reader
-from plait.checkpoint.model_content import content
+from plait.checkpoint.model_content import START, content
 from plait.errors import CheckpointError, InputError
 from plait.model.described import require_transformers
+from plait.model.tied import tied_names
 from plait.sharded.assemble import Filler
 from plait.sharded.load_weights import load_weights, weight_files
 
@@ -40,15 +42,9 @@ class Source:
         """The model on meta, with its generation settings. `dtype` None is the one that it was saved in."""
         if self.checkpoint is not None:
             return described_model(self.checkpoint, dtype=dtype)
-        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
-        try:
-            config = AutoConfig.from_pretrained(self.folder)
-            with torch.device("meta"):
-                found = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"--model {self.folder}: Transformers cannot build it: {first}") from error
+        found = described(self.folder, dtype=dtype)
         if (self.folder / "generation_config.json").is_file():
             found.generation_config = GenerationConfig.from_pretrained(self.folder)
         return found
@@ -70,6 +66,21 @@ class Source:
 
         return fill
 
+    def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
+        """Give some of the model's tensors, sharded or not, their values; `whole` is the uncut model on meta."""
+        if self.checkpoint is None:
+            load_weights(_Some(tensors), self.folder, whole=whole)
+            return
+        reader = Reader(self.checkpoint)
+        ties = {name: group for group in tied_names(whole) for name in group}
+        wanted = {}
+        for name, tensor in tensors.items():
+            stored = next((one for one in (name, *ties.get(name, ())) if f"{START}{one}" in reader.tensors), None)
+            if stored is None:
+                raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model")
+            wanted[f"{START}{stored}"] = tensor
+        reader.fill(wanted)
+
     def tokenizer(self) -> Any:
         """Transformers' tokenizer of the folder; None where there is none."""
         if self.tokenizer_folder is None:
@@ -79,7 +90,35 @@ class Source:
         return AutoTokenizer.from_pretrained(self.tokenizer_folder)
 
 
-def _is_of_transformers(folder: Path) -> bool:
+class _Some(nn.Module):
+    """Some of a model's tensors, under their names in it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_some", dict(tensors))
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+        found: dict[str, Any] = self._some  # type: ignore[assignment]
+        return found
+
+
+def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) -> nn.Module:
+    """The model of a configuration (its fields, a config.json, or a folder with one) on meta. `dtype` None is the configuration's. Raises
+    InputError where Transformers cannot build it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        found = AutoConfig.for_model(**config) if isinstance(config, Mapping) else AutoConfig.from_pretrained(config)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype or found.dtype or torch.float32)
+            return model
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        name = config["model_type"] if isinstance(config, Mapping) else config
+        raise InputError(f"--model {name}: Transformers cannot build it: {first}") from error
+
+
+def is_of_transformers(folder: Path) -> bool:
     """Whether its config.json is a model's: a run of `plait train` has one of the run."""
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -92,7 +131,7 @@ def open_source(folder: Path) -> Source:
     require_transformers("plait generate")
     if not folder.is_dir():
         raise InputError(f"--model {folder}: is no folder; give one of save_pretrained, a run's folder, or one of its checkpoints")
-    if _is_of_transformers(folder):
+    if is_of_transformers(folder):
         weight_files(folder)
         has_words = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))
         return Source(folder, None, folder if has_words else None)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from plait._torch.modules import own_parameters
+from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
+from plait.inference.load import QuantisingFiller
+from plait.inference.quantised_files import quantised_copy, scratch_folder, write_quantised
 from plait.inference.source import Source
 from plait.inference.stored import Stored, read_into, stored_tensors
 from plait.inference.stream import SLOTS, WeightStream, block_bytes, pinned_bytes
@@ -134,22 +139,51 @@ def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[s
     return tuple(streamed[(2 * index + 1) * len(streamed) // (2 * count)] for index in range(count))
 
 
+def expected_tensors(model: nn.Module) -> dict[str, Stored]:
+    """The same, of files that a model on meta would be written to."""
+    return {name: Stored(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
+
+
 @leaving_no_group()
 def load_streamed(
-    source: Source, *, budget_bytes: int, other_bytes: int, host_bytes: int = 0, dtype: torch.dtype | None = None
+    source: Source,
+    *,
+    budget_bytes: int,
+    other_bytes: int,
+    host_bytes: int = 0,
+    dtype: torch.dtype | None = None,
+    quant: str | None = None,
+    scratch: Path | None = None,
 ) -> tuple[ShardedModel, Plan]:
-    """The model in one process, on its device, within the budget (see `plan`). Raises InputError where it cannot be."""
+    """The model in one process, on its device, within the budget (see `plan`). With `quant` (see `inference.quantised`) layers that are
+    streamed are written quantised to files without a name in the folder `scratch` (the system's for temporary files) first. Raises
+    InputError where it cannot be."""
     model = source.model(dtype)
-    stored = tensors_of(source)
-    planned = plan(model, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
-    _check_dtypes(model, planned.streamed, stored)
+    counted = model if quant is None else quantised_copy(model, quant)
+    stored = tensors_of(source) if quant is None else expected_tensors(counted)
+    planned = plan(counted, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
     checked = checked_model(model, resolved)
-    mesh, parts, _ = shard(checked, weights=_filler(source, stored, _empty(model, planned.streamed)))
-    model.requires_grad_(False)
-    if planned.streamed:
-        streaming = Streaming(WeightStream(model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host))
-        parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
+    with ExitStack() as stack:
+        if quant is None:
+            _check_dtypes(model, planned.streamed, stored)
+            mesh, parts, _ = shard(checked, weights=_filler(source, stored, _empty(model, planned.streamed)))
+        else:
+            if planned.streamed:
+                stored = write_quantised(
+                    source, model, planned.streamed, quant, stack.enter_context(scratch_folder(scratch, planned.streamed_bytes))
+                )
+            filler = QuantisingFiller(model, source, quant, streamed=planned.streamed)
+
+            def on_meta(model: nn.Module, mesh: Mesh) -> None:
+                filler.convert(model, mesh)
+                _empty(model, planned.streamed)
+
+            mesh, parts, _ = shard(checked, weights=filler, on_meta=on_meta)
+        model.requires_grad_(False)
+        if planned.streamed:
+            streaming = Streaming(WeightStream(model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host))
+            parts = parts.with_(hooks=Hooks((*parts.hooks.all, streaming)))
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate"), planned
 
 

@@ -75,14 +75,17 @@ def shard(
     mean: bool = False,
     loss_fn: Loss | None = None,
     forward: Forward = default_forward,
+    on_meta: Callable[[nn.Module, Mesh], None] = lambda model, mesh: None,
 ) -> tuple[Mesh, Parts, int]:
-    """`split`, weights, and what acts on a step, for a `ShardedModel`. `mean`: see `ShardSettings`. Returns also the seed of rank 0's
-    random generator before."""
+    """`split`, weights, and what acts on a step, for a `ShardedModel`. `mean`: see `ShardSettings`. `on_meta` may change a model that was
+    built on meta when all techniques are applied to it, before it gets memory. Returns also the seed of rank 0's random generator
+    before."""
     model, resolved = checked.model, checked.resolved
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())
     if template is not None:
+        on_meta(model, mesh)
         materialise.allocate(model, mesh.device, host_units=parts.shard.offloaded_units if parts.shard.master_weights_on_host else ())
     tier = build_disk_tier(resolved, model, parts.shard.offloaded_units)
     if template is not None:

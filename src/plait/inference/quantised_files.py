@@ -1,0 +1,96 @@
+"""Quantised layers in files, to be streamed from: written at the start from the model's own files, and gone with the process."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from plait.errors import InputError
+from plait.inference.load import Weights, fill_layers
+from plait.inference.quantised import CODES, SCALES, convert, layers_to_quantise
+from plait.inference.stored import Stored, stored_tensors
+from plait.units import format_bytes
+
+_MOUNTS = Path("/proc/self/mounts")
+_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in memory."""
+
+
+def quantised_copy(model: nn.Module, form: str) -> nn.Module:
+    """A copy of a model on meta with its layers quantised, to count the bytes of. Raises InputError where they cannot be."""
+    found = copy.deepcopy(model)
+    convert(found, layers_to_quantise(found), form)
+    return found
+
+
+def write_quantised(weights: Weights, model: nn.Module, blocks: Sequence[str], form: str, folder: Path) -> dict[str, Stored]:
+    """Write the weights of `blocks` of `model`, on meta, a file for each, and return where its tensors lie. One block's weights are in
+    memory at a time. Raises InputError where a file cannot be written."""
+    made = copy.deepcopy(model)
+    layers = convert(made, layers_to_quantise(made), form)
+    found: dict[str, Stored] = {}
+    cpu = torch.device("cpu")
+    for number, block in enumerate(blocks):
+        one = made.get_submodule(block)
+        one.to_empty(device=cpu)
+        own = {f"{block}.{name}": tensor for name, tensor in one.named_parameters()}
+        weights.fill({name: tensor.data for name, tensor in own.items() if not name.endswith((CODES, SCALES))}, whole=model)
+        mine = [layer for layer in layers if layer.name.startswith(f"{block}.")]
+        for _, several in groupby(mine, lambda layer: layer.name.rpartition(".")[0]):
+            fill_layers(list(several), weights, model, cpu)
+        path = folder / f"{number}.safetensors"
+        try:
+            save_file({name: tensor.data.contiguous() for name, tensor in own.items()}, path)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"--scratch {folder.parent}: {getattr(error, 'strerror', None) or error}; name a folder with room") from None
+        found |= stored_tensors(path)
+        one.to_empty(device=torch.device("meta"))
+    return found
+
+
+@contextmanager
+def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
+    """A new folder in `folder` (the system's for temporary files) for `size` bytes; removed at the end, when files that stay open have no
+    name any more. Raises InputError where there is too little room, or where its files would be in memory."""
+    parent = folder or Path(tempfile.gettempdir())
+    try:
+        free = shutil.disk_usage(parent).free
+        kind = _file_system(parent)
+    except OSError as error:
+        raise InputError(f"--scratch {parent}: {error.strerror}; name a folder that exists, on a disk") from None
+    if kind in _MEMORY:
+        raise InputError(f"--scratch {parent}: its files are in memory ({kind}), which the budget is to spare; name a folder on a disk")
+    if free < size:
+        raise InputError(
+            f"--scratch {parent}: {format_bytes(free)} are free, and the quantised layers that are streamed take {format_bytes(size)}; "
+            "name a folder with more room"
+        )
+    try:
+        made = Path(tempfile.mkdtemp(prefix="plait-quantised-", dir=parent))
+    except OSError as error:
+        raise InputError(f"--scratch {parent}: {error.strerror}; name a folder that can be written to") from None
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of the mount that a folder is on; "" where nothing says it."""
+    try:
+        lines = [line.split() for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return ""
+    resolved = folder.resolve()
+    on = [(len(fields[1]), fields[2]) for fields in lines if len(fields) > 2 and resolved.is_relative_to(fields[1])]
+    return max(on, default=(0, ""))[1]

@@ -1,0 +1,30 @@
+"""A tiny language model with a tokenizer, in a folder as Transformers saves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
+"""The page that the commands of its tests are on, and the text that the tokenizer is made from."""
+
+
+def model_folder(path: Path) -> Path:
+    """Random weights; the vocabulary has all bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator([PAGE], trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=1, max_position_embeddings=256,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
