@@ -39,12 +39,20 @@ VERBS = {
 }
 """Verb to the module with its `app` (a Typer) and the line that `plait --help` shows."""
 
+SECOND = {("plan", "infer"): "plait.cli.planning.infer"}
+"""Verbs with a second word, of a verb that takes a file or a name there, too."""
+
 
 class _Verb(TyperCommand):
     """A verb that is not loaded yet: enough for a line of help. The real one takes over when its arguments are parsed."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         assert self.name is not None
+        second = SECOND.get((self.name, args[0])) if args else None
+        if second is not None:
+            inner: typer.Typer = importlib.import_module(second).app
+            command = typer.main.get_command(inner)
+            return command.make_context(f"{info_name} {args[0]}", args[1:], parent, token_normalize_func=_with_dashes, **extra)
         app: typer.Typer = importlib.import_module(VERBS[self.name][0]).app
         return typer.main.get_command(app).make_context(info_name, args, parent, token_normalize_func=_with_dashes, **extra)
 

@@ -39,7 +39,7 @@ def plan(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE|models]",
+            metavar="[FILE|models|infer]",
             help="A training configuration to plan for; `models` prints what has a name.",
         ),
     ] = None,
@@ -78,7 +78,7 @@ def plan(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best layout's timeline, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Search every layout of a model on a cluster: what fits, how fast, and why, without a GPU. Exit code 1 if nothing fits."""
+    """Search every layout of a model on a cluster: what fits, how fast, and why. Exit code 1 if nothing fits. See also `plan infer`."""
     from plait.cli.planning.request import read_calibration, read_request
     from plait.cli.planning.show import names_as_json, print_names, print_nothing_fits, print_plan, write_trace
     from plait.observe.report.plan import Story, plan_page

@@ -1,0 +1,64 @@
+"""How fast a model will generate on a deployment, and what limits it. Arithmetic, on times of a pass and rates of copies that were measured
+or are a datasheet's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plait.inference.deployment import Deployment
+from plait.inference.pass_times import PassTimes
+from plait.units import format_bytes
+
+
+@dataclass(frozen=True)
+class CopyRates:
+    """Bytes/s of what brings weights that do not stay."""
+
+    files: float | None = None
+    """None where nothing is read."""
+    host: float | None = None
+    """From pinned host memory to the GPU."""
+    source: str = ""
+    """For a person."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one batch of requests."""
+
+    first_seconds: float
+    """To the first token."""
+    token_seconds: float
+    """From one token of every request to the next."""
+    tokens_per_second: float
+    """Of all requests, once there is a first token."""
+    tokens_per_second_in_all: float
+    """With the time to the first token."""
+    limit: str
+    """What a token waits for."""
+    first_limit: str
+    """What the first token waits for."""
+
+
+def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, requests: int, new: int) -> Prediction:
+    """Weights are brought while others compute, so a pass takes the longest of computing, reading and copying. Streamed layers compute
+    with the places of the stream, and those that stay between them give it more time."""
+    account = deployment.account
+    bringing = {}
+    if account.in_files and copies.files:
+        bringing[f"reading {format_bytes(account.in_files)} of weights from files at {copies.files / 1e9:.2f} GB/s"] = (
+            account.in_files / copies.files
+        )
+    if account.streamed and copies.host:
+        bringing[f"copying {format_bytes(account.streamed)} of weights to the GPU at {copies.host / 1e9:.1f} GB/s"] = (
+            account.streamed / copies.host
+        )
+
+    def longest(computing: float) -> tuple[float, str]:
+        times = {"computation": computing, **bringing}
+        name = max(times, key=lambda key: times[key])
+        return times[name], name
+
+    first, first_limit = longest(passes.first)
+    token, limit = longest(passes.token)
+    return Prediction(first, token, requests / token, requests * new / (first + (new - 1) * token), limit, first_limit)

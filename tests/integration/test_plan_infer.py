@@ -1,0 +1,111 @@
+"""`plait plan infer`: placement, bytes, times; the commands of docs/generation.md; what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.main import main
+from tests.integration.model_folder import PAGE, model_folder
+
+COMMANDS = re.findall(r"^plait (plan infer .*?)(?:  +#.*)?$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("llama"))
+
+
+def run(*arguments: str, code: int = 0) -> None:
+    try:
+        main(["plan", "infer", *arguments])
+    except SystemExit as end:
+        assert (end.code or 0) == code
+
+
+def test_the_commands_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(COMMANDS) >= 3
+    for command in COMMANDS:
+        run(*shlex.split(command.replace("FOLDER", str(folder)).replace("2GiB", "3MiB"))[2:])
+        shown = capsys.readouterr().out
+        assert "time to the first token" in shown and "tokens/s" in shown, command
+
+
+def test_bytes_are_those_that_generate_decides_with(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt-tokens", "6", "--new-tokens", "5", "--requests", "2"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"token_ids": [5, 6, 7, 8, 9, 10]}\n{"token_ids": [5]}\n', encoding="utf-8")
+    for options in ([], ["--cpu-budget", "220KiB"], ["--cpu-budget", "180KiB", "--quant", "int8"]):
+        run("--model", str(folder), *lengths, *options, "--json")
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        out = tmp_path / f"{len(options)}.jsonl"
+        with pytest.raises(SystemExit):
+            main(["generate", "--model", str(folder), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "5", *options])
+        assert found["placement"]["why"] == capsys.readouterr().err.splitlines()[0]
+        assert found["placement"]["streamed"] is bool(options)
+        assert (found["bytes"]["in_files"] > 0) is bool(options) and found["bytes"]["on_host"] == 0
+        account = found["bytes"]
+        assert sum(account[name] for name in ("weights", "cache", "activations", "slots")) <= account["memory"]
+        predicted = found["predicted"]
+        assert predicted["tokens_per_second"] == pytest.approx(2 / predicted["token_seconds"])
+
+
+def test_a_catalogue_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--model", "llama-3-70b", "--gpu", "h100", "--nproc-per-node", "4", "--requests", "8", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["placement"]["tp"] == 2 and 65e9 < found["bytes"]["weights"] < 75e9
+    assert 5 < found["predicted"]["tokens_per_second"] / 8 < 40 and "no generation was measured" in found["rates"]["passes"]["source"]
+    run("--model", "llama-3-70b", "--gpu", "h100", "--nproc-per-node", "4", "--requests", "8", "--quant", "int4", "--json")
+    assert json.loads(capsys.readouterr().out)["placement"]["tp"] == 1
+    run("--model", "llama-3-70b", "--gpu", "h100", "--gpu-budget", "40GiB", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"]["on_host"] > 80e9 and found["predicted"]["limit"].startswith("copying ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "lama-3-70b"], "no such folder or file, and no public model; did you mean"),
+        (["--model", "llama-3-70b", "--gpu", "h1000"], "not in the catalogue"),
+        (["--model", "llama-3-70b", "--gpu", "h100", "--tp", "3"], "--tp 3: must divide the model's 64 attention heads"),
+        (
+            ["--model", "llama-3-70b", "--gpu", "h100", "--tp", "1", "--pp", "1"],
+            r"at tp = 1, pp = 1 a device would hold 131\..* GiB of weights",
+        ),
+        (["--model", "llama-3-70b", "--gpu", "h100", "--gpu-budget", "2GiB"], "a budget of 2.0 GiB is too small: .* give at least"),
+        (["--model", "llama-3-70b", "--gpu", "h100", "--cpu-budget", "20GiB"], "--disk: weights are read from files in this plan"),
+        (["--model", "llama-3-70b", "--gpu", "h100", "--disk", "3"], "--disk: no weights are read from files"),
+        (["--model", "gpt2", "--tp", "2"], "--tp = 2: is for GPUs"),
+        (["--model", "gpt2", "--gpu-budget", "1GiB"], "no GPU is visible here"),
+        (["--model", "gpt2", "--cpu-budget", "1GiB", "--gpu", "h100", "--pp", "2"], "and a budget streams weights to one"),
+        (["--model", "gpt2", "--new-tokens", "0"], "--new-tokens"),
+        (["--model", "gpt2", "--disk", "0"], "--disk 0.0: must be above 0"),
+    ],
+)
+def test_a_wrong_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(*arguments, code=2)
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--model", str(folder), "--prompt-tokens", "200", "--new-tokens", "100", code=2)
+    assert "the model's positions end at 256" in capsys.readouterr().err
+
+
+def test_a_configuration_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for name in (tmp_path, tmp_path / "config.json"):
+        run("--model", str(name), "--prompt-tokens", "6", "--new-tokens", "3")
+        assert "it fits on one device" in capsys.readouterr().out
+
+
+def test_help_is_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    run("--help")
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert "Usage: plait plan infer" in shown[0] and len(shown) <= 50

@@ -1,0 +1,69 @@
+"""Times of a pass to times of a generation, and what limits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.inference.copy_rates import measure_files
+from plait.inference.deployment import Account, Deployment
+from plait.inference.pass_times import PassTimes, _at, _lengths, _Times, measure_passes
+from plait.inference.prediction import CopyRates, predict
+from plait.inference.quantised_files import quantised_copy
+from plait.inference.source import open_source
+from plait.inference.streamed import tensors_of
+from tests.unit.inference.models import built, saved
+
+PASSES = PassTimes(first=2.0, token=0.1, layers=0.08, source="")
+
+
+def of(**kept: int) -> Deployment:
+    return Deployment("", account=Account(10**9, 10**6, 0, **kept))
+
+
+def test_what_takes_longest_is_the_limit() -> None:
+    found = predict(of(), PASSES, CopyRates(), requests=4, new=11)
+    assert (found.first_seconds, found.token_seconds, found.limit, found.first_limit) == (2.0, 0.1, "computation", "computation")
+    assert found.tokens_per_second == pytest.approx(40) and found.tokens_per_second_in_all == pytest.approx(44 / 3)
+    found = predict(of(in_files=10**9), PASSES, CopyRates(files=2e9), requests=4, new=11)
+    assert found.token_seconds == 0.5 and found.first_limit == "computation"
+    assert found.limit == "reading 953.7 MiB of weights from files at 2.00 GB/s"
+    found = predict(of(in_files=10**8, on_host=9 * 10**8), PASSES, CopyRates(files=1e9, host=2e9), requests=1, new=1)
+    assert found.token_seconds == 0.5 and found.limit == "copying 953.7 MiB of weights to the GPU at 2.0 GB/s"
+
+
+def test_lengths_that_are_measured_and_what_follows_from_them() -> None:
+    model = built(layers=2)
+    assert _lengths(model, 2, 2, prompt=30, new=8, requests=1) == [30]
+    assert _lengths(model, 2, 2, prompt=30, new=70, requests=1) == [30, 90]
+    most = int(1.5e11 / 2 / sum(p.numel() for p in model.parameters()))
+    assert _lengths(model, 2, 2, prompt=most + 1, new=70, requests=1) == [most // 2, most]
+    times = [_Times(2 * 10 + 3 * 100, 5 + 10), _Times(2 * 20 + 3 * 400, 5 + 20)]
+    first, token = _at([10, 20], times, prompt=40, new=8)
+    assert first == pytest.approx(2 * 40 + 3 * 1600) and token == pytest.approx(5 + 44)
+    assert _Times(3, 5).beyond(_Times(1, 1), 2) == _Times(7, 13)
+    assert _at([10], times[:1], prompt=10, new=8) == (320, 15)
+
+
+def test_a_few_layers_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = built(layers=8)
+    each = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    monkeypatch.setattr("plait.inference.pass_times.SAMPLE_BYTES", 3 * each)
+    for quant in (None, "int8"):
+        found = measure_passes(model, prompt=9, new=4, requests=2, quant=quant, memory_bytes=1 << 30)
+        assert 0 < found.layers <= found.token and found.first > 0
+        assert found.source.startswith("measured here on 1 and 3 of the 8 layers with random weights, 2 prompts of 9 tokens")
+    assert all(p.is_meta for p in model.parameters()) and len(model.model.layers) == 8
+    assert all(p.is_meta for p in quantised_copy(model, "int8").parameters())
+
+
+def test_the_rate_of_files(tmp_path: Path) -> None:
+    saved(tmp_path / "model", layers=1)
+    tensors = list(tensors_of(open_source(tmp_path / "model")).values())
+    rate, how = measure_files(tensors, total=1)
+    assert rate > 0 and how == "0 MiB read here, as the kernel has the files in its cache now"
+    assert measure_files(tensors, total=1 << 60)[1].endswith("from the disk")
