@@ -9,6 +9,7 @@
 #   make lint types layers    formatting and lint, types, import layers
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
+#   make serving       the tests of `plait serve` with FastAPI and OpenAI's client, in an environment of its own beside .venv
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
@@ -23,7 +24,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -60,6 +61,9 @@ validate-gpus: environment
 
 object-stores: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/object_stores.sh $(RUN) $(ARGS)
+
+serving: environment
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/serving.sh $(RUN) $(ARGS)
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Write requirements.lock: the versions that an environment with every extra of pyproject.toml (but `bench` and `stores`) and the build backend holds.
+# Write requirements.lock: the versions that an environment with every extra of pyproject.toml (but `bench`, `serve` and `stores`) and the build backend holds.
 # Run it in that environment, after the tests passed there: bash tools/lock.sh [.venv/bin/python]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -27,7 +27,9 @@ def export_command(
     source: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, one of its checkpoints, or a URL (s3://...) of one.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder to write.")],
     dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's.")] = Dtype.stored,
-    verify: Annotated[bool, typer.Option("--verify", help="Open the folder with Transformers and compare every tensor.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Open the folder with Transformers; compare every tensor, logits, and 64 greedy tokens.")
+    ] = False,
 ) -> None:
     """Write the model of a run of `plait train`, whatever layout trained it, as config.json, safetensors and the tokenizer.
 
@@ -36,7 +38,7 @@ def export_command(
 
     from plait.checkpoint.inspect import open_one
     from plait.checkpoint.places import place_of
-    from plait.train.export import compare_reloaded, export
+    from plait.train.export import compare_generated, compare_reloaded, export
     from plait.units import format_bytes
 
     found = open_one(place_of(source, "FOLDER"))
@@ -55,3 +57,6 @@ def export_command(
         typer.echo("no tokenizer/ beside the checkpoint: save one into the folder, if it is to generate text")
     if verify:
         typer.echo(f"Transformers opens it, and all {compare_reloaded(found, out)} tensors are the checkpoint's")
+        compared = compare_generated(found, out)
+        typer.echo(f"{compared.tokens} greedy tokens are the same, and logits within {compared.logits:.1e}")
+    typer.echo(f"serve it: vllm serve {out}    or, to try it on one device: plait serve --model {out}")

@@ -1,0 +1,134 @@
+"""Requests of different lengths that are decoded by one forward, and join and leave between forwards.
+
+Keys and values are padded on the left, so that all requests go on at the same place. A request that joins has its prompt read alone; then
+the shorter of the two is padded and both are one. What all of them have padded is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from plait.errors import InputError
+from plait.inference.choose import ENDS, Chooser
+from plait.inference.serving.job import Job, Told
+from plait.sharded.cache import keep_rows
+
+Predict = Callable[[dict[str, torch.Tensor], Any], torch.Tensor]
+"""(inputs, cache) to logits [rows, vocabulary] of the last position; keys and values are added to the cache."""
+
+
+class Rows:
+    """Of jobs that have had their first token, and go on."""
+
+    def __init__(self, job: Job, chooser: Chooser, cache: Any, token: int) -> None:
+        self.jobs, self._choosers, self.cache = [job], [chooser], cache
+        self._mask = torch.ones((1, len(job.request.token_ids)), dtype=torch.long)
+        self._tokens = [token]
+        """The last of each, which the model has not seen."""
+
+    @property
+    def length(self) -> int:
+        """Of the cache, with padding."""
+        return self._mask.shape[1]
+
+    def step(self, predict: Predict) -> None:
+        """A token for every job; those that have ended with it, or were cancelled, are dropped."""
+        self.drop_cancelled()
+        if not self.jobs:
+            return
+        positions = self._mask.sum(1, keepdim=True)
+        self._mask = F.pad(self._mask, (0, 1), value=1)
+        inputs = {"input_ids": torch.tensor(self._tokens).unsqueeze(1), "attention_mask": self._mask, "position_ids": positions}
+        logits = predict(inputs, self.cache)
+        going = []
+        for row, job in enumerate(self.jobs):
+            try:
+                self._tokens[row], ended = chosen(job, self._choosers[row], logits[row : row + 1])
+            except InputError as error:  # its logits are not finite; the others go on
+                job.tell(Told(error=str(error)))
+                continue
+            if not ended:
+                going.append(row)
+        self._keep(going)
+
+    def drop_cancelled(self) -> None:
+        """Free what cancelled jobs have."""
+        self._keep([row for row, job in enumerate(self.jobs) if not job.is_cancelled])
+
+    def can_take(self, other: Rows) -> bool:
+        """Whether the two can be one: each layer keeps all tokens, and nothing else."""
+        return _is_plain(self.cache) and _is_plain(other.cache)
+
+    def take(self, other: Rows) -> None:
+        """The jobs of both; `other` is empty afterwards."""
+        length = max(self.length, other.length)
+        for mine, its in zip(self.cache.layers, other.cache.layers, strict=True):
+            if mine.is_initialized and its.is_initialized:
+                for name in ("keys", "values"):
+                    both = [_padded(getattr(one, name), length) for one in (mine, its)]
+                    setattr(mine, name, torch.cat(both))
+                    setattr(its, name, None)
+        masks = [F.pad(one._mask, (length - one.length, 0)) for one in (self, other)]
+        self._mask = torch.cat(masks)
+        self.jobs += other.jobs
+        self._choosers += other._choosers
+        self._tokens += other._tokens
+        other.jobs = []
+
+    def _keep(self, rows: list[int]) -> None:
+        if len(rows) == len(self.jobs):
+            return
+        self.jobs = [self.jobs[row] for row in rows]
+        self._choosers = [self._choosers[row] for row in rows]
+        self._tokens = [self._tokens[row] for row in rows]
+        self._mask = self._mask[rows]
+        if not rows:
+            self.cache = None
+            return
+        keep_rows(self.cache, torch.tensor(rows))
+        if not _is_plain(self.cache):
+            return
+        padded = int(self._mask.any(dim=0).int().argmax())
+        if padded:
+            self._mask = self._mask[:, padded:]
+            for layer in self.cache.layers:
+                if layer.is_initialized:
+                    layer.keys, layer.values = layer.keys[:, :, padded:].contiguous(), layer.values[:, :, padded:].contiguous()
+
+
+def started(job: Job, predict: Predict, cache: Any, tokenizer: Any, *, prefill: int) -> Rows | None:
+    """Read the prompt of a job, `prefill` tokens at a time, and choose its first token; None where it has ended or was cancelled."""
+    ids = torch.tensor([job.request.token_ids])
+    logits = torch.empty(0)
+    for low in range(0, ids.shape[1], prefill):
+        if job.is_cancelled:
+            return None
+        high = min(low + prefill, ids.shape[1])
+        mask = torch.ones((1, high), dtype=torch.long)
+        inputs = {"input_ids": ids[:, low:high], "attention_mask": mask, "position_ids": torch.arange(low, high).unsqueeze(0)}
+        logits = predict(inputs, cache)
+    chooser = Chooser([job.request], job.settings, tokenizer)
+    token, ended = chosen(job, chooser, logits)
+    return None if ended else Rows(job, chooser, cache, token)
+
+
+def chosen(job: Job, chooser: Chooser, logits: torch.Tensor) -> tuple[int, bool]:
+    """(the next token of a job, whether it has ended), which the client is told."""
+    token, _, end = chooser(logits, [0])[:, 0].tolist()
+    job.tell(Told(int(token), ENDS[int(end)]))
+    return int(token), bool(end)
+
+
+def _is_plain(cache: Any) -> bool:
+    from transformers.cache_utils import DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def _padded(kept: torch.Tensor, length: int) -> torch.Tensor:
+    """Keys or values [rows, heads, tokens, width]."""
+    return F.pad(kept, (0, 0, length - kept.shape[2], 0))

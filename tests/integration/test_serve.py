@@ -1,0 +1,193 @@
+"""`plait serve`, in a process of its own: OpenAI's client, errors, clients that go, many at once, and the end. `make serving` runs these
+where FastAPI and OpenAI's client are."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cli.main import main
+from tests.integration.model_folder import model_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("llama"))
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[str]
+    port: int
+
+    def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        to = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        raw = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
+        to.request(method, path, raw, {"Content-Type": "application/json", **(headers or {})})
+        answer = to.getresponse()
+        content = answer.read()
+        to.close()
+        return answer.status, json.loads(content) if content.startswith(b"{") else content.decode()
+
+    def running(self) -> int:
+        return int(self.call("GET", "/health")[1]["running"])
+
+    def post(self, body: Any, kind: str = "completions") -> tuple[int, Any]:
+        return self.call("POST", f"/v1/{kind}", body)
+
+
+def started(path: Path, *options: str) -> Running:
+    command = [sys.executable, "-m", "plait", "serve", "--model", str(path), "--port", "0", "--served-model-name", "tiny", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if (found := re.search(r"http://127.0.0.1:(\d+)/v1 has 'tiny', (\d+) requests of (\d+) tokens at once", line)) is not None:
+            return Running(process, int(found[1]))
+    raise AssertionError("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(folder)
+    words.chat_template = "{% for turn in messages %}{{ turn['role'] }}: {{ turn['content'] }}\n{% endfor %}"
+    words.save_pretrained(folder)
+    made = started(folder, "--batch-size", "8")
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def by_generate(folder: Path, prompt: str, tokens: int) -> str:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    words = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([words(prompt)["input_ids"]])
+    made = LlamaForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return str(words.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_completions_and_models(server: Running, folder: Path) -> None:
+    status, answer = server.post({"model": "tiny", "prompt": ["def read", "a"], "max_tokens": 8, "temperature": 0})
+    assert status == 200 and [one["text"] for one in answer["choices"]] == [by_generate(folder, text, 8) for text in ("def read", "a")]
+    assert answer["usage"]["completion_tokens"] == 16
+    assert server.call("GET", "/v1/models")[1]["data"][0]["id"] == "tiny"
+    one, other = (server.post({"prompt": "def", "max_tokens": 9, "temperature": 1.1, "seed": 4})[1] for _ in range(2))
+    assert one["choices"] == other["choices"]
+
+
+def test_openais_client(server: Running, folder: Path) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    turns = [{"role": "user", "content": "def read"}]
+    full = client.chat.completions.create(model="tiny", messages=turns, max_tokens=10, temperature=0)
+    assert full.choices[0].message.content and full.choices[0].finish_reason == "length"
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=turns, max_tokens=10, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == full.choices[0].message.content
+    assert chunks[-1].usage == full.usage and chunks[-2].choices[0].finish_reason == "length"
+    text = client.completions.create(model="tiny", prompt="def read", max_tokens=8, temperature=0).choices[0].text
+    assert text == by_generate(folder, "def read", 8)
+    stop = text[3:5]
+    cut = client.completions.create(model="tiny", prompt="def read", max_tokens=8, temperature=0, stop=[stop]).choices[0]
+    assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
+    parts = client.completions.create(model="tiny", prompt="def read", max_tokens=8, temperature=0, stop=[stop], stream=True)
+    assert "".join(part.choices[0].text for part in parts) == cut.text
+    with pytest.raises(openai.BadRequestError, match="257 together; this server keeps keys and values of 256"):
+        client.completions.create(model="tiny", prompt=[5, 6], max_tokens=255)
+    with pytest.raises(openai.NotFoundError, match="'gpt-4' is not here"):
+        client.completions.create(model="gpt-4", prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status", "words"),
+    [
+        ("POST", "/v1/completions", b"{", {}, 400, "is not JSON"),
+        ("POST", "/v1/completions", {"prompt": "a", "n": 3}, {}, 400, "n = 3 is not supported"),
+        ("POST", "/v1/completions", {"prompt": "a"}, {"Content-Type": "text/plain"}, 415, "application/json"),
+        ("POST", "/v1/embeddings", {}, {}, 404, "there is no /v1/embeddings"),
+        ("GET", "/v1/completions", None, {}, 405, "GET is not for /v1/completions"),
+        ("POST", "/v1/completions", b"x" * (17 << 20), {}, 413, "may be sent"),
+    ],
+)
+def test_errors_are_openais(server: Running, method: str, path: str, body: Any, headers: dict[str, str], status: int, words: str) -> None:
+    got, answer = server.call(method, path, body, headers)
+    assert got == status and words in answer["error"]["message"] and set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_page_of_another_name_is_refused(server: Running) -> None:
+    assert server.call("GET", "/v1/models", None, {"Host": "evil.example"})[0] == 400
+
+
+def test_clients_that_go_are_freed(server: Running) -> None:
+    for stream in (True, False):
+        to = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = {"prompt": "def read", "max_tokens": 240, "stream": stream}
+        to.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if stream:
+            to.getresponse().read(10)
+        else:
+            wait_until(lambda: server.running() == 1)
+        to.close()
+        wait_until(lambda: server.running() == 0)
+
+
+def test_a_hundred_at_once(server: Running) -> None:
+    def one(index: int) -> tuple[int, Any]:
+        return server.post({"prompt": "def " * (1 + index % 5), "max_tokens": 3 + index % 7, "temperature": 1.0, "seed": index})
+
+    with ThreadPoolExecutor(100) as pool:
+        found = list(pool.map(one, range(100)))
+    assert all(status == 200 for status, _ in found)
+    for index in (0, 17, 63):
+        assert one(index)[1]["choices"] == found[index][1]["choices"]
+    wait_until(lambda: server.running() == 0)
+
+
+def test_sigterm(folder: Path, server: Running) -> None:
+    other = started(folder, "--cpu-budget", "300KiB", "--quant", "int8", "--max-model-len", "64", "--batch-size", "1")
+    assert other.post({"prompt": "def", "max_tokens": 5})[0] == 200
+    other.process.send_signal(signal.SIGTERM)
+    assert other.process.wait(20) == 0
+    assert other.process.stderr is not None and "Traceback" not in other.process.stderr.read()
+
+
+def test_a_port_that_is_taken(server: Running, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--model", str(folder), "--port", str(server.port)])
+    assert end.value.code == 2 and f"--port {server.port}: Address already in use" in capsys.readouterr().err
+
+
+def test_without_fastapi(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.cli.serve.find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        main(["serve", "--model", str(folder)])
+    assert "run pip install 'plait[serve]'" in capsys.readouterr().err
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
