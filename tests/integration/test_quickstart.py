@@ -142,6 +142,7 @@ def test_readmes_commands_on_a_run(
         assert _code(line[1:]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "*  step-00000012  12 " in out and "good" in out
+    assert "greedy tokens are the same, and logits within" in out and "vllm serve trained" in out
     assert "tensors are the checkpoint's" in out and "every byte of 2 files" in out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     mine = AutoModelForCausalLM.from_config(model.config)

@@ -19,11 +19,20 @@ from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START
 from plait.checkpoint.windows import dtype_of
 from plait.errors import CheckpointError, InputError
+from plait.inference.generate import generate
+from plait.inference.load import load_model
+from plait.inference.source import Source
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
 
 FILE_BYTES = 4 << 30
 """Of one file of weights, and so of the memory that exporting takes."""
+
+
+PROMPT_TOKENS, GREEDY_TOKENS = 16, 64
+"""Of the comparison with Transformers; fewer where the model has fewer positions."""
+LOGITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Most that a logit may differ, of the largest logit: the order of sums differs."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,48 @@ def compare_reloaded(found: Found, out: Path) -> int:
             raise CheckpointError(f"{out}: {name} is not what the checkpoint holds after Transformers has loaded it")
         count += 1
     return count
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Plait's model of a checkpoint and Transformers' of the exported folder, on the same prompt."""
+
+    logits: float
+    """The largest difference of a logit."""
+    tokens: int
+    """Greedy ones, the same in both."""
+
+
+def compare_generated(found: Found, out: Path) -> Compared:
+    """Load the checkpoint as `plait generate` does and the folder as a user of Transformers does; compare the logits of a prompt and
+    `GREEDY_TOKENS` greedy tokens after it. Both models are in memory. Raises CheckpointError where tokens differ, or logits by more than
+    their dtype explains."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
+    config = theirs.config.get_text_config(decoder=True)
+    length = min(PROMPT_TOKENS, (getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS) // 2)
+    new = min(GREEDY_TOKENS, length * GREEDY_TOKENS // PROMPT_TOKENS)
+    ids = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ours = load_model(Source(out, found, None), dtype=theirs.dtype)
+    try:
+        here = ids.to(ours.device)
+        theirs.to(ours.device)
+        with torch.no_grad():
+            expected = theirs(input_ids=here).logits.float()
+        difference = float((ours.predict({"input_ids": here}).logits.float() - expected).abs().max())
+        made = generate(ours, here, max_new_tokens=new, temperature=0, eos_token_id=[config.vocab_size], pad_token_id=0)[0].token_ids
+        theirs.generation_config.eos_token_id = None
+        wanted = theirs.generate(here, attention_mask=torch.ones_like(here), max_new_tokens=new, do_sample=False, pad_token_id=0)
+    finally:
+        ours.close()
+    most = LOGITS[theirs.dtype] * max(1.0, float(expected.abs().max()))
+    if not difference <= most:
+        raise CheckpointError(f"{out}: Transformers' logits differ by {difference:.2g} from those of the checkpoint, and {most:.2g} may be")
+    differing = [at for at, (one, other) in enumerate(zip(made, wanted[0, length:].tolist(), strict=True)) if one != other]
+    if differing:
+        raise CheckpointError(f"{out}: of {new} greedy tokens, number {differing[0] + 1} differs from that of the checkpoint")
+    return Compared(difference, new)
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

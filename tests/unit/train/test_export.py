@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,8 +14,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from plait.checkpoint.windows import TensorRecord
-from plait.errors import InputError
+from plait.errors import CheckpointError, InputError
+from plait.inference.source import open_source
 from plait.train import export as export_module
+from tests.unit.inference.models import saved
 
 
 @pytest.mark.parametrize(
@@ -28,3 +33,27 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exc
     with pytest.raises(InputError, match=r"--out .*out cannot be written: .*No space left on device"):
         export_module.export(mock.Mock(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_logits_and_tokens_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose tensors are right, and which Transformers computes something else with."""
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    saved(right)
+    shutil.copytree(right, wrong)
+    config = json.loads((right / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    monkeypatch.setattr(export_module, "Source", lambda *_: open_source(right))
+    found = export_module.compare_generated(mock.Mock(), right)
+    assert found.tokens == 64 and found.logits < 1e-4
+    with pytest.raises(CheckpointError, match=r"wrong: Transformers' logits differ by .* from those of the checkpoint, and .* may be"):
+        export_module.compare_generated(mock.Mock(), wrong)
+    generate = export_module.generate
+
+    def other(*args: Any, **settings: Any) -> list[Any]:
+        made = generate(*args, **settings)
+        made[0].token_ids[8] += 1
+        return made
+
+    monkeypatch.setattr(export_module, "generate", other)
+    with pytest.raises(CheckpointError, match="of 64 greedy tokens, number 9 differs from that of the checkpoint"):
+        export_module.compare_generated(mock.Mock(), right)
