@@ -91,7 +91,7 @@ class Reader:
                     elif record.stages[0] != at["pp"]:
                         continue
                     else:
-                        window = record.window(at, self.layout.degrees)
+                        window = record.window(at, self.layout.all_degrees)
                         mine = file.read(name, record, window)
                         observe = content.observer(name, record, window, begins=record.begins_at(at))
                     for piece in pieces(name, mine):

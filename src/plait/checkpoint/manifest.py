@@ -4,6 +4,7 @@ manifest those of the ranks' manifests, and these those of every tensor."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationError, field_validator
@@ -12,8 +13,8 @@ from plait.checkpoint.durable import IS_NO_FILE, read_bytes
 from plait.checkpoint.places import Place
 from plait.checkpoint.shard_file import FileManifest
 from plait.checkpoint.windows import TensorRecord
-from plait.cluster.layout import AXES, Layout
-from plait.errors import CheckpointError
+from plait.cluster.layout import AXES, EXPERT_AXES, Layout
+from plait.errors import CheckpointError, ConfigError
 from plait.policy import Policy
 
 FORMAT = 2
@@ -56,19 +57,30 @@ class Manifest(Policy):
     @field_validator("degrees")
     @classmethod
     def _names_axes(cls, degrees: dict[str, int]) -> dict[str, int]:
-        if unknown := degrees.keys() - set(AXES):
+        if unknown := degrees.keys() - {*AXES, *EXPERT_AXES}:
             raise ValueError(f"{min(unknown)} is no axis of a layout")
+        try:
+            layout = _layout(degrees)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if layout.all_degrees.get("edp", 1) != degrees.get("edp", 1):
+            raise ValueError(f"edp is {degrees.get('edp', 1)}, and the other degrees make it {layout.all_degrees.get('edp', 1)}")
         return degrees
 
     @property
     def layout(self) -> Layout:
         """The layout that wrote it."""
-        return Layout(**self.degrees)
+        return _layout(self.degrees)
 
     @property
     def leaders(self) -> list[int]:
         """The first rank of each pipeline stage."""
         return [self.layout.rank(pp=stage) for stage in range(self.layout.pp)]
+
+
+def _layout(degrees: Mapping[str, int]) -> Layout:
+    """`edp` follows from the others."""
+    return Layout(**{axis: degree for axis, degree in degrees.items() if axis != "edp"})
 
 
 class Pointer(Policy):

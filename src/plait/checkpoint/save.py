@@ -119,7 +119,7 @@ def write(taken: Snapshot, group: dist.ProcessGroup | None = None) -> Place:
             format=FORMAT,
             tag=tag,
             sequence=max((one.manifest.sequence for one in complete(folder)), default=0) + 1,
-            degrees=mesh.layout.degrees,
+            degrees=mesh.layout.all_degrees,
             ranks=tuple(one[:32].hex() for one in found),
             content=str(content),
             own_content=str(own),
@@ -155,7 +155,7 @@ def _joined(folder: Place, tag: str, token: str) -> Commit:
 
 def _observers(taken: Snapshot, earlier: set[str], content: ContentHash, own: ContentHash) -> dict[str, Observer]:
     """By tensor, what adds it to a hash: everything once, whichever ranks hold it."""
-    at, degrees = taken.mesh.coordinates, taken.mesh.layout.degrees
+    at, degrees = taken.mesh.coordinates, taken.mesh.layout.all_degrees
     found = {}
     for name, tensor in taken.tensors.items():
         record = taken.written.get(name)

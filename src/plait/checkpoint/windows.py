@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from torch.distributed.tensor import DTensor
 
 from plait._torch.dtensor import local_window, shard_order
-from plait.cluster.layout import AXES, Layout
+from plait.cluster.layout import AXES, EXPERT_AXES, Layout
 from plait.errors import CheckpointError
 from plait.parallel.reduction import Reduction
 from plait.policy import Policy
@@ -40,7 +40,7 @@ class TensorRecord(Policy):
     @model_validator(mode="after")
     def _cuts_what_is_there(self) -> Self:
         for axis, dim in self.cuts:
-            if axis not in AXES or dim >= len(self.shape):
+            if axis not in (*AXES, *EXPERT_AXES) or dim >= len(self.shape):
                 raise ValueError(f"{axis} cannot cut dimension {dim} of {self.shape}")
         return self
 
@@ -48,7 +48,7 @@ class TensorRecord(Policy):
         """What the rank at the coordinates `at` holds."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
-            ranks, rank = degrees[axis], at[axis]
+            ranks, rank = degrees.get(axis, 1), at.get(axis, 0)
             starts[dim] += min(rank * shard_size(sizes[dim], ranks), sizes[dim])
             sizes[dim] = shard_length(sizes[dim], ranks, rank)
         return tuple(zip(starts, sizes, strict=True))
@@ -59,14 +59,15 @@ class TensorRecord(Policy):
 
     def begins_at(self, at: Mapping[str, int]) -> bool:
         """Whether, of the ranks that write a part, the one at the coordinates writes the first."""
-        return all(at[axis] == 0 for axis, _ in self.cuts)
+        return all(at.get(axis, 0) == 0 for axis, _ in self.cuts)
 
     def parts(self, layout: Layout, wanted: Window) -> Iterator[tuple[int, Window]]:
         """(rank, what it holds) of every rank that wrote a part of `wanted`."""
         axes = list(dict.fromkeys(axis for axis, _ in self.cuts))
-        for point in product(*(range(layout.degrees[axis]) for axis in axes)):
+        degrees = layout.all_degrees
+        for point in product(*(range(degrees.get(axis, 1)) for axis in axes)):
             at = dict.fromkeys(AXES, 0) | {"pp": self.stages[0]} | dict(zip(axes, point, strict=True))
-            held = self.window(at, layout.degrees)
+            held = self.window(at, degrees)
             if overlap(held, wanted) is not None:
                 yield layout.rank(**at), held
 

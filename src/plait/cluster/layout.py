@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from itertools import product
-from math import prod
+from math import gcd, prod
 
-from plait.errors import Problem, refuse
+from plait.errors import ConfigError, Problem, refuse
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost (slowest links) first."""
@@ -20,6 +20,9 @@ TOKEN_AXES = (*SAMPLE_AXES, "cp")
 """Axes whose ranks may compute with different tokens, from other samples or from another part of the sequence."""
 SPLIT_AXES = ("pp", "dp_shard", "cp", "tp")
 """Axes over which parts of a model may be split; over `dp_replicate` everything is replicated."""
+EXPERT_AXES = ("edp", "ep")
+"""A second view of the data-parallel ranks, for experts: they are split over `ep`, which takes neighbouring ranks, and replicated or
+sharded over `edp`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Of the data-parallel ranks, how many have different experts. No factor of the world size."""
 
     def __post_init__(self) -> None:
         bad = [
@@ -48,6 +53,10 @@ class Layout:
             if getattr(self, f.name) < 1
         ]
         refuse(bad)
+        if self.dp % self.ep:
+            product = f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} = {self.dp}"
+            rule = f"experts are split over data-parallel processes, {product}, and {self.dp} % {self.ep} = {self.dp % self.ep}"
+            raise ConfigError(Problem("parallel.ep", self.ep, rule, f"use a divisor of {self.dp}, such as {gcd(self.dp, self.ep)}"))
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -64,17 +73,28 @@ class Layout:
         """Number of different slices of the batch: dp_replicate x dp_shard."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def all_degrees(self) -> dict[str, int]:
+        """`degrees`, and those of the second view where experts are split."""
+        return {**self.degrees, **({"edp": self.dp // self.ep, "ep": self.ep} if self.ep > 1 else {})}
+
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank sits on every axis. Raises IndexError outside the world."""
+        """Where a rank sits on every axis, and in the second view where experts are split. Raises IndexError outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} of a world of {self.world_size}")
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
-        return {axis: found[axis] for axis in AXES}
+        at = {axis: found[axis] for axis in AXES}
+        if self.ep > 1:
+            at["edp"], at["ep"] = divmod(at["dp_replicate"] * self.dp_shard + at["dp_shard"], self.ep)
+        return at
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at the given coordinates; axes not given are 0."""
+        """The rank at the given coordinates, of either view; axes not given are 0."""
+        if not coordinates.keys().isdisjoint(EXPERT_AXES):
+            index = coordinates.get("edp", 0) * self.ep + coordinates.get("ep", 0)
+            coordinates["dp_replicate"], coordinates["dp_shard"] = divmod(index, self.dp_shard)
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
@@ -99,4 +119,5 @@ class Layout:
 
     def __str__(self) -> str:
         used = [f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1]
+        used += [f"ep={self.ep}"] if self.ep > 1 else []
         return " x ".join(used) or "one process"

@@ -20,7 +20,7 @@ from plait._torch.groups import flattened, give_timeout, set_timeout, splits_nam
 from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.fake_group import is_fake
-from plait.cluster.layout import AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
+from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
 from plait.cluster.nccl import Library
 from plait.cluster.topology import RankInfo, init_method, place, tell_library
 from plait.errors import ConfigError, Problem
@@ -99,6 +99,8 @@ class Mesh:
     device_mesh: DeviceMesh
     use: GroupUse | None
     """Of a default group that Plait made; None for an adopted one."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks by their second view, with `edp` and `ep` in the place of the data-parallel axes; None where experts are not split."""
     reverse_pp: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
@@ -119,6 +121,11 @@ class Mesh:
         return self.layout.coordinates(self.rank)
 
     @property
+    def norm_axes(self) -> tuple[str, ...]:
+        """Axes over which what ranks hold of a model adds up. Experts may be split over ranks that replicate all else."""
+        return AXES if self.layout.ep > 1 else SPLIT_AXES
+
+    @property
     def dp_index(self) -> int:
         """Which slice of the batch this process reads."""
         return self.layout.dp_index(self.rank)
@@ -134,6 +141,9 @@ class Mesh:
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group over `axes` taken together; None when their degrees are all 1 (nothing to communicate). Makes none: raises
         KeyError for several axes that are neither in COMBINED nor in the mesh's `Groups`."""
+        if not set(axes).isdisjoint(EXPERT_AXES):
+            (axis,) = axes
+            return self.expert_mesh[axis].get_group() if self.layout.all_degrees.get(axis, 1) > 1 and self.expert_mesh is not None else None
         used = self._used(axes)
         if len(used) < 2:
             return self.sub(*used).get_group() if used else None
@@ -144,7 +154,7 @@ class Mesh:
 
     def with_groups(self, wanted: Groups) -> Mesh:
         """With the groups over several axes, of stages and of machines. Collective over all ranks."""
-        used = dict.fromkeys(used for used in map(self._used, (*COMBINED, *wanted.axes)) if len(used) > 1)
+        used = dict.fromkeys(used for used in map(self._used, (*COMBINED, self.norm_axes, *wanted.axes)) if len(used) > 1)
         mesh = replace(self, combined={axes: self._own(flattened(self.sub(*axes)).get_group()) for axes in used})
         if self.layout.pp > 1:
             mesh = replace(mesh, reverse_pp=mesh.stages_group(range(self.layout.pp)))
@@ -295,9 +305,12 @@ def build_mesh(
     names = tuple(axis for axis in AXES if getattr(layout, axis) > 1 or axis == "dp_shard")
     with splits_named_alike(_number_of_mesh(device)):
         device_mesh = init_device_mesh(device.type, tuple(getattr(layout, axis) for axis in names), mesh_dim_names=names)
-        mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns))
-        for name in names:
-            mesh._own(device_mesh[name].get_group())
+        expert_mesh = _expert_mesh(layout, device) if layout.ep > 1 else None
+        mesh = Mesh(layout, device, dist.get_rank(), device_mesh, _use_of_default_group(made=owns), expert_mesh)
+        for one in (device_mesh, expert_mesh):
+            if one is not None:
+                for name in one.mesh_dim_names or ():
+                    mesh._own(one[name].get_group())
         return mesh.with_groups(groups)
 
 
@@ -322,6 +335,13 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         here = place()
         finish_at_exit()
         _make_default_group(here, local_device(None, here), timeout, host_tensors=False)
+
+
+def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
+    """All of its axes but `edp`, over which experts may be sharded also where it has one rank, are of degree above 1."""
+    degrees = {"pp": layout.pp, "edp": layout.dp // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
+    used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "edp"}
+    return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
 def local_device(device_type: str | None, here: RankInfo) -> torch.device:

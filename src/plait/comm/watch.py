@@ -26,6 +26,7 @@ from plait._torch.flight import begun_collectives
 from plait._torch.groups import set_timeout, timeout_of
 from plait.cluster.ending import end_process
 from plait.cluster.fake_group import is_fake
+from plait.cluster.layout import EXPERT_AXES
 from plait.cluster.mesh import Mesh
 from plait.cluster.topology import watch_folder
 from plait.comm import hang, stacks
@@ -137,6 +138,10 @@ class Watch:
             group = mesh.group(axis)
             if group is not None:
                 self._axes[group.group_name] = f"all ranks ({axis})" if group is dist.group.WORLD else axis
+        for axis in EXPERT_AXES if mesh.expert_mesh is not None else ():
+            group = mesh.group(axis)
+            if group is not None:
+                self._axes.setdefault(group.group_name, axis)
 
     def _meet(self, group: dist.ProcessGroup) -> dict[int, _Peer]:
         """The other ranks on this machine. Collective."""

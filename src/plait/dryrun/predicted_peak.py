@@ -67,6 +67,7 @@ def why_not_predicted(resolved: Resolved) -> str | None:
         (resolved.parameter_offload.device != "none", "zero_optimization.offload_param: the shards that are read ahead"),
         (resolved.activation_offload.fraction > 0, "parallel.activation_offload: when a stored tensor has left the device"),
         (bool(resolved.compression.gradients or resolved.compression.scheme.weight_bits), "compressed communication: its buffers"),
+        (resolved.layout.ep > 1, "parallel.ep: how many tokens the experts of a process get"),
         (bool(data.secondary_partition), "zero_hpz_partition_size: the second shards"),
         (data.all_reduce != "by-machines" or data.links is not None, "the buffers of the chosen all-reduce"),
     )

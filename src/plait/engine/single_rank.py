@@ -24,7 +24,7 @@ from plait._torch.operators import FakeTensorMode
 from plait._torch.storage import storage_bytes
 from plait.cluster import accelerator
 from plait.cluster.fake_group import FAKE
-from plait.cluster.layout import AXES
+from plait.cluster.layout import AXES, EXPERT_AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
@@ -256,7 +256,7 @@ def _computes_nothing(func: Any) -> bool:
 def _axes(mesh: Mesh) -> dict[str, str]:
     """Group's name to axis."""
     found: dict[str, str] = {}
-    for axes in (*((axis,) for axis in AXES), ("dp_replicate", "dp_shard")):
+    for axes in (*((axis,) for axis in (*AXES, *EXPERT_AXES)), ("dp_replicate", "dp_shard")):
         group = mesh.group(*axes)
         if group is not None:
             found.setdefault(group.group_name, " x ".join(axes))

@@ -104,7 +104,7 @@ def load_engine(
     model_content.put_values(model, reader.values)
     optimizer_content.put(stepper.optimizer, model, fill, facts["optimizer"], groups)
     resume.restore_schedule()
-    same_layout = reader.manifest.degrees == mesh.layout.degrees
+    same_layout = reader.manifest.degrees == mesh.layout.all_degrees
     own = agreed(lambda: reader.own(mesh.rank) if same_layout else {})
     if not generators.restore(engine.device, own):
         generators.seed(engine.config.seed, mesh, step=facts["global_steps"])

@@ -19,6 +19,7 @@ from plait.inference.requests import Answer, Generation, Request, checked_ids, t
 from plait.inference.settings import Settings, settings_of
 from plait.inference.untouched import untouched
 from plait.sharded.cache import arguments_of, takes_cache
+from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
 from plait.units import dtype_of
 
@@ -117,6 +118,7 @@ def _check_model(sharded: ShardedModel) -> None:
     can = getattr(model, "can_generate", None)
     if callable(can) and not can():
         raise InputError(f"{type(model).__name__} has no head for the next token; load its ...ForCausalLM class")
+    refuse_split_experts(sharded.parts, "generate")
     if sharded.parts.hooks.transform:
         raise InputError(
             "generate: a technique of this layout changes every micro-batch (its part of the sequence); use a layout without it"

@@ -12,6 +12,7 @@ from math import prod
 
 from torch import nn
 
+from plait.model.experts import find_experts
 from plait.model.plans import TensorPlan
 
 
@@ -43,6 +44,25 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True)
+class ExpertFacts:
+    """Of a mixture-of-experts model whose layers are alike."""
+
+    parameters: tuple[str, ...]
+    """Names of those whose first dimension counts experts."""
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a token goes to."""
+    hidden: int
+    """Elements of a token."""
+
+    @property
+    def layers(self) -> int:
+        """With experts."""
+        return len({name.rpartition(".")[0] for name in self.parameters})
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """All parameters of a model, tied ones once, and the names of its blocks."""
 
@@ -52,6 +72,8 @@ class ModelFacts:
     """How tensor parallelism would split the model; None where it is not asked."""
     attention: AttentionFacts | None = None
     """None where the model's configuration does not say."""
+    experts: ExpertFacts | None = None
+    """None for a model without, or one that does not say how many experts a token goes to."""
 
     @property
     def numel(self) -> int:
@@ -77,7 +99,7 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
         parameter = found[key]
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
         listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
-    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, _attention(model))
+    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, _attention(model), _experts(model))
 
 
 def _attention(model: nn.Module) -> AttentionFacts | None:
@@ -87,3 +109,12 @@ def _attention(model: nn.Module) -> AttentionFacts | None:
         return None
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     return AttentionFacts(heads, kv_heads or heads, head_dim or width // heads)
+
+
+def _experts(model: nn.Module) -> ExpertFacts | None:
+    found, config = find_experts(model), getattr(model, "config", None)
+    per_token, hidden = getattr(config, "num_experts_per_tok", None), getattr(config, "hidden_size", None)
+    if not found or not isinstance(per_token, int) or not isinstance(hidden, int):
+        return None
+    names = tuple(name for experts in found for name in experts.parameters)
+    return ExpertFacts(names, found[0].count, per_token, hidden)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from plait._torch.dtensor import local_tensor
-from plait.cluster.layout import SPLIT_AXES
 from plait.cluster.mesh import Mesh
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_math import norms_of
@@ -48,7 +47,7 @@ def _over_ranks(by_axes: dict[tuple[str, ...], torch.Tensor], mesh: Mesh) -> tor
         square = (norm**2).to(mesh.device)  # gradients may be on the host
         # What another rank counts is added as 0, which keeps a norm that is not finite.
         total = total + (square if Reduction(axes).counts_at(mesh.coordinates) else square * 0)
-    group = mesh.group(*SPLIT_AXES)
+    group = mesh.group(*mesh.norm_axes)
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()

@@ -23,6 +23,7 @@ from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.experts.bias_update import BiasUpdate
+from plait.parallel.experts.expert_parallel import ExpertGradients, ExpertParallel
 from plait.parallel.experts.routing import RecordedBalance, Routing
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
@@ -38,6 +39,7 @@ ORDER: tuple[type[Technique], ...] = (
     ContextParallel,
     Routing,
     Pipeline,
+    ExpertParallel,
     ActivationOffload,
     Recompute,
     Compile,
@@ -68,6 +70,7 @@ HOOKS: tuple[type[StepHook], ...] = (
     ShardedSteps,
     Reducer,
     UnusedTracker,
+    ExpertGradients,
     SequenceParts,
     PipelineRank,
     OffloadedActivations,

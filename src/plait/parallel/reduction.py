@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from plait.cluster.layout import AXES, SPLIT_AXES
+from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,17 @@ class Reduction:
         return not self.stages or at["pp"] == min(self.stages)
 
     def counts_at(self, at: Mapping[str, int]) -> bool:
-        """Whether the part of the rank at these coordinates belongs into a sum over `SPLIT_AXES`, such as the norm's: that of the first
-        replica does."""
-        return self._first(at, SPLIT_AXES)
+        """Whether the part of the rank at these coordinates belongs into a sum over `Mesh.norm_axes`: that of the first replica does."""
+        return self._first(at, SPLIT_AXES if "ep" not in at else AXES)
 
     def is_written_at(self, at: Mapping[str, int]) -> bool:
         """Whether the rank at these coordinates writes its part into a checkpoint: of all replicas the first one does."""
         return self._first(at, AXES)
 
     def _first(self, at: Mapping[str, int], among: Collection[str]) -> bool:
-        return self.is_first_stage(at) and all(at[axis] == 0 for axis in among if axis != "pp" and axis not in self.sharded)
+        if not set(self.sharded).isdisjoint(EXPERT_AXES):  # which take the place of the data-parallel axes
+            among = (*(axis for axis in among if axis not in SAMPLE_AXES), *EXPERT_AXES)
+        return self.is_first_stage(at) and all(at.get(axis, 0) == 0 for axis in among if axis != "pp" and axis not in self.sharded)
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Groups, Mesh
@@ -69,6 +70,9 @@ class ShardSettings:
     """Whether that memory is pinned, so that copies overlap with computation."""
     offloaded_units: frozenset[str] = frozenset()
     """Blocks, and "" for what is outside of them, whose master weights, gradients and states are not in the device's memory."""
+    own_mesh: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    """Modules (FQNs) whose parameters are not reduced with the others: they are sharded over a mesh of their own, and where nothing is
+    sharded, another hook sums their gradients."""
     always_shard: bool = False
     """Whether parameters are sharded also where one process holds all of them, in their own dtype."""
     mean: bool = False
@@ -100,6 +104,11 @@ class Parts:
     def with_shard(self, **changes: Any) -> Parts:
         """A copy with some settings of the shards replaced."""
         return replace(self, shard=replace(self.shard, **changes))
+
+    @property
+    def apart(self) -> frozenset[nn.Parameter]:
+        """The parameters of `ShardSettings.own_mesh`."""
+        return frozenset(p for name in self.shard.own_mesh for p in self.model.get_submodule(name).parameters())
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
         """Which ranks hold what of a parameter of this rank, and over which its gradient is summed."""

@@ -16,6 +16,7 @@ from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem, warn
 from plait.losses.loss import PerSample
 from plait.optim.optimizer import needs_closure, refuse_sharded
+from plait.parallel.experts.expert_parallel import SplitExperts
 from plait.parallel.hooks import StepHook
 from plait.parallel.pipeline.stage_cache import StageCaches
 from plait.parallel.technique import Parts
@@ -69,11 +70,21 @@ def refuse_cache(parts: Parts, mesh: Mesh, cache: Any) -> None:
 
 def refuse_own_batches(parts: Parts, call: str) -> None:
     """A call that gives the model its input unchanged, where a technique changes every micro-batch."""
+    refuse_split_experts(parts, call)
     if parts.hooks.transform:
         who = ", ".join(type(hook).__name__ for hook in parts.hooks.all if type(hook).transform is not StepHook.transform)
         raise InputError(
             f"{call} gives the model a batch as it is, and {who} changes every micro-batch (its part of the sequence); call "
             "engine.train_batch, engine.eval_batch or engine.predict(batch)"
+        )
+
+
+def refuse_split_experts(parts: Parts, call: str) -> None:
+    """A call that one process may make alone, or more often than others, where all wait for each other in every layer."""
+    if parts.noted(SplitExperts) is not None:
+        raise InputError(
+            f"parallel.ep: {call} is not proven with experts on different processes, which exchange tokens in every layer; call "
+            "engine.train_batch, engine.eval_batch or engine.predict(batch), or use parallel.ep = 1"
         )
 
 

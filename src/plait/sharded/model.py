@@ -274,7 +274,9 @@ class ShardedModel:
     def is_cut(self) -> bool:
         """Whether the model's parameters are parts of what they were, so that no other owner can take it."""
         layout, parts = self.mesh.layout, self.parts
-        return isinstance(parts.model, FSDPModule) or layout.pp > 1 or layout.tp > 1 or parts.noted(OffloadedActivations) is not None
+        return (
+            isinstance(parts.model, FSDPModule) or max(layout.pp, layout.tp, layout.ep) > 1 or parts.noted(OffloadedActivations) is not None
+        )
 
     def release(self) -> None:
         """Let go of the model, if it is still this handle's: a replicated one is as it was, but for its weights."""

@@ -213,6 +213,9 @@ def parallelize(
         raise ConfigError(Problem("faults.compare_replicas_every", every, rule, "use plait.initialize, or 0"))
     if resolved.data_parallel.update_in_backward:
         raise ModelError("parallel.optimizer_in_backward: plait.parallelize makes no optimizer; use plait.initialize, or false")
+    if resolved.layout.ep > 1:
+        rule = "plait.parallelize with experts on different processes is not proven"
+        raise ConfigError(Problem("parallel.ep", resolved.layout.ep, rule, "use plait.initialize and engine.train_batch, or 1"))
     before = list(model.parameters())
     take_over(model)
     checked = checked_model(model, resolved)

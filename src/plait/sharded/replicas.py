@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
-from plait.cluster.layout import AXES
+from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.hang import names as rank_names
 from plait.config.resolving.resolve import Resolved
@@ -43,11 +43,11 @@ def compare_replicas(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: M
     """Raise NumbersError, on all ranks, naming the first tensor that differs and the ranks. Collective over all ranks."""
     tensors = list(_tensors(model, optimizer))
     wrong: list[tuple[str, str]] = []
-    for axis in AXES:
+    for axis in (*AXES, *EXPERT_AXES):
         group = mesh.group(axis)
         if group is None or axis == "pp":
             continue
-        replicated = [(name, tensor) for name, tensor, axes in tensors if axis not in axes]
+        replicated = [(name, tensor) for name, tensor, axes in tensors if _is_replicated(axes, over=axis)]
         if not replicated:
             continue
         own = torch.stack([bits_of(tensor) for _, tensor in replicated]).to(mesh.device)
@@ -84,6 +84,13 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 yield f"`{key}` of `{name}`", local_tensor(value), sharded_axes(value) or (axes if value.numel() > 1 else ())
+
+
+def _is_replicated(axes: tuple[str, ...], *, over: str) -> bool:
+    """Whether a tensor that is split over `axes` is the same along an axis: experts know the second view of the data-parallel ranks, all
+    else the first."""
+    other_view = SAMPLE_AXES if "ep" in axes else EXPERT_AXES
+    return over not in axes and over not in other_view
 
 
 def _minority(sums: torch.Tensor, ranks: list[int], axis: str) -> str:

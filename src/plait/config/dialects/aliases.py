@@ -78,6 +78,7 @@ ALIASES: dict[str, Alias] = {
     "pipeline_parallel_size": Alias("parallel.pp", "a name that DeepSpeed does not read"),
     "pipe_parallel_size": Alias("parallel.pp", "GPT-NeoX's name; 0 leaves pipeline parallelism off", _zero_is_off),
     "context_parallel_size": Alias("parallel.cp", _MEGATRON),
+    "expert_model_parallel_size": Alias("parallel.ep", _MEGATRON),
     "sequence_parallel_size": Alias("parallel.cp", _ULYSSES),
     **{f"{axis}_size": Alias(f"parallel.{axis}", _ACCELERATE) for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard")},
     # Megatron's batch sizes

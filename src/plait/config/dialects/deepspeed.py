@@ -385,8 +385,8 @@ REFUSED: tuple[Refusal, ...] = (
         {"sequence_parallel": _PRESENT},
     ),
     Refusal(
-        "experts are not distributed in this release",
-        "set it to 1 or false, or leave the section out",
+        "experts are split over processes by one degree",
+        "leave the section out and set parallel.ep",
         {"expert_parallel.enabled": _FLAG, "expert_parallel.autoep_size": ("whole", (0, 1))},
     ),
     Refusal(

@@ -92,6 +92,7 @@ FLAGS: dict[str, Flag] = {
     "tensor_model_parallel_size": _sets("parallel.tp"),
     "pipeline_model_parallel_size": _sets("parallel.pp"),
     "context_parallel_size": _sets("parallel.cp"),
+    "expert_model_parallel_size": _sets("parallel.ep"),
     "cp_comm_type": _sets("parallel.context", convert=_one_of({"p2p": "ring", "all_gather": "all-gather-kv", "a2a": "ulysses"})),
     "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
     "moe_router_bias_update_rate": _sets("experts.bias_update_rate"),
@@ -163,7 +164,7 @@ FLAGS: dict[str, Flag] = {
         "encoder_num_layers decoder_num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
         "max_position_embeddings seq_length encoder_seq_length decoder_seq_length position_embedding_type rotary_base rotary_percent "
         "normalization norm_epsilon layernorm_epsilon attention_dropout hidden_dropout init_method_std vocab_size "
-        "make_vocab_size_divisible_by rotary_seq_len_interpolation_factor attention_backend",
+        "make_vocab_size_divisible_by rotary_seq_len_interpolation_factor attention_backend num_experts",
     ),
     **_ignored(
         _MODEL,
@@ -210,9 +211,9 @@ FLAGS: dict[str, Flag] = {
         "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
     ),
     **_refused(
-        "experts are not distributed in this release",
+        "experts are split by expert (--expert-model-parallel-size), not inside",
         "use 1 or leave it out",
-        "expert_model_parallel_size expert_tensor_parallel_size num_experts",
+        "expert_tensor_parallel_size",
         off=(1,),
     ),
     **_refused(

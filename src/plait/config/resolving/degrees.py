@@ -5,7 +5,7 @@ ZeRO stage 0 replicates (`dp_replicate`), stages 1 to 3 shard (`dp_shard`); both
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 
 from plait.cluster.layout import Layout
 from plait.config.schema.config import ParallelSection
@@ -25,7 +25,7 @@ def solve_layout(parallel: ParallelSection, *, stage: int, world_size: int) -> L
         working = f"{below} or {above}" if below else f"{above}"
         raise ConfigError(Problem("parallel", None, rule, f"start {working} processes, or change a degree"))
     replicate, shard = _data_degrees(parallel, stage=stage, dp=world_size // model, world_size=world_size)
-    return Layout(pp=parallel.pp, dp_replicate=replicate, dp_shard=shard, cp=parallel.cp, tp=parallel.tp)
+    return Layout(pp=parallel.pp, dp_replicate=replicate, dp_shard=shard, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
 
 
 def processes(count: int) -> str:
@@ -35,8 +35,9 @@ def processes(count: int) -> str:
 
 def smallest_world(parallel: ParallelSection) -> int:
     """The least number of processes that has every degree that is given."""
-    given = (parallel.pp, parallel.cp, parallel.tp, parallel.dp_replicate, parallel.dp_shard)
-    return prod(degree for degree in given if isinstance(degree, int))
+    data = [degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)]
+    more = parallel.ep // gcd(prod(data), parallel.ep) if len(data) < 2 else 1
+    return parallel.pp * parallel.cp * parallel.tp * prod(data) * more
 
 
 def _data_degrees(parallel: ParallelSection, *, stage: int, dp: int, world_size: int) -> tuple[int, int]:

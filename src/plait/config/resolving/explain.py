@@ -278,7 +278,7 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
     },
-    "layout": lambda layout: {f"parallel.{axis}": degree for axis, degree in layout.degrees.items()},
+    "layout": lambda layout: {f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()},
     "tensor_parallel": lambda tensor: {f"parallel.{name}": getattr(tensor, name) for name in _TENSOR},
     "routing": lambda routing: {"experts.bias_update_rate": routing.bias_update_rate},
     "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},

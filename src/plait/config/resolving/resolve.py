@@ -33,6 +33,7 @@ from plait.parallel.compile import Compile
 from plait.parallel.context.context_parallel import ContextParallel
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.experts.expert_parallel import ExpertParallel
 from plait.parallel.experts.routing import Routing
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
@@ -55,6 +56,8 @@ class Resolved(Policy):
     """How layers are split over the tp axis."""
     context_parallel: ContextParallel
     """How sequences are cut over the cp axis."""
+    expert_parallel: ExpertParallel = ExpertParallel()
+    """How experts are split over the ep axis."""
     routing: Routing
     """How routers of experts are kept in balance."""
     pipeline: Pipeline

@@ -236,6 +236,9 @@ class ParallelSection(Policy):
     """With cp: how attention sees the other parts. all-gather-kv: keys and values of all parts are gathered. ring: they go from process to
     process, so that only one other part is in memory. ulysses: processes exchange heads for tokens, which sends least where there are many
     key-value heads; cp must divide the query heads."""
+    ep: Degree = 1
+    """Of the data-parallel processes, how many have different experts of a mixture-of-experts model; tokens are sent to the experts that
+    they are routed to. A divisor of dp_replicate x dp_shard and of the number of experts. Takes neighbouring ranks."""
     tp: Degree = 1
     """Processes that share every matrix product. Takes neighbouring ranks, which have the fastest links."""
     sequence_parallel: bool = False

@@ -7,14 +7,14 @@ Every figure is the planner's. A section is one function from the story to marku
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_lowercase, ascii_uppercase
 
 from markupsafe import Markup
 
 from plait.cluster import accelerator
-from plait.cluster.layout import Layout
+from plait.cluster.layout import AXES, Layout
 from plait.cluster.machines import Node, Topology
 from plait.errors import InputError
 from plait.observe.report import charts, page
@@ -262,7 +262,7 @@ def timeline_section(story: Story) -> Markup:
 def ranks_section(story: Story) -> Markup:
     """Which rank sits where."""
     at, cluster = story.plan.best[0].layout, story.plan.request.cluster
-    layout = Layout(**{field.name: int(at[field.name]) for field in fields(Layout)})
+    layout = Layout(**{axis: int(at[axis]) for axis in AXES})
     per_node = min(cluster.devices, int(cluster.device.devices_per_node))
     nodes = tuple(Node(f"machine {index}", per_node) for index in range(cluster.nodes))
     return rank_grid(layout, Topology(nodes, accelerator.NAME))

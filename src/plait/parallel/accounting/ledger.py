@@ -77,6 +77,8 @@ class Ledger:
     tp_rank: Array
     """Which rank of the tp axis is priced; 0 holds the most."""
     cp: Array
+    ep: Array
+    """How many of the data-parallel ranks have different experts."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the traffic of tp and cp grows with them."""
     activations: RankActivations | None = None
@@ -85,6 +87,8 @@ class Ledger:
     """How often head and loss are computed for a micro-batch; 2 where that is done in chunks, because backward recomputes them."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are replicated."""
+    experts: frozenset[str] = frozenset()
+    """Names of the parameters that are split over ep along their first dimension."""
     scheme: Scheme = field(default_factory=Scheme)
     """How messages between data-parallel ranks are compressed."""
     optimizer_tensors: int = 2
@@ -116,12 +120,13 @@ class Ledger:
         tp: Any = 1,
         tp_rank: Any = 0,
         cp: Any = 1,
+        ep: Any = 1,
         tokens: Any = 0,
         **fields: Any,
     ) -> Ledger:
         """A ledger for scalars or arrays of candidates, broadcast against each other."""
-        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, cp, tokens)
-        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "cp", "tokens")
+        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, cp, ep, tokens)
+        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "cp", "ep", "tokens")
         arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
         axes: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return cls(**axes, **fields)
@@ -138,6 +143,7 @@ class Ledger:
             tp=layout.tp,
             tp_rank=at["tp"],
             cp=layout.cp,
+            ep=layout.ep,
             tokens=tokens,
             **fields,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.units import sharded_modules
 from plait.cluster.fake_group import is_fake
@@ -256,7 +257,7 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     way = _connected(technique, group, mesh, label="dp_shard")
     # Shared memory is laid out for one group, and the secondary partition is gathered over another.
     all_gather = way.all_gather if not (stage == 3 and technique.secondary_partition) else None
-    for module in sharded_modules(parts.model):
+    for module in _units(parts):
         if mesh.device.type == "cpu":
             module.set_custom_all_gather(TimedAllGather(all_gather, waits, "dp_shard"))
     whole = partial(_reduce_whole, parts, way, waits)
@@ -264,7 +265,7 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     scheme = compression.scheme
     # The shared memory has the parameters that the forward computes with; on a disk, or in another dtype, they are others.
     shard = parts.shard
-    as_they_are = shard.compute_dtype is None and not shard.offloaded_units and not shard.always_shard
+    as_they_are = shard.compute_dtype is None and not (shard.offloaded_units or shard.always_shard or shard.own_mesh)
     host = way.host if all_gather is not None and as_they_are and not scheme.weight_bits else None
     names = {0: f"by {way.name}", 4: "as int4", 8: "as int8"}
     gathered = f"gathered {names[scheme.weight_bits]}" if host is None else "stored once in shared memory"
@@ -285,7 +286,13 @@ def sharded(technique: CollectiveSettings, compression: Compression, stage: int,
     return Sharing(f"{said}{words}", compressors, autotuner, host)
 
 
+def _units(parts: Parts) -> list[FSDPModule]:
+    """Those that are sharded over `dp_shard`."""
+    apart = {id(parts.model.get_submodule(name)) for name in parts.shard.own_mesh}
+    return [module for module in sharded_modules(parts.model) if id(module) not in apart]
+
+
 def _reduce_whole(parts: Parts, way: Transport, waits: Waits) -> None:
     if way.reduce_scatter is not None:
-        for module in sharded_modules(parts.model):
+        for module in _units(parts):
             module.set_custom_reduce_scatter(TimedReduceScatter(way.reduce_scatter, waits, "dp_shard"))

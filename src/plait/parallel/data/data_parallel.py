@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -108,6 +109,7 @@ class DataParallel(CollectiveSettings):
                 reduce_dtype=shard.reduce_dtype,
                 track_unused=self.unused_parameters,
                 waits=waits,
+                apart=parts.apart,
             )
             reducer.said = summing.said
             return parts.with_notes(reducer, summing.autotuner_of(reducer, collective_selection.deciding_groups(mesh)))
@@ -164,7 +166,8 @@ def _description(sharing: Sharing, parts: Parts) -> str:
 
 def _gradient_bytes(parts: Parts) -> int:
     """What this rank sums in a step."""
-    trainable = [p for p in parts.model.parameters() if p.requires_grad]
+    apart = parts.apart
+    trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in apart]
     return sum(local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize for p in trainable)
 
 
@@ -178,6 +181,10 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
         return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights) if here else OffloadPolicy()
 
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
+    # What goes into them besides tokens keeps its dtype: the weights of experts.
+    apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+    for name, own in parts.shard.own_mesh.items():
+        fully_shard(parts.model.get_submodule(name), mesh=own, mp_policy=apart, reshard_after_forward=free_after_forward)
     for name in parts.blocks:
         block = parts.model.get_submodule(name)
         fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
@@ -273,6 +280,38 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledger:
+    if not ledger.experts:
+        return _account_of(technique, ledger, facts, sharded=_is_sharded(ledger))
+    apart = tuple(p for p in facts.parameters if p.name in ledger.experts)
+    rest = tuple(p for p in facts.parameters if p.name not in ledger.experts)
+    found = _account_of(technique, ledger, replace(facts, parameters=rest), sharded=_is_sharded(ledger))
+    # Experts are split over ep along their first dimension, as tensor parallelism splits, then reduced or sharded over the ranks of edp.
+    same = ledger.dp_replicate * ledger.dp_shard // ledger.ep
+    shards, one = ledger.dp_shard > 1, np.ones_like(same)
+    view = ledger.with_(
+        dp_replicate=np.where(shards, one, same),
+        dp_shard=np.where(shards, same, one),
+        shard_rank=ledger.shard_rank // ledger.ep,
+        tp=ledger.ep,
+        tp_rank=np.zeros_like(same),
+        tensor_dims=dict.fromkeys(ledger.experts, 0),
+        memory={},
+        traffic={},
+    )
+    plain = technique.model_copy(update={"all_reduce": "by-machines"})  # another hook sums them
+    view = _account_of(plain, view, replace(facts, parameters=apart), sharded=_is_sharded(ledger))
+    for kind, count in view.memory.items():
+        found = found.add_memory(kind, count)
+    for collective, count in view.traffic.items():
+        found = found.add_traffic(collective, count)
+    return found
+
+
+def _is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
+    return (ledger.dp_shard > 1) | np.asarray(ledger.compute_bytes is not None)
+
+
+def _account_of(technique: DataParallel, ledger: Ledger, facts: ModelFacts, *, sharded: NDArray[np.bool_]) -> Ledger:
     stage = np.broadcast_to(np.asarray(technique.stage), ledger.dp_shard.shape)
     n, replicas, k = ledger.dp_shard, ledger.dp_replicate, ledger.accumulation
     # One column a distinct shape, split and so on: models repeat a few shapes many times.
@@ -291,7 +330,6 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
         "whole",
     )
     total: dict[str, Array] = {kind: np.zeros_like(n) for kind in kinds}
-    sharded = (n > 1) | (ledger.compute_bytes is not None)
     for (shape, itemsize, trainable, in_block, tensor_dim), count in _shapes(facts, ledger).items():
         part = part_of(shape, tensor_dim, ledger)
         rows, row_numel, padded = part.rows, part.row, part.padded

@@ -58,6 +58,8 @@ class Reducer(StepHook):
     mean: bool = False
     reduce_dtype: torch.dtype | None = None
     track_unused: bool = True
+    apart: frozenset[nn.Parameter] = frozenset()
+    """Parameters of the model that another hook reduces."""
     separate_vectors: bool = False
     """Give parameters of fewer than two dimensions buckets of their own: compression leaves them as they are."""
     waits: Waits = field(default_factory=Waits)
@@ -134,7 +136,7 @@ class Reducer(StepHook):
     def _partition(self) -> list[list[nn.Parameter]]:
         """Trainable parameters by bucket, one dtype a bucket; parameters that tensor parallelism splits separately from replicated ones,
         which must stay bitwise equal on every rank of its axis."""
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        trainable = [p for p in self.model.parameters() if p.requires_grad and p not in self.apart]
         sizes = [
             (
                 local_tensor(p.detach()).numel() * p.element_size(),

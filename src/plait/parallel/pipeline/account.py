@@ -38,7 +38,11 @@ def facts_of_rank(facts: ModelFacts, cut: StageCut, stages: Sequence[int]) -> Mo
     unit = {facts.blocks.index(name): index for index, name in enumerate(blocks)}
     kept = [replace(p, unit=unit.get(p.unit, -1)) for p in facts.parameters if cut.owners[p.name] & own]
     plan = None if facts.tensor_plan is None else _plan_of_rank(facts.tensor_plan, cut, own, blocks)
-    return replace(facts, parameters=tuple(kept), blocks=blocks, tensor_plan=plan)
+    experts = facts.experts
+    if experts is not None:
+        here = {p.name for p in kept}
+        experts = replace(experts, parameters=tuple(name for name in experts.parameters if name in here))
+    return replace(facts, parameters=tuple(kept), blocks=blocks, tensor_plan=plan, experts=experts)
 
 
 def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[str, ...]) -> TensorPlan:

@@ -74,6 +74,9 @@ class Pipeline(Technique):
             raise ConfigError(
                 Problem("parallel.pipeline.schedule", self.schedule, f"with ZeRO stage 3: {rule}", f"use ZeRO stage 2, or one of {whole}")
             )
+        if schedule.splits_backward and context.layout.ep > 1:
+            rule = f"with parallel.ep = {context.layout.ep}: it computes a backward in two parts, and tokens are exchanged in one"
+            raise ConfigError(Problem("parallel.pipeline.schedule", self.schedule, rule, 'use "1f1b" or "gpipe", or parallel.ep = 1'))
         block_list(model, blocks)
         bounds, skeleton = self._bounds(model, blocks, schedule.stages), Skeleton.of(model, blocks)
         return PipelineParts(schedule, cut_model(model, blocks, bounds, skeleton=skeleton), skeleton)

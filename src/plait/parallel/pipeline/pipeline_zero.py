@@ -31,9 +31,12 @@ class StagedZero:
     def __init__(self, staged: StagedModel, schedule: Schedule, *, zero: int, reducer: Reducer | None) -> None:
         self.staged, self.schedule, self.zero, self.reducer = staged, schedule, zero, reducer
         model = staged.model
-        blocks: dict[Any, int] = {model.get_submodule(name): index for index, stage in staged.stages.items() for name in stage.blocks}
-        self._units = [unit for unit in sharded_modules(model) if unit in blocks]
-        self._stage_of = {unit: blocks[unit] for unit in self._units}
+        named = [(index, model.get_submodule(name)) for index, stage in staged.stages.items() for name in stage.blocks]
+        self._blocks: set[Any] = {block for _, block in named}
+        inside: dict[Any, int] = {module: index for index, block in named for module in block.modules()}
+        self._units = [unit for unit in sharded_modules(model) if unit in inside]
+        """Blocks, and what is sharded apart inside of them."""
+        self._stage_of = {unit: inside[unit] for unit in self._units}
         self._root = model if isinstance(model, FSDPModule) else None
         # The root unit holds what is outside of the blocks: the front on the first stage, the back on the last, rarely more on others.
         self._root_stages = staged.cut.outside_stages() & set(staged.stages)
@@ -91,7 +94,7 @@ class StagedZero:
             _flags(unit, of_block(self.zero, self._left, ran=stage, own=self._stage_of[unit]) if reduce else later)
         if self._root is not None:
             # By itself the root would gather ahead what ran last in a forward, which may be another stage.
-            self._root.set_modules_to_backward_prefetch(self._of(stage)[-1:])
+            self._root.set_modules_to_backward_prefetch([unit for unit in self._of(stage) if unit in self._blocks][-1:])
             _flags(self._root, of_root(self.zero, self._left, ran=stage, users=self._root_stages) if reduce else later)
 
 

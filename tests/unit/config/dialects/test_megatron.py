@@ -147,7 +147,7 @@ def test_overrides_win_over_flags() -> None:
             "--num-layers-per-virtual-pipeline-stage = 2: the stages of a rank are --num-layers /",
         ),
         ("--recompute-num-layers 2", "--recompute-num-layers = 2: blocks are recomputed one by one"),
-        ("--expert-model-parallel-size 8", "--expert-model-parallel-size = 8: experts are not distributed in this release"),
+        ("--expert-tensor-parallel-size 8", "--expert-tensor-parallel-size = 8: experts are split by expert"),
         ("--lr-decay-style wavy", "--lr-decay-style = 'wavy': is none of constant, linear, cosine, inverse-square-root, WSD"),
         ("--save a --load b", "--load = 'b': --save says 'a'; both set run.folder and disagree; keep one of them"),
         ("--fp16 --bf16 --use-torch-fsdp2 --use-distributed-optimizer", "both set zero_optimization.stage and disagree"),

@@ -1,0 +1,92 @@
+"""A layer of experts of which this rank has some: tokens are sent to the ranks of their experts, and the results return.
+
+Dropless: every token reaches each expert that its router chose. A rank computes with the module's own forward, whose experts are this
+rank's. The routing weights stay with the tokens, so that a router's gradient is computed where its tokens are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from plait._torch.dtensor import local_tensor
+from plait._torch.modules import own_parameters
+from plait._torch.operators import FakeTensor
+from plait.cluster.fake_group import is_fake
+from plait.comm.exchange import exchange_counts, exchange_rows
+from plait.parallel.tensor.styles import own_values
+
+Forward = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """In the place of the forward of a module of experts."""
+
+    module: nn.Module
+    original: Forward
+    """The module's own."""
+    group: ProcessGroup
+    here: int
+    """Experts of each rank."""
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`hidden` [tokens, hidden], the experts of every token `chosen` [tokens, k] int64, and their `weights` [tokens, k]; the weighted
+        sums [tokens, hidden]. Collective over the group, also where a rank has no token."""
+        tokens, k = chosen.shape
+        flat = chosen.reshape(-1)
+        order = torch.sort(flat, stable=True).indices
+        sent, received, experts = self._plan(flat)
+        rows = hidden.index_select(0, order // k)
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # the backward is collective too, whatever this rank's own rows need
+        arrived = exchange_rows(rows, self.group, sent=sent, received=received)
+        computed = self._compute(arrived, experts)
+        returned = exchange_rows(computed, self.group, sent=received, received=sent)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        by_token = returned.index_select(0, back).view(tokens, k, -1)
+        return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def _compute(self, arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        if not len(arrived):
+            return arrived  # the module's own forward would return zeros that no gradient comes from
+        local = {name: local_tensor(parameter) for name, parameter in own_parameters(self.module).items() if parameter is not None}
+        with own_values(self.module, local):
+            return self.original(arrived, experts.unsqueeze(-1), arrived.new_ones(len(arrived), 1))
+
+    def _plan(self, flat: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
+        """(rows to every rank, rows from every rank, the local expert of every row that arrives)."""
+        ranks = self.group.size()
+        if isinstance(flat, FakeTensor) or flat.is_meta or is_fake(self.group):
+            return self._even(flat, ranks)
+        counts = torch.zeros(ranks * self.here, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = counts.view(ranks, self.here)
+        theirs = exchange_counts(counts, self.group)
+        sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()  # the host has to know them
+        names = torch.arange(self.here, device=flat.device).repeat(ranks)
+        return sent, received, names.repeat_interleave(theirs.view(-1), output_size=sum(received))
+
+    def _even(self, flat: torch.Tensor, ranks: int) -> tuple[list[int], list[int], torch.Tensor]:
+        """Where nobody knows what routers choose: all experts have equally many tokens."""
+        exchange_counts(torch.zeros(ranks, self.here, dtype=torch.int64, device=flat.device), self.group)
+        rows = len(flat)
+        parts = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return parts, parts, torch.arange(rows, device=flat.device) % self.here
+
+
+def install(module: nn.Module, group: ProcessGroup, *, here: int) -> None:
+    """Give a module of experts, whose parameters are this rank's, the forward of `Dispatch`."""
+    module.forward = Dispatch(module, module.forward, group, here)
+    module.num_experts = here  # type: ignore[assignment]  # grouped products count them
+
+
+def remove(module: nn.Module, *, count: int) -> None:
+    """Its own forward, and number of experts."""
+    if isinstance(module.__dict__.get("forward"), Dispatch):
+        del module.__dict__["forward"]
+        module.num_experts = count  # type: ignore[assignment]

@@ -1,0 +1,220 @@
+"""Expert parallelism: each rank of the ep axis has some of the experts of every layer, and tokens go to those that they are routed to.
+
+The axis is a second view of the data-parallel ranks: neighbouring ones have different experts and other samples. What is not an expert is
+replicated or sharded over all data-parallel ranks as before. An expert's gradient is complete, but for the ranks of `edp`, which have the
+same experts: there it is summed, or reduced in shards, from ZeRO stage 1 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from plait._torch.dtensor import local_tensor
+from plait.cluster import accelerator
+from plait.cluster.fake_group import is_fake
+from plait.cluster.mesh import Mesh
+from plait.errors import ConfigError, ModelError, Problem, refuse
+from plait.model.experts import Experts, find_experts
+from plait.model.facts import ModelFacts
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.activations.activation_offload import ActivationOffload
+from plait.parallel.activations.recompute import Recompute
+from plait.parallel.compile import Compile
+from plait.parallel.data.compression import Compression
+from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.experts import dispatch
+from plait.parallel.experts.traffic import expert_traffic
+from plait.parallel.hooks import StepHook
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
+from plait.parallel.offload.parameter_offload import ParameterOffload
+from plait.parallel.precision.mixed_precision import Precision
+from plait.parallel.technique import Context, Parts, Technique
+
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""Transformers' ways to compute experts that take this rank's alone."""
+
+
+class ExpertParallel(Technique):
+    """How experts are split over ranks; the degree is the layout's."""
+
+    def check(self, context: Context) -> None:
+        """Raise ConfigError or ModelError for what is not computed as in one process, or not proven to be."""
+        ep = context.layout.ep
+        if ep == 1:
+            return
+        refuse(Problem("parallel.ep", ep, rule, f"{remedy}, or use 1") for applies, rule, remedy in _rules(context) if applies)
+        if context.model is not None:
+            _refuse_unfit(context.model, ep)
+
+    def apply(self, parts: Parts, mesh: Mesh) -> Parts:
+        """Keep this rank's experts."""
+        group = mesh.group("ep")
+        if group is None or mesh.expert_mesh is None:
+            return parts
+        found = find_experts(parts.model)
+        for experts in found:
+            module = parts.model.get_submodule(experts.name)
+            for name in experts.parameters:
+                leaf = name.rpartition(".")[2]
+                setattr(module, leaf, _part_of(module.get_parameter(leaf), mesh))
+            dispatch.install(module, group, here=experts.count // mesh.layout.ep)
+        own_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in found}
+        return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(found))
+
+    def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
+        """Sum gradients over ranks that have the same experts."""
+        split = parts.noted(SplitExperts)
+        if split is None:
+            return []
+        names = [name for experts in split.found for name in experts.parameters]
+        trained = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
+        sharded = isinstance(parts.model, FSDPModule)
+        summed = [] if sharded else trained
+        return [ExpertGradients(parts.model, split, summed, same=mesh.group("edp"), everyone=mesh.group(*parts.batch_axes))]
+
+    def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
+        """Which parameters are experts, for the technique that shards, and the traffic of tokens; nothing where ep is 1."""
+        if (ledger.ep == 1).all() or facts.experts is None:
+            return ledger
+        ledger = ledger.with_(experts=frozenset(facts.experts.parameters))
+        for collective, count in expert_traffic(facts, ledger).items():
+            ledger = ledger.add_traffic(collective, count)
+        return ledger
+
+
+def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
+    layout, data, precision = context.layout, context.chosen(DataParallel), context.chosen(Precision)
+    offloads = {context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device}
+    compression = context.chosen(Compression)
+    return (
+        (layout.tp > 1, f"experts with parallel.tp = {layout.tp} are not proven", "use parallel.tp = 1"),
+        (layout.cp > 1, f"experts with parallel.cp = {layout.cp} are not proven", "use parallel.cp = 1"),
+        (
+            data.stage > 0 and layout.dp_replicate > 1,
+            f"experts with hybrid sharding (dp_replicate {layout.dp_replicate}) are not proven",
+            "leave parallel.dp_replicate out",
+        ),
+        (
+            data.stage == 0 and precision.compute is not None,
+            f"ZeRO stage 0 computes in {precision.compute} by torch's sharding, which has no replicas of experts",
+            "set zero_optimization.stage = 1",
+        ),
+        (precision.loss_scale is not None, "fp16 with its loss scale is not proven", "use bf16"),
+        (data.update_in_backward, "parallel.optimizer_in_backward is not proven", "set that to false"),
+        (data.secondary_partition > 0, "parallel.secondary_partition is not proven", "set that to 0"),
+        (compression.gradients or compression.scheme.weight_bits > 0, "compressed messages are not proven", "leave the compression out"),
+        (context.chosen(Compile).enabled, "compile.enabled is not proven", "set that to false"),
+        (offloads != {"none"}, "offloaded states and parameters are not proven", 'use device "none"'),
+        (context.chosen(ActivationOffload).fraction > 0, "parallel.activation_offload is not proven", "set its fraction to 0"),
+        (
+            context.chosen(Recompute).mode == "budget",
+            "parallel.recompute.budget_gib counts what every process keeps for all experts",
+            'use the mode "full" or "selective"',
+        ),
+    )
+
+
+def _refuse_unfit(model: nn.Module, ep: int) -> None:
+    found = find_experts(model)
+    name = type(model).__name__
+    if not found:
+        raise ModelError(
+            f"parallel.ep = {ep}: {name} has no experts that are known (modules of Transformers whose parameters count experts in their "
+            "first dimension); use 1"
+        )
+    for experts in found:
+        if experts.count % ep:
+            divisors = ", ".join(str(degree) for degree in range(1, experts.count + 1) if experts.count % degree == 0)
+            rule = f"{experts.name} has {experts.count} experts, of which every process has as many, and {experts.count} % {ep} = "
+            raise ConfigError(Problem("parallel.ep", ep, f"{rule}{experts.count % ep}", f"use a divisor: {divisors}"))
+    names = {name for experts in found for name in experts.parameters}
+    owners: dict[int, str] = {}
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        first = owners.setdefault(id(parameter), other)
+        if first != other and {first, other} & names:
+            raise ModelError(f"parallel.ep = {ep}: {first} and {other} are one parameter, and experts are split; use 1")
+    kind = getattr(getattr(model, "config", None), "_experts_implementation", "eager")
+    if kind not in IMPLEMENTATIONS:
+        raise ModelError(
+            f"parallel.ep = {ep}: {name} computes experts with {kind!r}, which is not proven to take some of them; call "
+            f"model.set_experts_implementation with one of {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
+def _part_of(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
+    """This rank's experts of a parameter, as a DTensor of its global shape."""
+    assert mesh.expert_mesh is not None
+    here = parameter.shape[0] // mesh.layout.ep
+    with torch.no_grad():
+        local = parameter.detach().narrow(0, mesh.coordinates["ep"] * here, here).clone(memory_format=torch.contiguous_format)
+    part = DTensor.from_local(
+        local,
+        mesh.expert_mesh["ep"],
+        [Shard(0)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=torch.empty_like(parameter, device="meta").stride(),
+    )
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class SplitExperts:
+    """What `apply` has split."""
+
+    found: tuple[Experts, ...]
+
+
+class ExpertGradients(StepHook):
+    """Sums of the gradients of experts over the ranks that have the same ones; nothing to sum where `fully_shard` does."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: SplitExperts,
+        parameters: Sequence[nn.Parameter],
+        *,
+        same: dist.ProcessGroup | None,
+        everyone: dist.ProcessGroup | None,
+    ) -> None:
+        """`same`: the ranks with the same experts. `everyone`: all that have other samples."""
+        self.model, self.split, self.parameters, self.same, self.everyone = model, split, parameters, same, everyone
+        counts = {experts.count for experts in split.found}
+        self.said = f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and tokens are sent to them"
+
+    def finish_reduction(self) -> None:
+        """A parameter that no rank used keeps no gradient; where any used some of a layer's experts, all have one, as in one process."""
+        if not self.parameters:
+            return
+        used = [p.grad is not None for p in self.parameters]
+        flags = accelerator.tensor_of(used, dtype=torch.uint8, device=local_tensor(self.parameters[0].detach()).device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.everyone)
+        # Only a rank that missed one has to look, and wait for its device: where it used all, all are used.
+        wanted = [True] * len(used) if all(used) or is_fake() else flags.tolist()
+        sums = []
+        for parameter, use in zip(self.parameters, wanted, strict=True):
+            if not use:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self.same is not None:
+                gradient = local_tensor(parameter.grad)
+                sent = gradient.contiguous()  # grouped products leave it transposed
+                sums.append((gradient, sent, dist.all_reduce(sent, group=self.same, async_op=True)))
+        for gradient, sent, work in sums:
+            if work is not None:
+                work.wait()
+            if sent is not gradient:
+                gradient.copy_(sent)
+
+    def release(self) -> None:
+        """The modules' own forward."""
+        for experts in self.split.found:
+            dispatch.remove(self.model.get_submodule(experts.name), count=experts.count)

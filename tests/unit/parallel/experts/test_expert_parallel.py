@@ -1,0 +1,89 @@
+"""What experts on different ranks are refused with, by name and before any process group, and what of the layout follows from ep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cluster.layout import AXES, Layout
+from plait.config.resolving.degrees import smallest_world
+from plait.config.resolving.resolve import load, resolve
+from plait.errors import ConfigError, ModelError, PlaitError
+from plait.model.blocks import find_blocks
+from plait.parallel.order import check_all
+from plait.parallel.reduction import Reduction
+from tests.parity import cases
+from tests.parity.experts import Case, build
+
+
+def check(parallel: dict[str, Any], *, family: str = "mixtral", world: int = 4, stage: int = 0, kind: str = "eager", **more: Any) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, **more.pop("zero", {})},
+        "parallel": parallel,
+        **more,
+    }
+    with torch.device("meta"):
+        model = cases.build(family, tied=False) if family == "llama" else build(Case(family), device="meta")
+    if family != "llama":
+        model.config._experts_implementation_internal = kind
+    resolved = resolve(load(config), world_size=world)
+    check_all(resolved.context(model=model, blocks=find_blocks(model)))
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"ep": 3}, {}, r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1"),
+    ({"ep": 8}, {"world": 8}, r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use a divisor: 1, 2, 4"),
+    ({"ep": 2}, {"family": "llama"}, "parallel.ep = 2: LlamaForCausalLM has no experts that are known"),
+    ({"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}}, {}, "experts with parallel.tp = 2 are not proven"),
+    ({"ep": 2, "cp": 2}, {}, "parallel.cp = 2: MixtralForCausalLM .* is not among"),
+    ({"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}}, {}, "with parallel.ep = 2: it computes a backward in two parts"),
+    ({"ep": 2, "dp_replicate": 2}, {"stage": 1}, r"experts with hybrid sharding \(dp_replicate 2\) are not proven"),
+    ({"ep": 2}, {"bf16": {"enabled": True}}, "ZeRO stage 0 computes in .*bfloat16 by torch's sharding"),
+    ({"ep": 2}, {"stage": 1, "fp16": {"enabled": True}}, "fp16 with its loss scale is not proven"),
+    ({"ep": 2}, {"compile": {"enabled": True}}, "compile.enabled is not proven"),
+    ({"ep": 2}, {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}}, "offloaded states and parameters are not proven"),
+    ({"ep": 2, "compress_gradients": "int8"}, {"stage": 1}, "compressed messages are not proven"),
+    ({"ep": 2, "activation_offload": {"fraction": 0.5}}, {}, "parallel.activation_offload is not proven"),
+    ({"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}}, {}, "counts what every process keeps for all experts"),
+    ({"ep": 2, "secondary_partition": 2}, {"stage": 3}, "parallel.secondary_partition is not proven"),
+    ({"ep": 2, "optimizer_in_backward": True}, {"stage": 1, "gradient_clipping": 0}, "parallel.optimizer_in_backward is not proven|accum"),
+    ({"ep": 2}, {"kind": "sonicmoe"}, "computes experts with 'sonicmoe', which is not proven"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "more", "message"), REFUSED)
+def test_refused(parallel: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlaitError, match=message) as error:
+        check(parallel, **more)
+    assert isinstance(error.value, ConfigError | ModelError)
+
+
+def test_not_refused() -> None:
+    for stage in (0, 1, 2, 3):
+        check({"ep": 2}, stage=stage)
+        check({"ep": 2, "pp": 2}, stage=stage)
+    check({"ep": 4}, stage=1, bf16={"enabled": True})
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_replicate=8, ep=4), Layout(pp=2, dp_shard=4, tp=2, ep=2), Layout(dp_shard=6, ep=6)])
+def test_the_second_view(layout: Layout) -> None:
+    """Neighbouring data-parallel ranks have different experts; a rank is found by either view; one of all replicas counts and writes."""
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    for rank, at in enumerate(places):
+        assert at["edp"] * layout.ep + at["ep"] == layout.dp_index(rank)
+        assert layout.rank(**{axis: at[axis] for axis in ("pp", "cp", "tp", "edp", "ep")}) == rank
+        assert layout.rank(**{axis: at[axis] for axis in AXES}) == rank
+    for sharded, parts in ((("ep",), layout.ep), (("edp", "ep"), layout.dp), ((), 1), (("dp_shard",), layout.dp_shard)):
+        counted = [rank for rank, at in enumerate(places) if Reduction(sharded).counts_at(at)]
+        assert len(counted) == parts * layout.pp
+        assert counted == [rank for rank, at in enumerate(places) if Reduction(sharded).is_written_at(at)]
+
+
+def test_smallest_world() -> None:
+    """Of a file that gives ep."""
+    for parallel, least in (({"ep": 4}, 4), ({"ep": 4, "pp": 2}, 8), ({"ep": 4, "dp_replicate": 6}, 12), ({"ep": 2, "tp": 2}, 4)):
+        assert smallest_world(load({"parallel": parallel}).parallel) == least
