@@ -237,6 +237,18 @@ def cifar_reference() -> Results:
     return {"losses": losses, "weights": dict(model.state_dict()), "outputs": model(data.tensors[0]).detach()}
 
 
+def reference_model(rank: int, world: int) -> torch.Tensor:
+    """An engine without an optimizer. Runs in a worker."""
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=net(), config=settings(3))
+    engine.eval()
+    with torch.no_grad():
+        outputs = engine(images().tensors[0])
+    assert optimizer is None and scheduler is None
+    with pytest.raises(InputError, match="given no optimizer"):
+        engine.backward(engine(images().tensors[0]).sum())
+    return outputs
+
+
 def both(rank: int, world: int, stage: int, folder: str) -> tuple[Results, Results]:
     """Runs in a worker."""
     return gpt_script(rank, world, stage, f"{folder}/gpt"), cifar_script(rank, world, stage, folder)
@@ -260,6 +272,12 @@ def test_loops(pool: Pool, stage: int, tmp_path: Path) -> None:
         close(found_cifar["losses"], wanted_cifar["losses"][rank])
         close(found_cifar["weights"], wanted_cifar["weights"])
         close(found_cifar["outputs"], wanted_cifar["outputs"])
+
+
+def test_a_reference_model(pool: Pool) -> None:
+    wanted = net()(images().tensors[0]).detach()
+    for outputs in pool.run(WORLD, reference_model):
+        close(outputs, wanted)
 
 
 def float16(rank: int, world: int) -> tuple[float, float]:
@@ -315,6 +333,7 @@ def mistakes(rank: int, world: int, folder: str) -> list[str]:
     refused(lambda: deepspeed.utils.safe_get_full_grad(held))
     refused(lambda: gather(lambda: None))
     refused(optimizer.step)
+    refused(engine.plait.optimizer.step)
     refused(lambda: engine.module.state_dict())
     refused(lambda: engine.load_checkpoint(folder))
     engine.step()
@@ -330,7 +349,16 @@ def test_mistakes(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "global_step5").mkdir()
     (tmp_path / "global_step5" / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "latest").write_text("global_step5")
-    wanted = ("on meta", "replaced", "last micro-batch", "between a backward", "call engine.step()", "module_state_dict()", "plait import")
+    wanted = (
+        "on meta",
+        "replaced",
+        "last micro-batch",
+        "between a backward",
+        "call engine.step()",
+        "call engine.step()",
+        "module_state_dict()",
+        "plait import",
+    )
     for said in pool.run(WORLD, mistakes, str(tmp_path)):
         assert all(words in message for words, message in zip(wanted, said, strict=True)), said
 

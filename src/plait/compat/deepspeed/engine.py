@@ -28,6 +28,7 @@ class DeepSpeedEngine(SavedState):
         self,
         engine: Engine,
         *,
+        trains: bool = True,
         config: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
@@ -35,8 +36,9 @@ class DeepSpeedEngine(SavedState):
         self.plait = engine
         self.config = config
         """As it was given to `initialize`."""
-        self.optimizer = EngineOptimizer(engine, self.zero_grad)
-        self.lr_scheduler = engine.lr_scheduler
+        self.optimizer = EngineOptimizer(engine, self.zero_grad) if trains else None
+        """None where `initialize` was given none: the engine computes forwards alone."""
+        self.lr_scheduler = engine.lr_scheduler if trains else None
         self.collate_fn = collate_fn
         self.training_dataloader: DataLoader[Any] | None = None
         self.micro_steps = 0
@@ -48,7 +50,8 @@ class DeepSpeedEngine(SavedState):
         self._counted = 0
         """Calls of `step` in the step that is not over."""
         self._boundary: bool | None = None
-        self._in_no_sync = False
+        self._in_no_sync = self._inside = False
+        engine.optimizer.register_step_pre_hook(self._refuse_own_step)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "plait" not in vars(self):
@@ -75,7 +78,8 @@ class DeepSpeedEngine(SavedState):
         self._tell_boundary()
         count = self.gradient_accumulation_steps()
         self.is_reduced = False
-        self.plait.backward(loss if scale_wrt_gas else loss * count)
+        with self._training("backward"):
+            self.plait.backward(loss if scale_wrt_gas else loss * count)
         self.is_reduced = self.plait.is_gradient_accumulation_boundary()
         return loss.detach() / count if scale_wrt_gas else loss.detach()
 
@@ -88,12 +92,30 @@ class DeepSpeedEngine(SavedState):
         self._tell_boundary()
         ends = self.plait.is_gradient_accumulation_boundary()
         self._applied = False
-        self.plait.step()
+        with self._training("step"):
+            self.plait.step()
         self._applied = ends and self.plait.was_step_applied()
         self._has_stepped |= ends
         self._counted = 0 if ends else self._counted + 1
         self.micro_steps += 1
         self.is_reduced = False
+
+    @contextmanager
+    def _training(self, call: str) -> Iterator[None]:
+        """Around what may update parameters."""
+        if self.optimizer is None:
+            raise InputError(
+                f'engine.{call}: deepspeed.initialize was given no optimizer; write "optimizer" in the configuration or pass optimizer='
+            )
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def _refuse_own_step(self, *_: Any) -> None:
+        if not self._inside:
+            raise InputError("the optimizer's step() was called: call engine.step(), which reduces and clips gradients and updates")
 
     def _tell_boundary(self) -> None:
         self.plait.set_gradient_accumulation_boundary(False if self._in_no_sync else self._boundary)

@@ -28,7 +28,8 @@ class PipelineEngine(DeepSpeedEngine):
             data_iter = self._own_batches()
         pieces = self._next(data_iter, self.gradient_accumulation_steps(), "train_batch")
         self.plait.train()
-        loss = self.plait.train_batch(iter(pieces)).loss
+        with self._training("train_batch"):
+            loss = self.plait.train_batch(iter(pieces)).loss
         self._applied, self._has_stepped = self.plait.was_step_applied(), True
         self.micro_steps += len(pieces)
         return loss

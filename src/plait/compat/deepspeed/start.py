@@ -48,8 +48,9 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, EngineOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
     """Shard `model` in place as the configuration says. Returns (engine, optimizer, data loader of `training_data` or None, schedule).
+    Without any optimizer the engine computes forwards alone, and optimizer and schedule are None.
 
     The configuration is `args.deepspeed_config` or `config`, never both; `config_params` is read where neither is given. `optimizer` is an
     optimizer over the model's parameters or a function of `model_parameters`, and takes the place of the configuration's; that one is built
@@ -71,13 +72,15 @@ def initialize(
     source = _configuration(args, config, config_params)
     resolved = _resolved(source, model)
     _keep_master_weights(model, resolved)
-    chosen = _optimizer(resolved, model, optimizer, list(model_parameters) if model_parameters is not None else None)
+    trains = optimizer is not None or resolved.sources.get("optimizer.type", "default") != "default"
+    listed = list(model_parameters) if model_parameters is not None else None
+    chosen = _optimizer(resolved, model, optimizer, listed) if trains else _no_optimizer
     if chosen is not None and optimizer is None:  # it is the configuration's, over the caller's groups
         resolved = resolved.model_copy(update={"sources": {**resolved.sources, "optimizer.type": "default"}})
     loss: dict[str, Any] = {"loss_fn": _mean(model), "weight_fn": lambda batch: 1} if isinstance(model, PipelineModule) else {}
     engine = plait_initialize(model, resolved, optimizer=chosen, lr_scheduler=lr_scheduler, **loss)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    ours = kind(engine, config=source, collate_fn=collate_fn, drop_last=_drops_last(source))
+    ours = kind(engine, trains=trains, config=source, collate_fn=collate_fn, drop_last=_drops_last(source))
     held.remember(ours)
     refuse_shards_as_weights(model)
     if training_data is not None:
@@ -141,11 +144,6 @@ def _optimizer(resolved: Resolved, model: nn.Module, given: Any, parameters: lis
         return given
     if given is not None:
         return given(parameters) if callable(given) and parameters is not None else given
-    if resolved.sources.get("optimizer.type", "default") == "default":
-        raise InputError(
-            'deepspeed.initialize was given no optimizer: write "optimizer" in the configuration or pass optimizer=; a model that is not '
-            "trained needs no engine (plait.generate, plait.parallelize)"
-        )
     if parameters is None:
         return None
     groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
@@ -155,6 +153,11 @@ def _optimizer(resolved: Resolved, model: nn.Module, given: Any, parameters: lis
     if len(groups) == 1 and set(groups[0]) == {"params"} and {id(p) for p in own} == trained:
         return None
     return _grouped(resolved, model, groups, {id(p) for p in own})
+
+
+def _no_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """For an engine that computes forwards alone: it has no states."""
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 def _listed(parameters: Any) -> list[Any]:

@@ -56,7 +56,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     none. Between the backward of a step's last micro-batch and `engine.step()`; raises InputError between other micro-batches."""
     engine, own = found(param)
     gradient = _reduced(engine, own, "safe_get_full_grad")
-    return full(gradient) / engine.optimizer.loss_scale if gradient is not None else None
+    return full(gradient) / engine.plait.sharded.loss_scale if gradient is not None else None
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         raise InputError(
             f"safe_set_full_grad: a parameter of shape {tuple(own.shape)} has no gradient; set it after a backward that uses it"
         )
-    write(gradient, value * engine.optimizer.loss_scale)
+    write(gradient, value * engine.plait.sharded.loss_scale)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
