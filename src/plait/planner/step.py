@@ -175,7 +175,8 @@ def _data_traffic(
     packed = rates["packing.cpu"] * gradient_bytes / memory_rate(job, rates)
     packed = np.where(job.device.on_cpu & (stage >= 2), packed, 0.0)
     scatter, scatter_all = scatter + packed, scatter_all + packed
-    between = np.where(replicated, np.maximum(reduce_all - 2 * scatter, 0.5 * reduce_all / at.dp_shard), 0)
+    # Between replicas each rank reduces its shard with those that have the same one.
+    between = collective_seconds(job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce")
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
     grads = np.where(stage == 2, scatter * (at.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)

@@ -28,14 +28,16 @@ class Group:
     inside: Numbers
 
 
-def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "ep"]) -> Group:
-    """The group of an axis. tp takes neighbouring ranks, then cp, then dp; `shard` is the inner part of dp; ep lies within dp."""
+def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
+    """The group of an axis. tp takes neighbouring ranks, then cp, then dp; `shard` is the inner part of dp, and `replicate` the ranks that
+    have the same shard; ep lies within dp."""
     at = job.layouts
     size, stride = {
         "tp": (at.tp, 1),
         "cp": (at.cp, at.tp),
         "dp": (at.dp * at.cp, at.tp),
         "shard": (at.dp_shard * at.cp, at.tp),
+        "replicate": (at.dp_replicate, at.tp * at.cp * at.dp_shard),
         "ep": (at.ep, at.tp * at.cp),
     }[axis]
     inside = np.clip(np.floor_divide(job.device.domain, stride), 1, size)
