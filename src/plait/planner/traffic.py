@@ -70,7 +70,9 @@ def collective_seconds(
 def send_seconds(job: Job, rates: Rates) -> Numbers:
     """One hidden state from a stage to the next: between domains unless two stages fit in one."""
     at = job.layouts
-    size = job.element_bytes * job.tokens * job.model.hidden / at.tp  # scattered over tp on the way
+    # Megatron-LM scatters over tp what it sends; Plait's ranks each send what they have, all of it without sequence parallelism.
+    parts = np.where(np.asarray(at.sp) > 0, at.tp, 1) if job.own else at.tp
+    size = job.element_bytes * job.tokens * job.model.hidden / parts
     per_stage = at.tp * at.cp * at.dp
     near = per_stage * 2 <= job.device.domain
     bandwidth = np.where(near, job.device.link_bandwidth * rates.on("link", job.device), job.device.nic_bandwidth * rates["nic"])

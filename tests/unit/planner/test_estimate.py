@@ -11,13 +11,14 @@ from benchmarks.planner_accuracy.frameworks import framework
 from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
 from plait.planner.constants import Rates, knowledge, unlearned
 from plait.planner.estimate import estimate
+from plait.planner.frameworks import plait
 from plait.planner.hardware import PRECISIONS, cluster, device
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model, named
 from plait.planner.search import Request, job_of
 from plait.planner.step import TERMS
-from plait.planner.traffic import collective_seconds, group
+from plait.planner.traffic import collective_seconds, group, send_seconds
 from plait.units import GIB
 
 
@@ -108,6 +109,28 @@ def test_gathering_between_nodes_is_near_nccls_own_model(nodes, microseconds, gb
     assert seconds == pytest.approx(microseconds * 1e-6 + size * (1 - 1 / (8 * nodes)) / gb_s / 1e9, rel=0.1)
     latency = one(collective_seconds(found, ideal, group(found, "shard"), 0.0, "one_way"))
     assert latency == pytest.approx(microseconds * 1e-6, rel=0.35)
+
+
+def test_replicas_reduce_a_shard_each_over_their_own_ring():
+    """8 billion float32 gradients on 8 x 8 H100, sharded inside a node: 4 GB a rank pass 2 x 7/8 times its network card."""
+    rates = knowledge().rates
+
+    def exposed(**fields):
+        found = replace(job(dp_shard=8, stage=3, **fields), framework=replace(plait(), hidden_dp=0.0))
+        return one(estimate(found).step.terms["dp"])
+
+    reached = 50e9 * rates["nic"] / 8 ** rates["congestion"]
+    expected = 2 * 7 / 8 * 4 * float(named("llama-3-8b").parameters) / 8 / reached
+    assert expected > 0.1
+    assert exposed(gpus=64, dp_replicate=8) - exposed(gpus=8) == pytest.approx(expected * rates["dp"], rel=0.05)
+
+
+def test_stages_send_what_a_rank_has():
+    """All of the hidden state without sequence parallelism, a share of it with."""
+    fields = {"gpus": 64, "pp": 2, "tp": 4, "dp_replicate": 8, "schedule": SCHEDULES.index("1f1b"), "accumulation": 8}
+    rates = knowledge().rates
+    whole, shared = (one(send_seconds(job(sp=sp, **fields), rates)) - one(plait().send_seconds) for sp in (0, 1))
+    assert whole == pytest.approx(4 * shared)
 
 
 def test_an_all_reduce_is_two_ways():
