@@ -150,6 +150,7 @@ def main() -> int:
         PAGE.write_text(with_table(PAGE.read_text(), known))
         return 0
     forks.load()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would what is started here
     failed = 0
     for name in options.part or PARTS:
         began, found = time.monotonic(), _others_of(known.get(name), options.only)

@@ -1,4 +1,5 @@
-"""What other libraries do with some of these faults: torch's distributed checkpoints (DCP), and the Trainer of Transformers.
+"""What other libraries do with some of these faults: torch's distributed checkpoints (DCP), the Trainer of Transformers, and DeepSpeed
+where it is installed.
 
 Their checkpoints are written as their documents show. A loaded checkpoint is a mixture where its tensors are of more than one step.
 """
@@ -12,6 +13,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,9 @@ def rows(folder: Path, kills: int) -> Iterator[dict[str, Any]]:
     yield _score(
         Score("Transformers Trainer, `resume_from_checkpoint=True`"), folder / "hf", kills, _trainer_save, _trainer_load, world=1
     ).plain()
+    if find_spec("deepspeed") is not None:
+        name = f"DeepSpeed {version('deepspeed')}, a tag a step, `load_checkpoint(folder)`"
+        yield _score(Score(name), folder / "deepspeed", kills, _deepspeed_save, _deepspeed_load, world=1).plain()
 
 
 Save = Callable[[Path, int, dict[str, torch.Tensor], Any], Any]
@@ -89,7 +95,7 @@ def _flips(score: Score, folder: Path, load: Load, save: Save, chance: random.Ra
     Ranks(_saving, world, str(folder), save, 1, log=log).wait(60)
     if _loaded(folder, load, log) in (None, "mixed"):
         raise SystemExit(f"{score.library}: an undamaged checkpoint was not loaded:\n{log.read_text()[-2000:]}")
-    files = sorted(path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".safetensors", ".distcp"))
+    files = sorted(path for path in (folder / "checkpoints").rglob("*") if path.suffix in (".safetensors", ".distcp", ".pt"))
     for _ in range(5 * score.kills):
         path = chance.choice(files)
         raw = path.read_bytes()
@@ -248,3 +254,52 @@ def _trainer(folder: Path) -> Any:
     trainer = Trainer(model=Model(Config()), args=arguments)
     trainer.create_optimizer_and_scheduler(100)
     return trainer
+
+
+# ---- DeepSpeed --------------------------------------------------------------------------------------------------------------------------
+
+
+def _deepspeed_save(folder: Path, step: int, tensors: dict[str, torch.Tensor], kept: Any) -> Any:
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    engine = kept or _deepspeed()
+    for name, parameter in engine.module.named_parameters():
+        parameter.data.copy_(tensors[name])
+        safe_set_full_fp32_param(parameter, tensors[name])
+    engine.global_steps = step
+    engine.save_checkpoint(str(folder), tag=f"step-{step:06d}")
+    for old in sorted(path for path in folder.iterdir() if path.is_dir())[:-3]:
+        shutil.rmtree(old, ignore_errors=True)
+    return engine
+
+
+def _deepspeed_load(folder: Path) -> list[torch.Tensor] | None:
+    engine = _deepspeed()
+    path, _ = engine.load_checkpoint(str(folder))
+    if path is None:
+        return None
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    parameters = list(engine.module.parameters())
+    return [parameter.detach() for parameter in parameters] + [safe_get_full_fp32_param(parameter) for parameter in parameters]
+
+
+def _deepspeed() -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from torch import nn
+
+    class Model(nn.Module):
+        """Plain tensors."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for index in range(TENSORS):
+                setattr(self, f"t{index}", nn.Parameter(torch.zeros(ELEMENTS)))
+
+    model = Model()
+    settings = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
+    settings |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    deepspeed.init_distributed(dist_backend="gloo")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
+    return engine
