@@ -30,8 +30,9 @@ from plait.comm.record import Call, call_of
 from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import handed_on, rows_are_sequences
 from plait.dryrun.storage_tracker import LiveStorages
-from plait.errors import InputError
+from plait.errors import InputError, ModelError
 from plait.losses.loss import causal_lm_loss
+from plait.model.experts import find_experts
 from plait.optim.fake_states import make_states
 from plait.optim.optimizer import build_optimizer
 from plait.parallel import materialise
@@ -110,6 +111,8 @@ def run_single_rank(
         raise InputError("a single-rank dry run makes a process group of ranks that do not exist, and this process has one already")
     if not materialise.is_meta(model):
         raise InputError("a single-rank dry run takes a model that was built under torch.device('meta')")
+    if not real:
+        _refuse_grouped_products(model, resolved)
     quiet = resolved.data_parallel.model_copy(update={"unused_parameters": False})  # which parameters were used is a value
     resolved = resolved.model_copy(update={"data_parallel": quiet})
     began = time.perf_counter()
@@ -133,6 +136,16 @@ def run_single_rank(
         return replace(found, build_seconds=built - began, step_seconds=watch.seconds or time.perf_counter() - built)
     finally:
         dist.destroy_process_group()
+
+
+def _refuse_grouped_products(model: nn.Module, resolved: Resolved) -> None:
+    dtype = resolved.precision.compute or str(next(model.parameters()).dtype).removeprefix("torch.")
+    kind = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if kind == "grouped_mm" and dtype != "bfloat16" and find_experts(model):
+        raise ModelError(
+            f"a dry run on fake tensors: {type(model).__name__} computes its experts in {dtype} by torch's grouped products, whose shapes "
+            "torch infers for bfloat16 alone; set bf16.enabled = true, or build it with experts_implementation='batched_mm'"
+        )
 
 
 @dataclass
