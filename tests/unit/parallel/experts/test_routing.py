@@ -84,10 +84,10 @@ def test_biases_move_towards_the_mean() -> None:
         model.get_submodule(name).register_forward_hook(
             lambda module, args, output, name=name: counts.update({name: counts[name] + torch.bincount(output[2].flatten(), minlength=8)})
         )
-    for skipped, ids in ((True, torch.zeros(1, 60, dtype=torch.int64)), (False, ids)):
+    for skipped, tokens in ((True, torch.zeros(1, 60, dtype=torch.int64)), (False, ids)):
         counts = dict.fromkeys(names, torch.zeros(8))
         for _ in range(2):
-            model(input_ids=ids).logits.sum().backward()
+            model(input_ids=tokens).logits.sum().backward()
         hook.finish_reduction()
         hook.after_step(StepEnd(skipped=skipped))
         moved = torch.zeros(2, 8) if skipped else torch.stack([0.5 * (6 - counts[name]).sign() for name in names])
