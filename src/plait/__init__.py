@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plait.losses.loss import causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
     from plait.sharded.parallel_model import ParallelModel, parallelize
+    from plait.sharded.pretrained import from_pretrained
 
 # Looked up on first use, so that `plait --help` and `import plait` do not import torch.
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "StepResult": "plait.engine.engine",
     "causal_lm_loss": "plait.losses.loss",
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
+    "from_pretrained": "plait.sharded.pretrained",
     "generate": "plait.inference.generate",
     "initialize": "plait.engine.build",
     "load_trained": "plait.checkpoint.load",
@@ -51,6 +53,7 @@ __all__ = [
     "__version__",
     "causal_lm_loss",
     "chunked_causal_lm_loss",
+    "from_pretrained",
     "generate",
     "initialize",
     "load_config",

@@ -40,6 +40,11 @@ def user_path(text: str | Path, field: str) -> Path:
         raise InputError(f"{field} = {str(text)!r}: no user of this machine has that name; write the path in full") from None
 
 
+def is_path(name: str) -> bool:
+    """Whether a name that no file or folder has can only have been meant as one: the hub's names are `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def require_folder(text: str | Path, field: str) -> Path:
     """Make a folder unless it is there, and find out that files can be written in it. Raises InputError, naming `field`."""
     path = user_path(text, field)

@@ -14,7 +14,7 @@ from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.text import Corpus
 from plait.errors import InputError, first_line
-from plait.files import user_path
+from plait.files import is_path, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,11 +65,6 @@ def _training_text(corpus: Corpus, fraction: float) -> Iterator[str]:
             yield document
     if empty:
         raise InputError(f"{corpus.place}: there is no text to train on; name more, or lower data.validation_fraction")
-
-
-def is_path(name: str) -> bool:
-    """Whether a name that no file or folder has can only have been meant as one: the hub's names are `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:

@@ -35,6 +35,7 @@ from plait.sharded.alike import refuse_different_ranks
 from plait.sharded.check import CheckedModel
 from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, warn_of_no_blocks
+from plait.sharded.pretrained import weights_of
 
 Filler = Callable[..., None]
 """(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
@@ -81,6 +82,8 @@ def shard(
     built on meta when all techniques are applied to it, before it gets memory. Returns also the seed of rank 0's random generator
     before."""
     model, resolved = checked.model, checked.resolved
+    if weights is None and materialise.is_meta(model):
+        weights = weights_of(model)
     template = materialise.template_of(model) if materialise.is_meta(model) else None
     mesh, parts, seed = split(checked, weights=weights, loss_fn=loss_fn, forward=forward)
     refuse_cut_blocks(resolved.optimizer.states, model.named_parameters())

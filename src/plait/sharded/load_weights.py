@@ -55,7 +55,7 @@ def load_weights(
     folder = Path(folder)
     files = weight_files(folder)
     wanted = model.state_dict(keep_vars=True)
-    source = _sources(whole if whole is not None else model, wanted, files, folder)
+    source = sources_of(whole if whole is not None else model, wanted, files, folder)
     by_file: dict[Path, list[str]] = {}
     for name, stored in source.items():
         by_file.setdefault(files[stored], []).append(name)
@@ -67,8 +67,9 @@ def load_weights(
                     filled(wanted[name])
 
 
-def _sources(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
-    """Name in `wanted` to stored name: the same, or the other name of a tied parameter (safetensors stores one of them)."""
+def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:
+    """Name in `wanted` to stored name: the same, or the other name of a tied parameter (safetensors stores one of them). Raises
+    CheckpointError where a tensor is missing or left over."""
     ties = {name: group for group in tied_names(model) for name in group}
     known = set(model.state_dict())
     source: dict[str, str] = {}

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from plait.config.schema.sections import ModelSection
-from plait.data.tokenizer import is_path, vocabulary_size
+from plait.data.tokenizer import vocabulary_size
 from plait.errors import ConfigError, InputError, Problem, first_line
-from plait.files import user_path
 from plait.model.described import check_fields, described_config, require_transformers
+from plait.sharded.hub import saved_folder
 from plait.units import dtype_of
 
 if TYPE_CHECKING:
@@ -40,27 +40,7 @@ class Built:
 
 def weights_folder(section: ModelSection) -> Path | None:
     """Where the weights named by `section.path` are on this machine, fetched from the hub if need be. None for a model from scratch."""
-    if section.path is None:
-        return None
-    folder = user_path(section.path, "model.path")
-    if not folder.is_dir():
-        folder = _fetched(section.path)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        rule = f"model.path = {section.path!r}: the folder needs config.json and *.safetensors"
-        raise InputError(f"{rule}; save the model with save_pretrained")
-    return folder
-
-
-def _fetched(name: str) -> Path:
-    if is_path(name):
-        raise InputError(f"model.path = {name!r}: there is no such folder; name a folder with config.json and safetensors weights")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))
-    except Exception as error:  # the hub and the network raise a dozen kinds
-        rule = f"model.path = {name!r}: there is no such folder, and it cannot be fetched from the hub ({first_line(error)})"
-        raise InputError(f"{rule}; name a folder with config.json and safetensors weights") from error
+    return saved_folder(section.path, "model.path") if section.path is not None else None
 
 
 def check_model(section: ModelSection) -> None:

@@ -18,9 +18,8 @@ from torch import nn
 
 from plait.cluster.layout import Layout
 from plait.config.schema.config import Config
-from plait.data.tokenizer import is_path
 from plait.errors import ConfigError, InputError, ModelError, Problem, first_line
-from plait.files import user_path
+from plait.files import is_path, user_path
 from plait.model.blocks import find_blocks
 from plait.model.described import check_sizes, described_config, require_transformers
 from plait.planner.models import find_model, named

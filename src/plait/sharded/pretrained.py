@@ -1,0 +1,84 @@
+"""`plait.from_pretrained`: a model of Transformers that gets its weights where it is sharded, each rank its own slices.
+
+The model is built on `meta`, and says in an attribute of its own which folder its weights are in; whatever shards it (`shard`) fills it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.cluster.topology import place
+from plait.errors import CheckpointError, InputError, first_line, warn
+from plait.model.described import require_transformers
+from plait.sharded.hub import saved_folder
+from plait.sharded.load_weights import sources_of, weight_files
+
+_ATTRIBUTE = "_plait_weights"
+
+
+def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.dtype = torch.float32, **fields: Any) -> nn.Module:
+    """The model in a folder of `save_pretrained`, or of that name on the hub, without its weights: `plait.initialize`, `plait.parallelize`
+    and `plait.hf.Trainer` read them, each rank the slices that it keeps. In training mode.
+
+    `model_class` is a class of Transformers (AutoModelForCausalLM). `dtype` is the parameters' own, which the optimizer updates; what is
+    computed in follows from the configuration. `fields` replace those of config.json. Where Transformers converts the weights of a family
+    while it loads them, or adds a new head, the model is loaded by Transformers, in full in every process, with a warning. Raises
+    InputError for what is no such folder and for fields that the model does not have.
+    """
+    require_transformers("plait.from_pretrained")
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    folder, kind = saved_folder(name, "plait.from_pretrained"), model_class or AutoModelForCausalLM
+    try:
+        config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **fields)
+        if unknown:
+            raise InputError(
+                f"plait.from_pretrained({', '.join(f'{field}=...' for field in unknown)}): {config.model_type} has no such field"
+            )
+        with torch.device("meta"):
+            model: Any = _built(kind, config, dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"plait.from_pretrained({str(name)!r}): {kind.__name__} cannot be built of it ({first_line(error)})") from error
+    try:
+        sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
+    except CheckpointError as error:
+        if place().rank == 0:
+            warn(
+                f"plait.from_pretrained: Transformers loads {folder} in full in every process, because it converts or adds weights: {error}"
+            )
+        return kind.from_pretrained(folder, dtype=dtype, **fields).train()
+    if (folder / "generation_config.json").is_file() and getattr(model, "generation_config", None) is not None:
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    object.__setattr__(model, _ATTRIBUTE, folder)
+    return model.train()
+
+
+def _built(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    if hasattr(kind, "from_config"):
+        found: nn.Module = kind.from_config(config, dtype=dtype)
+        return found
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return kind(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def weights_of(model: nn.Module) -> Path | None:
+    """The folder that `from_pretrained` took a model on meta from. Raises InputError where that is a part of `model`: its other parts have
+    no weights there."""
+    for name, module in model.named_modules():
+        found: Path | None = vars(module).get(_ATTRIBUTE)
+        if found is not None and name and next(module.parameters()).is_meta:
+            raise InputError(
+                f"`{name}` is a model of plait.from_pretrained, which has no weights yet, inside of another one, whose other parameters "
+                f"{found} does not hold; build it with {type(module).__name__}.from_pretrained, in full in every process"
+            )
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,79 @@
+"""`plait.from_pretrained`: the weights of a folder, slices only, wherever the model is sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, Trainer, TrainingArguments
+
+import plait
+from plait.errors import InputError
+from plait.parallel.materialise import is_meta
+from plait.sharded.pretrained import weights_of
+from plait.verify.parity import whole
+from tests.parity import trainers
+from tests.pool import Pool
+
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """A model of Transformers in bfloat16, in several files; its weights and buffers."""
+    model = trainers.model(torch.bfloat16, tie_word_embeddings=True)
+    model.generation_config.max_length = 7
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return {name: parameter.float() for name, parameter in model.named_parameters()}
+
+
+def loaded(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    """ZeRO 3, tensor parallelism, and your own training loop. Runs in a worker."""
+    found = []
+    for config in ({"zero_optimization": {"stage": 3}}, {"parallel": {"tp": 2}}):
+        model = plait.from_pretrained(folder)
+        assert is_meta(model)
+        found.append({name: whole(tensor) for name, tensor in plait.initialize(model, CONFIG | config).model.named_parameters()})
+    model = plait.from_pretrained(folder, model_class=LlamaForCausalLM)
+    found.append({name: whole(tensor) for name, tensor in plait.parallelize(model, CONFIG).model.named_parameters()})
+    return found
+
+
+def evaluated(rank: int, world: int, folder: str) -> float:
+    """By the Hugging Face Trainer. Runs in a worker."""
+    import plait.hf
+
+    with trainers.launched(rank, world):
+        arguments = trainers.arguments(TrainingArguments, folder)
+        config = {"zero_optimization": {"stage": 3}}
+        kind = plait.hf.Trainer
+        trainer = kind(model=plait.from_pretrained(folder), args=arguments, eval_dataset=trainers.samples(5), plait_config=config)
+        return float(trainer.evaluate()["eval_loss"])
+
+
+def test_each_rank_reads_its_slices(pool: Pool, tmp_path: Path) -> None:
+    wanted = saved(tmp_path)
+    for layouts in pool.run(2, loaded, str(tmp_path)):
+        for found in layouts:
+            assert found.keys() == wanted.keys() and all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    real = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    own = Trainer(real, trainers.arguments(TrainingArguments, str(tmp_path)), eval_dataset=trainers.samples(5)).evaluate()
+    assert pool.run(2, evaluated, str(tmp_path)) == pytest.approx([own["eval_loss"]] * 2, abs=1e-5)
+
+
+def test_what_is_built(tmp_path: Path) -> None:
+    """Fields and dtype; a head that the files lack; a model inside of another one."""
+    saved(tmp_path)
+    model: Any = plait.from_pretrained(tmp_path, dtype=torch.bfloat16, use_cache=False)
+    assert model.dtype == torch.bfloat16 and model.training and not model.config.use_cache and model.generation_config.max_length == 7
+    assert weights_of(model) == tmp_path
+    with pytest.raises(InputError, match="inside of another one"):
+        weights_of(torch.nn.Sequential(model, torch.nn.Linear(2, 2)))
+    with pytest.raises(InputError, match="no such field"):
+        plait.from_pretrained(tmp_path, hiden_size=3)
+    with pytest.raises(InputError, match="no such folder"):
+        plait.from_pretrained(tmp_path / "none")
+    with pytest.warns(UserWarning, match="in full in every process"):
+        other = plait.from_pretrained(tmp_path, model_class=AutoModelForSequenceClassification, num_labels=3)
+    assert not is_meta(other) and weights_of(other) is None and other.score.out_features == 3  # type: ignore[union-attr]
