@@ -47,7 +47,7 @@ def perplexity(sharded: ShardedModel, sequences: Sequences) -> tuple[float, int]
 
 def main() -> None:
     source = open_source(Path(sys.argv[1]))
-    config = load(Path(__file__).parents[2] / "examples/quickstart.json").config
+    config = load(Path(__file__).parents[2] / "examples/quickstart.json")
     assert config.data is not None
     data = prepare(config.data, cache=default_cache(), own_tokenizer=None, say=print)
     found, targets = {}, 0

@@ -29,7 +29,7 @@ from plait.sharded.check import checked_model
 from plait.sharded.model import ShardedModel
 from plait.units import format_bytes
 
-SAMPLE_BYTES = 512 << 20
+SAMPLE_BYTES = 256 << 20
 """Of the layers that are measured, where the model has more: several times what processors keep in their caches."""
 SAMPLE_FLOPS = 1.5e11
 """Of a measured pass over prompts: seconds on a core."""
