@@ -140,8 +140,9 @@ def compare_generated(found: Found, out: Path) -> Compared:
 
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval()
     config = theirs.config.get_text_config(decoder=True)
-    length = min(PROMPT_TOKENS, (getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS) // 2)
-    new = min(GREEDY_TOKENS, length * GREEDY_TOKENS // PROMPT_TOKENS)
+    positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + GREEDY_TOKENS
+    length = min(PROMPT_TOKENS, positions // 2)
+    new = min(GREEDY_TOKENS, positions - length)
     ids = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     ours = load_model(Source(out, found, None), dtype=theirs.dtype)
     try:

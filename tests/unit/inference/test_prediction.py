@@ -46,6 +46,18 @@ def test_lengths_that_are_measured_and_what_follows_from_them() -> None:
     assert _at([10], times[:1], prompt=10, new=8) == (320, 15)
 
 
+def test_a_layer_is_the_difference_of_two_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    with torch.device("meta"):
+        model = built(layers=8)
+    each = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    monkeypatch.setattr("plait.inference.pass_times.SAMPLE_BYTES", 3 * each)
+    monkeypatch.setattr("plait.inference.pass_times._measured", lambda model, blocks, count, *_, **__: [_Times(3 + 2 * count, 1 + count)])
+    found = measure_passes(model, prompt=9, new=4, requests=2, quant=None, memory_bytes=1 << 30)
+    assert (found.first, found.token, found.layers) == (3 + 16, 1 + 8, 8)
+
+
 def test_a_few_layers_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -55,7 +67,7 @@ def test_a_few_layers_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.inference.pass_times.SAMPLE_BYTES", 3 * each)
     for quant in (None, "int8"):
         found = measure_passes(model, prompt=9, new=4, requests=2, quant=quant, memory_bytes=1 << 30)
-        assert 0 < found.layers <= found.token and found.first > 0
+        assert 0 <= found.layers <= found.token and found.first > 0
         assert found.source.startswith("measured here on 1 and 3 of the 8 layers with random weights, 2 prompts of 9 tokens")
     assert all(p.is_meta for p in model.parameters()) and len(model.model.layers) == 8
     assert all(p.is_meta for p in quantised_copy(model, "int8").parameters())
