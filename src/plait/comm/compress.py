@@ -96,8 +96,8 @@ class QuantisedBuckets(_TwoHops):
             self._rows.append(rows)
             self.buffers.append(rows.view(-1)[: flat.numel])
             if feedback:
-                self.carried.state[f"{index}.sent"] = torch.zeros(group.size(), part, device=device)
-                self.carried.state[f"{index}.owned"] = torch.zeros(1, part, device=device)
+                self.carried.state[f"{index}.sent"] = torch.zeros(group.size(), part, dtype=torch.float32, device=device)
+                self.carried.state[f"{index}.owned"] = torch.zeros(1, part, dtype=torch.float32, device=device)
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -358,7 +358,7 @@ class QuantisedReduceScatter(ReduceScatter):
     def _have_error(self, packing: Packing, rows: torch.Tensor) -> None:
         shape, state = (rows.shape[0], packing.padded), self.carried.state
         if self._feedback and ("error" not in state or state["error"].shape != shape):
-            state["error"] = torch.zeros(shape, device=rows.device)
+            state["error"] = torch.zeros(shape, dtype=torch.float32, device=rows.device)
 
     def _in_two_hops(self, packing: Packing, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Ranks count through the machines: what is for position l of any machine goes to this machine's position l first."""

@@ -100,7 +100,7 @@ def probe(group: dist.ProcessGroup, sizes: tuple[int, ...], *, device: torch.dev
     group; milliseconds on links that are not slow."""
     found = []
     for nbytes in sizes:
-        operation = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device), group=group)
+        operation = partial(dist.all_reduce, torch.zeros(nbytes // 4, dtype=torch.float32, device=device), group=group)
         found.append([_timed(operation, group, device) for _ in range(times + 1)][1:])
     return _typical(found, group, device)
 
@@ -111,7 +111,7 @@ def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.de
     host = connect(group, label="measurement", device=device) if shared_memory else None
 
     def of(nbytes: int) -> dict[str, Operation]:
-        tensor = torch.zeros(_numel(nbytes, group), device=device)
+        tensor = torch.zeros(_numel(nbytes, group), dtype=torch.float32, device=device)
         found: dict[str, Operation] = {name: partial(_sum, tensor, group, name, levels) for name in names}
         if host is not None and host.name == "shared-memory":
             found["shared-memory"] = partial(_sum_bucket, host.buckets([Flat(torch.float32, ((tensor.numel(),),))]))
@@ -126,7 +126,7 @@ def ways_of(group: dist.ProcessGroup, levels: Levels | None, *, device: torch.de
 
 def _basic(group: dist.ProcessGroup, device: torch.device, nbytes: int, *, far: int = 1) -> dict[str, Operation]:
     ranks, numel = group.size(), _numel(nbytes, group)
-    tensor, part = torch.zeros(numel, device=device), torch.zeros(numel // ranks, device=device)
+    tensor, part = (torch.zeros(count, dtype=torch.float32, device=device) for count in (numel, numel // ranks))
     found: dict[str, Operation] = {
         "all_reduce": partial(dist.all_reduce, tensor, group=group),
         "all_gather": partial(dist.all_gather_single, tensor, part, group=group),

@@ -68,7 +68,7 @@ def _coded(rounded: torch.Tensor, bits: Bits) -> torch.Tensor:
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: Bits) -> torch.Tensor:
     """float32 [rows, n], the inverse of `quantise` up to half a scale."""
     rows = codes.shape[0]
-    found = torch.empty(rows, scales.shape[1], BLOCK, device=codes.device)
+    found = torch.empty(rows, scales.shape[1], BLOCK, dtype=torch.float32, device=codes.device)
     blocked = codes.view(torch.int8).view(rows, scales.shape[1], BLOCK * bits // 8)
     if bits == 8:
         found.copy_(blocked)

@@ -30,7 +30,7 @@ def measure_products(shapes: list[tuple[int, int, int]], *, dtype: torch.dtype, 
 
 def measure_addition(nbytes: int, *, device: torch.device) -> float:
     """Bytes/s of an addition of two float32 tensors of `nbytes`: both read, the sum written. Of the slowest rank."""
-    left, right = torch.ones(nbytes // 4, device=device), torch.ones(nbytes // 4, device=device)
+    left, right = (torch.ones(nbytes // 4, dtype=torch.float32, device=device) for _ in range(2))
     out = torch.empty_like(left)
     return 3.0 * nbytes / _seconds({"add": partial(torch.add, left, right, out=out)}, device)["add"]
 

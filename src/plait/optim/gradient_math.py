@@ -36,7 +36,7 @@ def multiply_all(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> N
     for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors}:
         same = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.device == device]
         if dtype.itemsize < 4:
-            foreach_unscale_(same, torch.zeros((), device=device), _in_float32(factor, device))
+            foreach_unscale_(same, torch.zeros((), dtype=torch.float32, device=device), _in_float32(factor, device))
         else:
             foreach_mul_(same, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
 

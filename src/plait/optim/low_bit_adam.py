@@ -114,7 +114,7 @@ class SmallStateAdam(Optimizer):
                 continue
             row, whole_row = math.prod(local.shape[1:]), math.prod(parameter.shape[1:])
             codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
-            scales = torch.zeros(local.shape[0], row // block, device=local.device)
+            scales = torch.zeros(local.shape[0], row // block, dtype=torch.float32, device=local.device)
             state[f"{name}_{self.states}"] = _beside(parameter, codes, parameter.shape)
             state[f"{name}_{self.states}_scale"] = _beside(parameter, scales, (parameter.shape[0], whole_row // block))
 

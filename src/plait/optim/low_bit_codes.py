@@ -49,7 +49,7 @@ class DynamicInt8:
         self._levels = table.to(device)
         self._code = below.to(torch.uint8).to(device)
         """By the upper half: the code of the smallest number that has it."""
-        self._border = torch.cat([borders, torch.tensor([torch.inf])])[below].to(device)
+        self._border = torch.cat([borders, borders.new_tensor([torch.inf])])[below].to(device)
         """By the upper half: the next border."""
         self._least = 0 if signed else 1
 

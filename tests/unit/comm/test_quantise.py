@@ -33,6 +33,16 @@ def test_error_is_at_most_half_a_scale(bits: Bits) -> None:
     assert (error > 0.2 * scales).all(), "or it is no quantisation"
 
 
+def test_where_another_dtype_is_the_default() -> None:
+    """Of `torch.empty` without one: states and sums would be twice as large."""
+    codes, scales = quantise(rows_of(BLOCK), 8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert dequantise(codes, scales, 8).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_extremes_and_zeros_are_exact(bits: Bits) -> None:
     x = torch.zeros(1, 3 * BLOCK)

@@ -41,6 +41,18 @@ def test_a_factor_is_not_rounded_to_the_gradients(dtype: torch.dtype, as_tensor:
     assert float(wide[0]) == pytest.approx(2.0**-26, rel=1e-15)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_factor_where_another_dtype_is_the_default(dtype: torch.dtype) -> None:
+    """torch's kernel wants a float32 beside it."""
+    tensor = torch.full((4,), 3.0, dtype=dtype)
+    torch.set_default_dtype(torch.float64)
+    try:
+        multiply_all([tensor], 0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(tensor, torch.full((4,), 1.5, dtype=dtype))
+
+
 def test_other_kinds_of_tensors() -> None:
     """float64 keeps its digits beside halves, and complex gradients have real norms."""
     tensors = [torch.full((3,), 1 / 3, dtype=torch.float64), torch.ones(4, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64) * 1j]

@@ -50,6 +50,25 @@ def test_close_to_torch(states: str, bar: float, kind: str, params: dict[str, An
     assert (found - wanted).norm() < bar * (wanted - start).norm()
 
 
+@pytest.mark.parametrize("states", ["bf16", "int8", "float8"])
+def test_where_another_dtype_is_the_default(states: str) -> None:
+    """States are of what they are whatever `torch.zeros` makes, also after a step."""
+
+    def dtypes() -> dict[str, torch.dtype]:
+        parameter = nn.Parameter(torch.ones(8, 2048, dtype=torch.float32))
+        made = small(states)([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        made.step()
+        return {name: value.dtype for name, value in made.state[parameter].items()}
+
+    wanted = dtypes()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert dtypes() == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_decay_of_torch_adam() -> None:
     """torch's default decay, 0.01, where nothing else is said."""
     zero = nn.Parameter(torch.ones(8, 2048))

@@ -65,8 +65,8 @@ class RouterStatistics:
         """The same of a stage that another rank runs: the shapes of what it sends."""
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        each = torch.zeros(self.experts, device=device)
-        return output, (each, torch.zeros_like(each), torch.zeros((), device=device))
+        each = torch.zeros(self.experts, dtype=torch.float32, device=device)
+        return output, (each, torch.zeros_like(each), torch.zeros_like(each[0]))
 
     # ---- the sums ---------------------------------------------------------------------------------------------------------------------
 
@@ -77,8 +77,8 @@ class RouterStatistics:
             tokens, probabilities, rows = self._before
         else:
             device = logits[0].device if logits else None
-            tokens = torch.zeros(self.experts, device=device)
-            probabilities, rows = torch.zeros_like(tokens), torch.zeros((), device=device)
+            tokens = torch.zeros(self.experts, dtype=torch.float32, device=device)
+            probabilities, rows = torch.zeros_like(tokens), torch.zeros_like(tokens[0])
         for one in logits:
             weights = torch.softmax(one, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,19 @@ def test_what_is_found_in_a_model(family: str) -> None:
     assert {name.rpartition(".")[0] for experts in found for name in experts.parameters} == {experts.name for experts in found}
     assert [model.get_submodule(router.name) for router in recorded_routers(model)] == routers(model)
     assert len(biased_routers(model)) == (layers if family == "deepseek_v3" else 0)
+
+
+@pytest.fixture
+def double_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double_by_default")
+def test_statistics_where_another_dtype_is_the_default() -> None:
+    """Of `torch.zeros` without one."""
+    test_statistics_are_transformers(mask=True)
 
 
 @pytest.mark.parametrize("mask", [False, True])
