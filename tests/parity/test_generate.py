@@ -121,7 +121,7 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.1
-            config = {"train_micro_batch_size_per_gpu": 2, **TWO[name]}
+            config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]}
             count = config.get("gradient_accumulation_steps", 1)
             engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
             losses = []
@@ -186,6 +186,11 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("name", ["ZeRO 1", "ZeRO 3", "tp", "pp"])
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
     pool.run(2, trained, [name])
+
+
+@pytest.mark.proof
+def test_training_of_four_ranks_goes_on(pool: Pool) -> None:
+    pool.run(4, trained, [*FOUR, "ZeRO 3"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
