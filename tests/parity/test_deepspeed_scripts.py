@@ -280,6 +280,50 @@ def test_a_reference_model(pool: Pool) -> None:
         close(outputs, wanted)
 
 
+def pair() -> tuple[nn.Module, nn.Module]:
+    """(generator, discriminator)."""
+    torch.manual_seed(1)
+    return tuple(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, size)).double() for size in (4, 1))  # type: ignore[return-value]
+
+
+def adversarial(rank: int, world: int) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """Weights after two steps, by stage. Runs in a worker."""
+    found = []
+    for stage in (0, 2, 3):
+        config = settings(stage, **ADAMW) | {"gradient_accumulation_steps": 1}
+        (made, *_), (judge, *_) = (deepspeed.initialize(model=model, config=config) for model in pair())
+        with pytest.raises(InputError, match=r"another engine.*requires_grad_\(False\)"):
+            made.backward(judge(made(pieces()[0][0])).mean())
+        with pytest.raises(InputError, match=r"loss.backward\(\) was called"):
+            judge(pieces()[0][0]).mean().backward()
+        for noise in pieces()[:4:2]:
+            mine = noise[0][rank : rank + 1]
+            judge.backward(judge(made(mine).detach()).mean() - judge(mine).mean())
+            judge.step()
+            judge.module.requires_grad_(False)
+            made.backward(judge(made(mine)).mean())
+            made.step()
+            judge.module.requires_grad_(True)
+        found.append((made.module_state_dict(), judge.module_state_dict()))
+    return found
+
+
+def test_a_loss_through_another_engine(pool: Pool) -> None:
+    """It is refused with what to do, and that is one process."""
+    made, judge = pair()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0) for model in (made, judge)]
+    for noise, _ in pieces()[:4:2]:
+        for index, loss in enumerate((lambda z: judge(made(z).detach()).mean() - judge(z).mean(), lambda z: judge(made(z)).mean())):
+            loss(noise).backward()
+            nn.utils.clip_grad_norm_((judge, made)[index].parameters(), CLIPPING)
+            optimizers[1 - index].step()
+            made.zero_grad()
+            judge.zero_grad()
+    for found in pool.run(WORLD, adversarial):
+        for weights in found:
+            close(weights, (dict(made.state_dict()), dict(judge.state_dict())))
+
+
 def float16(rank: int, world: int) -> tuple[float, float]:
     """Runs in a worker. DeepSpeed 0.19.8 divides by a scale that it has not multiplied by: a norm of 0.00195 and a moment of 9.77e-5."""
     config = settings(0, **ADAMW, fp16={"enabled": True, "loss_scale": 1024}) | {"gradient_accumulation_steps": 1, "gradient_clipping": 0}

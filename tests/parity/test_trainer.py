@@ -59,6 +59,25 @@ def test_in_float64(pool: Pool, tmp_path: Path, world: int, dp: int, config: dic
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("world", "dp", "config"),
+    [
+        pytest.param(2, 2, {"parallel": {"ep": 2}, **zero(1)}, id="ep2-zero1"),
+        *(
+            pytest.param(2, 2, {"parallel": {"ep": 2}, **zero(stage)}, id=f"ep2-zero{stage}", marks=pytest.mark.proof)
+            for stage in (0, 2, 3)
+        ),
+        pytest.param(4, 4, {"parallel": {"ep": 2}, **zero(2)}, id="ep2-zero2-of-4", marks=pytest.mark.proof),
+        pytest.param(4, 2, {"parallel": {"ep": 2, "pp": 2}, **zero(1)}, id="ep2-pp2", marks=pytest.mark.proof),
+    ],
+)
+def test_experts_on_different_processes(pool: Pool, tmp_path: Path, world: int, dp: int, config: dict[str, Any]) -> None:
+    """With Transformers' balance loss; a rank that has no batch exchanges another's tokens."""
+    made = trainers.experts_alone if "pp" in config["parallel"] else trainers.experts
+    wanted = trainers.native(dp, made=made)
+    close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
+
+
 def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]], float, list[float]]:
     """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on, and the same
     layout. Runs in a worker. Returns (the history of the first, of those that go on, the loss of the model that is loaded at the end,

@@ -56,6 +56,24 @@ def model(dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**SHAPE, **fields}), dtype=dtype)
 
 
+def experts(dtype: torch.dtype = torch.float32) -> Any:
+    """A Qwen 3 with experts and Transformers' balance loss."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "output_router_logits": True}
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SHAPE, **fields), dtype=dtype)
+    made.config.keys_to_ignore_at_inference = ["past_key_values", "router_logits", "aux_loss"]
+    return made
+
+
+def experts_alone(dtype: torch.dtype = torch.float32) -> Any:
+    """Without the balance loss, which needs the routers of all stages."""
+    made = experts(dtype)
+    made.config.output_router_logits = False
+    return made
+
+
 def metrics(prediction: Any) -> dict[str, float]:
     """How many samples there are, and numbers that follow from each of them and from their order."""
     labels, logits = prediction.label_ids, prediction.predictions
@@ -174,8 +192,7 @@ def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, setting
     with launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        dtype = settings.pop("dtype", torch.float32)
-        return run(Trainer, TrainingArguments, folder, dtype=dtype, deepspeed=config, **settings)
+        return run(Trainer, TrainingArguments, folder, deepspeed=config, **settings)
 
 
 def zero(stage: int) -> dict[str, Any]:

@@ -38,6 +38,9 @@ class StepHook:
     said: str = ""
     """A description of what it does on this machine, with the reason, where that was decided at the start."""
 
+    has_refused: bool = False
+    """Whether it has refused a gradient, so that what came before it has to be dropped."""
+
     def transform(self, batch: Any) -> Any:
         """The micro-batch that model and loss are given in place of `batch`, which is on the device: in `train_batch`, `eval_batch` and
         `predict`. A mapping has `shift_labels` and `position_ids` (see `explicit`), so that its sequences can be cut."""
@@ -89,6 +92,13 @@ class StepHook:
 
 
 Hook = TypeVar("Hook", bound=StepHook)
+_UNDERWAY: list[Hooks] = []
+"""Of the engines whose backward runs now."""
+
+
+def backward_underway() -> bool:
+    """Whether a backward of any engine of this process runs now."""
+    return bool(_UNDERWAY)
 
 
 class Hooks:
@@ -142,6 +152,8 @@ class Hooks:
         with ExitStack() as stack:
             for around in self.around_backward:
                 stack.enter_context(around())
+            _UNDERWAY.append(self)
+            stack.callback(_UNDERWAY.remove, self)
             yield
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -72,6 +72,8 @@ class Guard(StepHook):
                 f"this {self._handle} was closed, or its model given to another plait.initialize or plait.parallelize; use that"
             )
         lost, self._lost = self._lost, None
+        for hook in self._parts.hooks.all:
+            lost, hook.has_refused = "step" if hook.has_refused else lost, False
         if lost is None:
             return False
         for clear in self._parts.hooks.on_error:

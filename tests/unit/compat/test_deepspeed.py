@@ -16,6 +16,7 @@ from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.refused import METHODS, missing
 from plait.compat.deepspeed.start import _configuration, _drops_last, _resolved, _set_local_rank
 from plait.errors import ConfigError, InputError
+from tests.parity.trainers import launched
 
 MODEL = nn.Linear(2, 2)
 CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}}
@@ -54,6 +55,13 @@ def test_no_batch_size_and_unknown_keys() -> None:
         deepspeed.initialize(model=MODEL, config={"optimizer": CONFIG["optimizer"]})
     with pytest.raises(ConfigError, match="did you mean gradient_clipping"):
         deepspeed.initialize(model=MODEL, config=CONFIG | {"gradient_cliping": 0.3})
+
+
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_parts_of_sequences_and_experts(axis: str) -> None:
+    """Before the first forward, whose error would name calls that this engine has not."""
+    with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*engine.train_batch"), launched(0, 2):
+        deepspeed.initialize(model=MODEL, config={**CONFIG, "train_batch_size": 2, "parallel": {axis: 2}})
 
 
 def test_which_configuration() -> None:

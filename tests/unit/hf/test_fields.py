@@ -111,6 +111,12 @@ def test_contradictions(tmp_path: Path) -> None:
         settings({"parallel": {"optimizer_in_backward": True}}, tmp_path, gradient_accumulation_steps=1, max_grad_norm=0)
 
 
+def test_parts_of_sequences(tmp_path: Path) -> None:
+    """The Trainer's loss is the model's, which wants whole sequences."""
+    with pytest.raises(ConfigError, match=r"parallel.cp.*train_batch"):
+        settings({"parallel": {"cp": 2}}, tmp_path)
+
+
 def test_schedule(tmp_path: Path) -> None:
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     text = {"scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}}

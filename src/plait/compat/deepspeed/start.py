@@ -24,7 +24,7 @@ from plait.config.reading.source import read
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved, load
 from plait.engine.build import initialize as plait_initialize
-from plait.errors import ConfigError, InputError, Problem
+from plait.errors import ConfigError, InputError, Problem, refuse
 from plait.optim.optimizer import build_optimizer
 from plait.sharded.assemble import resolved_for
 
@@ -32,6 +32,8 @@ _REMEDIES = {
     "mpu": 'write the degrees of parallelism in the configuration: "parallel": {"tp": 2, "pp": 2}',
     "mesh_param": 'write the degrees of parallelism in the configuration: "parallel": {"tp": 2, "cp": 2}',
 }
+
+_FULL_STEPS = "plait.initialize(model, config, loss_fn=plait.causal_lm_loss) and its engine.train_batch"
 
 
 def initialize(
@@ -135,6 +137,14 @@ def _resolved(config: Any, model: nn.Module) -> Resolved:
     if resolved.sources.get(MICRO) == CALLERS:
         rule = "the configuration has no batch size, and DeepSpeed's calls count samples"
         raise ConfigError(Problem(MICRO, None, rule, f"write {MICRO} or train_batch_size"))
+    refuse(
+        Problem(f"parallel.{axis}", degree, f"DeepSpeed's calls give a model its batch as it is, {why}", f"use 1, or {_FULL_STEPS}")
+        for axis, degree, why in (
+            ("cp", resolved.layout.cp, "and no process may have all of a sequence"),
+            ("ep", resolved.layout.ep, "which is not proven with experts on different processes"),
+        )
+        if degree > 1
+    )
     return resolved
 
 

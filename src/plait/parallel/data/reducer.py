@@ -28,10 +28,10 @@ from plait.comm.buckets import Buckets, Flat
 from plait.comm.failures import naming
 from plait.comm.pending import Pending
 from plait.comm.waits import Waits
-from plait.errors import InputError, ModelError
+from plait.errors import ModelError
 from plait.parallel.data.bucket import Bucket, Slot
 from plait.parallel.data.bucket_account import partition
-from plait.parallel.data.unused import FOREIGN_BACKWARD
+from plait.parallel.data.unused import foreign_backward
 from plait.parallel.hooks import Lost, StepEnd, StepHook
 from plait.parallel.memory_layout import dims_in_memory, like_in_memory
 from plait.parallel.placed import like_parameter
@@ -205,7 +205,8 @@ class Reducer(StepHook):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if not self.accepts:
-            raise InputError(FOREIGN_BACKWARD)
+            self.has_refused = True
+            raise foreign_backward()
         if self._done:
             self._begin_round()
         slot = self._slots[parameter]

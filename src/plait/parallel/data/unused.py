@@ -21,12 +21,21 @@ from torch.distributed.fsdp import FSDPModule
 from plait._torch.units import gathered_parameters, reduce_unused_parameters, sharded_modules
 from plait.cluster import accelerator
 from plait.errors import InputError
-from plait.parallel.hooks import StepHook
+from plait.parallel.hooks import StepHook, backward_underway
 
-FOREIGN_BACKWARD = (
-    "loss.backward() was called on a model of plait.initialize: it does not divide by the number of micro-batches and ranks; call "
-    "engine.backward(loss), or use plait.parallelize with your own training loop"
-)
+
+def foreign_backward() -> InputError:
+    """For a gradient that comes where this model's engine runs no backward."""
+    if backward_underway():
+        return InputError(
+            "engine.backward(loss): the loss was computed by the model of another engine too, whose gradients that engine does not expect "
+            "and would not reduce; call requires_grad_(False) on the other engine's model before its forward for this loss (a "
+            "discriminator's, where the generator is trained), and requires_grad_(True) afterwards; gradients go through it all the same"
+        )
+    return InputError(
+        "loss.backward() was called on a model of plait.initialize: it does not divide by the number of micro-batches and ranks; call "
+        "engine.backward(loss), or use plait.parallelize with your own training loop"
+    )
 
 
 class UnusedTracker(StepHook):
@@ -65,7 +74,8 @@ class UnusedTracker(StepHook):
 
     def _mark(self, index: int, _: torch.Tensor) -> None:
         if not self.accepts:
-            raise InputError(FOREIGN_BACKWARD)
+            self.has_refused = True
+            raise foreign_backward()
         self._used[index] = True
 
     def finish_reduction(self) -> None:
