@@ -208,14 +208,12 @@ FIELDS: dict[str, Field] = {
 
 SEQ2SEQ: dict[str, Field] = {
     "sortish_sampler": Field("noted", "Transformers does not use it"),
-    "predict_with_generate": Field(
-        "refused",
-        "Transformers' generate calls each rank's model on its own, and models with an encoder have no generate in Plait",
-        "leave it out, and call trainer.engine.generate(prompts, max_new_tokens=...), which runs on every layout",
+    "predict_with_generate": _honoured(
+        "by Plait's generate on every layout; with an encoder by Transformers' own, at ZeRO stage 0 without tp and pp"
     ),
-    "generation_max_length": Field("noted", "it belongs to predict_with_generate"),
-    "generation_num_beams": Field("noted", "it belongs to predict_with_generate"),
-    "generation_config": Field("noted", "it belongs to predict_with_generate"),
+    "generation_max_length": _honoured(),
+    "generation_num_beams": _honoured("1; more only with an encoder, else refused"),
+    "generation_config": _honoured("settings that Plait's generate has not, such as beams, are refused"),
 }
 """Of Seq2SeqTrainingArguments besides."""
 

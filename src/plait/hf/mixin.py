@@ -7,6 +7,7 @@ The Trainer keeps its loop, its data sets, its schedule, its logging and its cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from plait.hf.batches import EpochOrder, plan_of
 from plait.hf.checkpoints import CheckpointMixin, has_adapters
 from plait.hf.draws import drawn_from
 from plait.hf.fields import examined
+from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
 from plait.hf.steps import Step, counted, from_output_stage, run_pipeline, step_of
@@ -76,7 +78,7 @@ class TrainerMixin(CheckpointMixin):
         if _trl_classes(type(self)) and self._resolved.layout.pp > 1:
             rule = "TRL computes losses and metrics from the head's weight, outside of the model's own forward, which no stage can run"
             problems.append(Problem("parallel.pp", self._resolved.layout.pp, rule, "use 1, or plait.hf.Trainer on the prepared data"))
-        refuse(problems)
+        refuse([*problems, *problems_of(self.model, self.args, self._resolved)])
         if here.rank == 0:
             for note in notes:
                 warn(note)
@@ -124,6 +126,8 @@ class TrainerMixin(CheckpointMixin):
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        if generates(self.args) and not has_encoder(self.model):
+            check_settings(self.model)
         parameters = sum(p.numel() for p in self.model.parameters())
         self._flops_of_token = 6 * parameters
         if has_adapters(self.model):
@@ -306,10 +310,17 @@ class TrainerMixin(CheckpointMixin):
         engine = self.begin()
         rows = find_batch_size(inputs) or 0
         own = self._plan is None or self.accelerator.process_index < self._plan.present(self._position)
+        first = (self._position * self.accelerator.layout.dp + self.accelerator.process_index) * rows
         self._count, self._position = rows if own else 0, self._position + 1
         self._seen += self._count
         whole = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, **kwargs)  # type: ignore[misc]
-        with self.accelerator.alone(), self.accelerator.counting(own=own):
+        with ExitStack() as stack:
+            if generates(self.args) and not prediction_loss_only and not has_encoder(self.model):
+                inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+                tokens = generated(engine, inputs, kwargs or getattr(self, "_gen_kwargs", {}), first=first, seed=self.args.seed)
+                stack.enter_context(answering(self.model, tokens))
+            stack.enter_context(self.accelerator.alone())
+            stack.enter_context(self.accelerator.counting(own=own))
             if engine.sharded.pipeline is None:
                 with engine.sharded.guard.running("forward"):
                     return whole(model, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError
 from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, wrap
 from plait.hf.fields import FIELDS, SEQ2SEQ, examined
+from plait.hf.generation import problems_of
 from plait.hf.settings import schedule_of, settings_of
 from tests.parity.trainers import arguments, launched_alone, model, samples
 from tools.trainer_fields import DOCUMENT, written
@@ -152,6 +154,21 @@ def test_wrap() -> None:
         wrap(dict)
 
 
-def test_generation_in_an_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"predict_with_generate.*trainer.engine.generate"):
-        Seq2SeqTrainer(model(), arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True), eval_dataset=samples(2))
+def test_generation_that_no_layout_can_is_refused(tmp_path: Path) -> None:
+    """Before training."""
+    beams = arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True, generation_num_beams=4)
+    with pytest.raises(ConfigError, match=r"generation_num_beams.*without beams"):
+        Seq2SeqTrainer(model(), beams)
+    args = arguments(Seq2SeqTrainingArguments, str(tmp_path), predict_with_generate=True)
+    trainer = Seq2SeqTrainer(model(), args, eval_dataset=samples(2))
+    trainer.model.generation_config.num_beams = 4
+    with pytest.raises(InputError, match=r"num_beams = 4 is not supported"):
+        trainer.evaluate()
+
+    def problems(kind: Any, **config: Any) -> list[str]:
+        return [problem.field for problem in problems_of(kind, args, settings(config, tmp_path, world=4))]
+
+    field, encoder = ["TrainingArguments.predict_with_generate"], SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
+    assert problems(model(), parallel={"tp": 2, "pp": 2}) == problems(encoder) == []
+    assert problems(encoder, parallel={"tp": 2}) == problems(encoder, zero_optimization={"stage": 1}) == field
+    assert problems(model(), parallel={"ep": 2}) == field
