@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine, StepResult
     from plait.errors import ConfigError, PlaitError
     from plait.inference.generate import generate
+    from plait.inference.weight_sync.link import WeightReceiver, WeightSender
+    from plait.inference.weight_sync.same_ranks import sync_weights
     from plait.losses.chunked_loss import chunked_causal_lm_loss
     from plait.losses.loss import causal_lm_loss, per_sample
     from plait.model.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -26,6 +28,8 @@ _HOMES = {
     "LayerSpec": "plait.model.pipeline_module",
     "PipelineModule": "plait.model.pipeline_module",
     "TiedLayerSpec": "plait.model.pipeline_module",
+    "WeightReceiver": "plait.inference.weight_sync.link",
+    "WeightSender": "plait.inference.weight_sync.link",
     "Engine": "plait.engine.engine",
     "ParallelModel": "plait.sharded.parallel_model",
     "PlaitError": "plait.errors",
@@ -34,6 +38,7 @@ _HOMES = {
     "chunked_causal_lm_loss": "plait.losses.chunked_loss",
     "from_pretrained": "plait.sharded.pretrained",
     "generate": "plait.inference.generate",
+    "sync_weights": "plait.inference.weight_sync.same_ranks",
     "initialize": "plait.engine.build",
     "load_trained": "plait.checkpoint.load",
     "load_config": "plait.config.resolving.resolve",
@@ -50,6 +55,8 @@ __all__ = [
     "PlaitError",
     "StepResult",
     "TiedLayerSpec",
+    "WeightReceiver",
+    "WeightSender",
     "__version__",
     "causal_lm_loss",
     "chunked_causal_lm_loss",
@@ -60,6 +67,7 @@ __all__ = [
     "load_trained",
     "parallelize",
     "per_sample",
+    "sync_weights",
 ]
 
 

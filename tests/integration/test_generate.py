@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,22 @@ def test_a_folder_that_is_none(tmp_path: Path, folder: Path, capsys: pytest.Capt
 def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    block, same_ranks, send, receive = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     engine = plait.initialize(AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1})
     exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
-    engine.close()
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2
+    names = {"plait": plait, "engine": engine, "model": AutoModelForCausalLM.from_pretrained(folder)}
+    exec(same_ranks, names)
+    version, content, answers = capsys.readouterr().out.split()
+    assert (version, len(content), answers) == ("0", 32, "1")
+    with ThreadPoolExecutor(1) as beside:
+        apart = {"plait": plait, "engine": engine, "generator": AutoModelForCausalLM.from_pretrained(folder)}
+        sent = beside.submit(exec, send, apart)
+        exec(receive, apart)
+        sent.result()
+    assert apart["received"].content == content
+    names["generator"].close()
+    engine.close()
 
 
 def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,26 +13,11 @@ from plait._torch.units import parameter_groups, sharded_modules, unsharded_para
 from plait.errors import InputError
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
+from tests.parity.layouts import FOUR, TWO
 from tests.pool import Pool
 
 NEW = 8
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
-OFF: dict[str, Any] = {"sequence_parallel": False}
-TWO: dict[str, dict[str, Any]] = {
-    "ZeRO 1": {"zero_optimization": {"stage": 1}},
-    "ZeRO 3": {"zero_optimization": {"stage": 3}},
-    "tp": {"parallel": {"tp": 2, **OFF}},
-    "sequence parallel": {"parallel": {"tp": 2, "sequence_parallel": True}},
-    "pp": {"parallel": {"pp": 2}},
-    "pp, interleaved": {"parallel": {"pp": 2, "pipeline": {"schedule": "interleaved-1f1b"}}, "gradient_accumulation_steps": 2},
-}
-FOUR: dict[str, dict[str, Any]] = {
-    "tp x pp": {"parallel": {"pp": 2, "tp": 2, **OFF}},
-    "pp x ZeRO 3": {"parallel": {"pp": 2}, "zero_optimization": {"stage": 3}},
-    "tp wider than key and value heads": {"parallel": {"tp": 4, **OFF}},
-    "hybrid sharding": {"parallel": {"dp_shard": 2, "dp_replicate": 2}, "zero_optimization": {"stage": 3}},
-    "pp 4": {"parallel": {"pp": 4}},
-}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
     "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},

@@ -12,7 +12,7 @@ import plait
 from plait.inference.choose import Chooser
 from plait.inference.requests import Generation
 from tests.parity import cases
-from tests.parity.test_generate import FOUR, OFF, TWO
+from tests.parity.layouts import FOUR, OFF, TWO
 from tests.pool import Pool
 
 NEW = 128

@@ -18,6 +18,7 @@ from plait.inference.decode import Decoder, OnToken
 from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
 from plait.inference.untouched import untouched
+from plait.inference.weight_sync.status import refuse_incomplete
 from plait.sharded.cache import arguments_of, takes_cache
 from plait.sharded.misuse import refuse_split_experts
 from plait.sharded.model import ShardedModel
@@ -112,6 +113,7 @@ def _anybody(sharded: ShardedModel, *, apart: bool) -> Callable[[bool], bool]:
 
 def _check_model(sharded: ShardedModel) -> None:
     model = sharded.model
+    refuse_incomplete(model)
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{type(model).__name__} has an encoder and a decoder; generate is for models that go on from a text")

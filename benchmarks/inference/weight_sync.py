@@ -1,0 +1,172 @@
+"""How long weights take from one layout to another, as a ratio to copying the same bytes the same way; on CPUs, float32, one thread a rank.
+
+    python -m benchmarks.inference.weight_sync        two minutes
+
+The floor is as many bytes in as few calls as one can: `copy_` inside of a process, gloo's send and receive of 32 MiB at a time between
+processes. "verified" also hashes every value where it leaves and where it lies in the end.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import plait
+from benchmarks.common.machine import facts
+from plait._torch.dtensor import local_tensor
+from plait._torch.groups import make_gloo
+from plait.inference.weight_sync.holdings import holding_of, tensors_of
+from plait.inference.weight_sync.route import pieces_of
+
+RESULT = Path(__file__).parents[2] / "benchmarks/results/weight_sync.json"
+TIMES, MESSAGE = 7, 32 << 20
+OFF: dict[str, Any] = {"sequence_parallel": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ZeRO 3": {"zero_optimization": {"stage": 3}},
+    "tp 2": {"parallel": {"tp": 2, **OFF}},
+    "pp 2": {"parallel": {"pp": 2}},
+}
+PAIRS = [("ZeRO 3", "tp 2"), ("pp 2", "tp 2"), ("tp 2", "ZeRO 3")]
+
+
+def model() -> torch.nn.Module:
+    """60 M parameters, 240 MB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=7, num_attention_heads=12, num_key_value_heads=4
+        )
+    )
+
+
+def timed(*works: Callable[[], Any], together: bool) -> list[float]:
+    """The median time of each, in turn."""
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(TIMES + 1):
+        for work, found in zip(works, times, strict=True):
+            if together:
+                dist.barrier()
+            began = time.perf_counter()
+            work()
+            if together:
+                dist.barrier()
+            if turn:
+                found.append(time.perf_counter() - began)
+    return [median(found) for found in times]
+
+
+def same_ranks(rank: int, port: int, pair: tuple[str, str], out: Any) -> None:
+    """Both models on two ranks."""
+    _start(rank, port)
+    one, other = (plait.parallelize(model(), {"train_micro_batch_size_per_gpu": 1, **LAYOUTS[name]}) for name in pair)
+    sides = [holding_of(tensors_of(each.model, "")) for each in (one, other)]
+    rows: list[Any] = [None, None]
+    dist.all_gather_object(rows, sides)
+    route = pieces_of([row[0] for row in rows], [row[1] for row in rows], same_ranks=True, mine=(("source", rank), ("target", rank)))
+    sizes = {
+        "inside": sum(p.size for p in route if p.source == p.target),
+        "sent": sum(p.size for p in route if p.source == rank != p.target),
+        "received": sum(p.size for p in route if p.target == rank != p.source),
+    }
+    buffers = {name: [torch.ones(max(size, 1), dtype=torch.uint8) for _ in range(2)] for name, size in sizes.items()}
+
+    def floor() -> None:
+        works = [dist.irecv(part, 1 - rank) for part in buffers["received"][0].split(MESSAGE)] if sizes["received"] else []
+        works += [dist.isend(part, 1 - rank) for part in buffers["sent"][0].split(MESSAGE)] if sizes["sent"] else []
+        buffers["inside"][0].copy_(buffers["inside"][1])
+        for work in works:
+            work.wait()
+
+    times = timed(floor, lambda: plait.sync_weights(one, other, verify="off"), lambda: plait.sync_weights(one, other), together=True)
+    if rank == 0:
+        out.put((sum(local_tensor(t).nbytes for t in tensors_of(other.model, "").values()), times))
+    one.close()
+    other.close()
+    dist.destroy_process_group()
+
+
+def apart(rank: int, port: int, pair: tuple[str, str], out: Any) -> None:
+    """A trainer and a generator of one process each."""
+    torch.set_num_threads(1)
+    one = model()
+    size = sum(p.nbytes for p in one.parameters())
+    flat = torch.ones(size, dtype=torch.uint8)
+    store = dist.TCPStore("127.0.0.1", port + 1, 2, is_master=rank == 0)
+    gloo = make_gloo(store, rank, 2, timedelta(seconds=60))
+
+    def floor() -> None:
+        for work in [(gloo.recv if rank else gloo.send)([part], 1 - rank, 0) for part in flat.split(MESSAGE)]:
+            work.wait()
+
+    address = f"127.0.0.1:{port}"
+    if rank == 0:
+        with plait.WeightSender(one, address, receivers=1, timeout=60) as sender:
+            out.put((size, timed(floor, lambda: sender.send(verify="off"), sender.send, together=False)))
+    else:
+        with plait.WeightReceiver(one, address, timeout=60) as receiver:
+            timed(floor, receiver.receive, receiver.receive, together=False)
+
+
+def one_process() -> tuple[int, list[float]]:
+    """Two plain models."""
+    one, other = model(), model()
+    size = sum(p.nbytes for p in one.parameters())
+    flats = [torch.ones(size, dtype=torch.uint8) for _ in range(2)]
+    works = (
+        lambda: flats[0].copy_(flats[1]),
+        lambda: plait.sync_weights(one, other, verify="off"),
+        lambda: plait.sync_weights(one, other),
+    )
+    return size, timed(*works, together=False)
+
+
+def _start(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+
+def two(function: Any, pair: tuple[str, str]) -> tuple[int, list[float]]:
+    """What rank 0 found."""
+    context = mp.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = context.SimpleQueue()
+    processes = [context.Process(target=function, args=(rank, port, pair, out)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    found = out.get()
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows: dict[str, Callable[[], tuple[int, list[float]]]] = {"two models of one process": one_process}
+    for pair in PAIRS:
+        rows[f"{pair[0]} to {pair[1]}, the same two ranks"] = partial(two, same_ranks, pair)
+    rows["one process to another"] = partial(two, apart, ("", ""))
+    table = {}
+    for name, measured in rows.items():
+        size, (floor, plain, verified) = measured()
+        table[name] = {"MB": round(size / 1e6), "floor_s": floor, "ratio": plain / floor, "ratio_verified": verified / floor}
+        print(f"{name:38} {size / 1e6:5.0f} MB  floor {floor:.3f} s  {plain / floor:.2f} x  verified {verified / floor:.2f} x", flush=True)
+    RESULT.write_text(json.dumps({"machine": facts(), "rows": table}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Weights from a trainer's ranks to a generator that was launched apart: every value, versions, and ranks that are named in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait._torch.dtensor import local_tensor
+from plait.checkpoint.windows import inside, window_of
+from plait.errors import CommunicationError, InputError
+from plait.inference.weight_sync import link, meeting
+from plait.inference.weight_sync.holdings import tensors_of
+from tests.parity.two_models import LAYOUTS, built
+from tests.pool import Pool, quick_starts
+
+
+def free_address() -> str:
+    """Where nothing listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{one.getsockname()[1]}"
+
+
+def beside(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs it in a thread; the result is called for its result."""
+    ends: list[Any] = []
+
+    def run() -> None:
+        try:
+            ends.append((work(), None))
+        except BaseException as error:
+            ends.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(120)
+        found, error = ends[0]
+        if error is not None:
+            raise error
+        return found
+
+    return result
+
+
+def laid_out(layout: str, seed: int) -> Any:
+    return plait.parallelize(built(seed), {"train_micro_batch_size_per_gpu": 2, **(LAYOUTS[layout] or {})})
+
+
+def trains(rank: int, world: int, layout: str, address: str, receivers: int) -> list[tuple[int, str]]:
+    """Sends three versions, and is refused others. Runs in a worker."""
+    source = laid_out(layout, 7)
+    with plait.WeightSender(source, address, receivers=receivers, timeout=60) as sender:
+        made = [sender.send(), sender.send(version=4)]
+        with pytest.raises(InputError, match="version = 4 is stale"):
+            sender.send(version=4)
+        with pytest.raises(InputError, match="rank 1 sends version 9"):
+            sender.send(version=8 + rank)
+        sender._timeout = 0.5
+        with pytest.raises(CommunicationError, match="generator rank 0 .* did not call receive"):
+            sender.send()
+        sender._timeout = 60
+        sender._meeting.tell("go on", True) if rank == 0 else None
+        with torch.no_grad():
+            for parameter in source.model.parameters():
+                local_tensor(parameter).mul_(2)
+        made.append(sender.send())
+    source.close()
+    return [(one.version, one.content) for one in made]
+
+
+def receives(target: Any, address: str) -> list[tuple[int, str]]:
+    """Takes three versions and looks at every value."""
+    made = []
+    model = target if isinstance(target, torch.nn.Module) else target.model
+    with plait.WeightReceiver(target, address, timeout=60) as receiver:
+        for factor in (1, 1, 2):
+            if factor == 2:
+                receiver._meeting.ask({"go on": "the test"}, 60, "is slow")
+            made.append(receiver.receive(wait=60))
+            wanted = built(7).state_dict()
+            for name, tensor in tensors_of(model, "target").items():
+                expected = wanted[name] * factor if "norm" in name or name.endswith("weight") else wanted[name]
+                window = window_of(tensor)
+                everything = tuple((0, size) for size in expected.shape)
+                assert torch.equal(local_tensor(tensor).detach(), expected[inside(window, everything)]), name
+    return [(one.version, one.content) for one in made]
+
+
+def generates(rank: int, world: int, layout: str, address: str) -> list[tuple[int, str]]:
+    """Runs in a worker."""
+    target = laid_out(layout, 8)
+    made = receives(target, address)
+    target.close()
+    return made
+
+
+def check(made: list[tuple[int, str]], sent: list[list[tuple[int, str]]]) -> None:
+    assert [version for version, _ in made] == [0, 4, 5] and all(made == one for one in sent)
+    assert made[0][1] == made[1][1] != made[2][1]
+
+
+def test_to_a_process_apart(pool: Pool) -> None:
+    address = free_address()
+    sent = beside(lambda: pool.run(2, trains, "ZeRO 3", address, 1))
+    check(receives(built(8), address), sent())
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("one", "other"), [("ZeRO 3", "tp"), ("pp", "tp"), ("tp", "pp"), ("ZeRO 1", "ZeRO 3")])
+def test_to_other_layouts(pool: Pool, one: str, other: str) -> None:
+    address, apart = free_address(), Pool()
+    sent = beside(lambda: pool.run(2, trains, one, address, 2))
+    try:
+        for made in apart.run(2, generates, other, address):
+            check(made, sent())
+    finally:
+        apart.close()
+
+
+def large(value: float) -> torch.nn.Module:
+    """More bytes than sockets hold."""
+    model = torch.nn.Linear(4096, 4096, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def ends_in_the_middle(address: str, how: int) -> None:
+    """A receiver that a signal meets after its first piece."""
+    took = meeting.Meeting.receive
+    taken = []
+
+    def take(self: Any, tensor: torch.Tensor, piece: Any) -> Any:
+        taken.append(piece)
+        if len(taken) == 2:
+            os.kill(os.getpid(), how)
+        return took(self, tensor, piece)
+
+    meeting.Meeting.receive = take  # type: ignore[method-assign]
+    link.WeightReceiver(large(0.0), address).receive()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_that_ends_or_stops_is_named(how: int) -> None:
+    address = free_address()
+    process = quick_starts().Process(target=ends_in_the_middle, args=(address, how), daemon=True)
+    process.start()
+    try:
+        with link.WeightSender(large(1.0), address, receivers=1) as sender:
+            began = time.monotonic()
+            with pytest.raises(CommunicationError, match=rf"generator rank 0 \(.*, process {process.pid}") as found:
+                sender.send()
+            assert time.monotonic() - began < 5.5
+            assert ("has ended" in str(found.value)) == (how == signal.SIGKILL)
+            with pytest.raises(CommunicationError, match="this connection ended"):
+                sender.send()
+    finally:
+        process.kill()
+        process.join()
+
+
+def ends_while_sending(address: str) -> None:
+    """A trainer that is killed after some pieces."""
+    gave = meeting.Meeting.send
+
+    def give(self: Any, tensor: torch.Tensor, piece: Any) -> Any:
+        if piece.window[0][0] >= 3072:  # of 4096 rows: some have arrived
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gave(self, tensor, piece)
+
+    meeting.Meeting.send = give  # type: ignore[method-assign]
+    link.WeightSender(large(1.0), address, receivers=1).send()
+
+
+def test_a_trainer_that_ends_leaves_no_mixed_weights() -> None:
+    address = free_address()
+    process = quick_starts().Process(target=ends_while_sending, args=(address,), daemon=True)
+    process.start()
+    target = large(0.0)
+    try:
+        with link.WeightReceiver(target, address) as receiver, pytest.raises(CommunicationError, match=r"trainer rank 0 .*has ended"):
+            receiver.receive()
+    finally:
+        process.join()
+    with pytest.raises(InputError, match="mixes two versions"):
+        plait.inference.weight_sync.status.refuse_incomplete(target)
+
+
+def test_what_is_no_connection() -> None:
+    for address in ("nowhere", "127.0.0.1:99999", ":5"):
+        with pytest.raises(InputError, match="must be HOST:PORT"):
+            link.WeightReceiver(built(8), address)
+    address = free_address()
+    with pytest.raises(CommunicationError, match="generator rank 0 has not connected within 0.1 s"):
+        link.WeightSender(built(7), address, receivers=1, connect_timeout=0.1)
+    with pytest.raises(CommunicationError, match="no trainer answered"):
+        link.WeightReceiver(built(8), address, connect_timeout=0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(InputError, match="cannot listen"):
+            link.WeightSender(built(7), f"127.0.0.1:{taken.getsockname()[1]}", receivers=1)
+    with pytest.raises(InputError, match="receivers = 0"):
+        link.WeightSender(built(7), address, receivers=0)
