@@ -13,6 +13,7 @@ from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ModelError
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
+from plait.model.plans import make_plan
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.account import facts_of_rank
@@ -49,7 +50,8 @@ def single_rank_run(sizes: dict[str, Any], degrees: dict[str, int], *, stage: in
     }
     resolved = resolve(load(file), world_size=prod(degree for axis, degree in degrees.items() if axis != "ep"))
     layout, blocks = resolved.layout, find_blocks(model)
-    own, at = model_facts(model, blocks), layout.coordinates(rank)
+    plan = make_plan(model, tp=layout.tp, blocks=blocks) if layout.tp > 1 else None
+    own, at = model_facts(model, blocks, tensor_plan=plan), layout.coordinates(rank)
     pipeline = resolved.pipeline.check(resolved.context(model=model, blocks=blocks))
     if pipeline is not None:
         own = facts_of_rank(own, pipeline.cut, pipeline.schedule.stages_of(at["pp"]))
@@ -67,6 +69,9 @@ def check(found: SingleRankRun, ledger: Ledger, *, ep: int) -> None:
     ("degrees", "stage", "rank"),
     [
         ({"dp_shard": 8, "ep": 4}, 1, 5),
+        ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, 1, 5),
+        pytest.param({"cp": 2, "tp": 2, "ep": 4}, 0, 3, marks=pytest.mark.proof),
+        pytest.param({"dp_shard": 4, "cp": 2, "ep": 2}, 3, 5, marks=pytest.mark.proof),
         pytest.param({"dp_replicate": 8, "ep": 4}, 0, 7, marks=pytest.mark.proof),
         pytest.param({"pp": 2, "dp_shard": 8, "ep": 8}, 2, 12, marks=pytest.mark.proof),
     ],

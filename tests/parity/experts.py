@@ -187,12 +187,19 @@ def reference(case: Case) -> Result:
 def _reference(case: Case, micro_batches: int) -> Result:
     model = build(case)
     counts: dict[nn.Module, torch.Tensor] = {}
+    masks: list[torch.Tensor | None] = [None]
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        masks[0] = kwargs.get("attention_mask")
 
     def count(module: nn.Module, args: Any, output: Any) -> None:
-        experts = len(module.e_score_correction_bias)
-        counts[module] = counts.get(module, torch.zeros(experts)) + torch.bincount(output[2].flatten(), minlength=experts)
+        experts, chosen = len(module.e_score_correction_bias), output[2]
+        if masks[0] is not None:
+            chosen = chosen[masks[0].flatten().bool()]
+        counts[module] = counts.get(module, torch.zeros(experts)) + torch.bincount(chosen.flatten(), minlength=experts)
 
     if case.rate:
+        model.register_forward_pre_hook(note, with_kwargs=True)
         for router in routers(model):
             router.register_forward_hook(count)
 

@@ -6,6 +6,7 @@ group, and `pp` slowest, so that stages cross nodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import product
 from math import gcd, prod
@@ -21,8 +22,10 @@ TOKEN_AXES = (*SAMPLE_AXES, "cp")
 SPLIT_AXES = ("pp", "dp_shard", "cp", "tp")
 """Axes over which parts of a model may be split; over `dp_replicate` everything is replicated."""
 EXPERT_AXES = ("edp", "ep")
-"""A second view of the data-parallel ranks, for experts: they are split over `ep`, which takes neighbouring ranks, and replicated or
+"""A second view of the ranks of a pipeline stage, for experts: they are split over `ep`, which takes neighbouring ranks, and replicated or
 sharded over `edp`."""
+STAGE_AXES = (*TOKEN_AXES, "tp")
+"""The first view of the same ranks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Layout:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Of the data-parallel ranks, how many have different experts. No factor of the world size."""
+    """Of the ranks of a pipeline stage, how many have different experts. No factor of the world size."""
 
     def __post_init__(self) -> None:
         bad = [
@@ -53,10 +56,12 @@ class Layout:
             if getattr(self, f.name) < 1
         ]
         refuse(bad)
-        if self.dp % self.ep:
-            product = f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} = {self.dp}"
-            rule = f"experts are split over data-parallel processes, {product}, and {self.dp} % {self.ep} = {self.dp % self.ep}"
-            raise ConfigError(Problem("parallel.ep", self.ep, rule, f"use a divisor of {self.dp}, such as {gcd(self.dp, self.ep)}"))
+        ranks = self.stage_ranks
+        if ranks % self.ep:
+            more = "".join(f" x {axis} {getattr(self, axis)}" for axis in ("cp", "tp") if getattr(self, axis) > 1)
+            product = f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}{more} = {ranks}"
+            rule = f"experts are split over the processes of a pipeline stage, {product}, and {ranks} % {self.ep} = {ranks % self.ep}"
+            raise ConfigError(Problem("parallel.ep", self.ep, rule, f"use a divisor of {ranks}, such as {gcd(ranks, self.ep)}"))
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -74,9 +79,14 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def stage_ranks(self) -> int:
+        """Number of ranks of a pipeline stage: the product of STAGE_AXES."""
+        return self.dp * self.cp * self.tp
+
+    @property
     def all_degrees(self) -> dict[str, int]:
         """`degrees`, and those of the second view where experts are split."""
-        return {**self.degrees, **({"edp": self.dp // self.ep, "ep": self.ep} if self.ep > 1 else {})}
+        return {**self.degrees, **({"edp": self.stage_ranks // self.ep, "ep": self.ep} if self.ep > 1 else {})}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank sits on every axis, and in the second view where experts are split. Raises IndexError outside the world."""
@@ -87,18 +97,25 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         at = {axis: found[axis] for axis in AXES}
         if self.ep > 1:
-            at["edp"], at["ep"] = divmod(at["dp_replicate"] * self.dp_shard + at["dp_shard"], self.ep)
+            at["edp"], at["ep"] = divmod(self._in_stage(at), self.ep)
         return at
 
     def rank(self, **coordinates: int) -> int:
         """The rank at the given coordinates, of either view; axes not given are 0."""
         if not coordinates.keys().isdisjoint(EXPERT_AXES):
             index = coordinates.get("edp", 0) * self.ep + coordinates.get("ep", 0)
-            coordinates["dp_replicate"], coordinates["dp_shard"] = divmod(index, self.dp_shard)
+            for axis in reversed(STAGE_AXES):
+                index, coordinates[axis] = divmod(index, getattr(self, axis))
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
         return rank
+
+    def _in_stage(self, at: Mapping[str, int]) -> int:
+        index = 0
+        for axis in STAGE_AXES:
+            index = index * getattr(self, axis) + at[axis]
+        return index
 
     def dp_index(self, rank: int) -> int:
         """Which slice of the batch a rank reads: 0 to dp - 1, the same for all its tp, cp and pp partners."""

@@ -100,7 +100,7 @@ class Mesh:
     use: GroupUse | None
     """Of a default group that Plait made; None for an adopted one."""
     expert_mesh: DeviceMesh | None = None
-    """The same ranks by their second view, with `edp` and `ep` in the place of the data-parallel axes; None where experts are not split."""
+    """The same ranks by their second view, with `edp` and `ep` in the place of all axes but `pp`; None where experts are not split."""
     reverse_pp: dist.ProcessGroup | None = None
     """A second group over pp, for messages to lower stages; None without a pipeline."""
     more_pp: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...] = ()
@@ -339,7 +339,7 @@ def join(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
 
 def _expert_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """All of its axes but `edp`, over which experts may be sharded also where it has one rank, are of degree above 1."""
-    degrees = {"pp": layout.pp, "edp": layout.dp // layout.ep, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
+    degrees = {"pp": layout.pp, "edp": layout.stage_ranks // layout.ep, "ep": layout.ep}
     used = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "edp"}
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 

@@ -25,7 +25,7 @@ class BalancedLoss:
     inner: CausalLMLoss
     coefficient: float
     statistics: RouterStatistics | None = None
-    """Where the routers are on several pipeline stages; otherwise the model's output has the balance loss."""
+    """Where the routers are on several pipeline stages, or see parts of sequences; otherwise the model's output has the balance loss."""
 
     @property
     def split_logits(self) -> bool:

@@ -41,6 +41,8 @@ class AttentionFacts:
     heads: int
     kv_heads: int
     head_dim: int
+    """Of queries and keys."""
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,12 @@ def _attention(model: nn.Module) -> AttentionFacts | None:
     if not isinstance(heads, int) or not isinstance(width, int):
         return None
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
-    return AttentionFacts(heads, kv_heads or heads, head_dim or width // heads)
+    latent = (getattr(config, "qk_nope_head_dim", None), getattr(config, "qk_rope_head_dim", None), getattr(config, "v_head_dim", None))
+    known = [size for size in latent if isinstance(size, int)]
+    if len(known) == 3:  # DeepSeek's, whose keys and values are made for every head
+        return AttentionFacts(heads, heads, known[0] + known[1], known[2])
+    size = head_dim or width // heads
+    return AttentionFacts(heads, kv_heads or heads, size, size)
 
 
 def _experts(model: nn.Module) -> ExpertFacts | None:

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from plait.errors import ModelError
+from plait.model.experts import SPLIT_FAMILIES, find_experts
 from plait.model.guess import guess_rules
 from plait.model.plan_table import table_rules
 from plait.model.rules import STYLES, Rule, RuleSet, Style, matches
@@ -80,7 +81,10 @@ def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mapping[str, st
 
 def _read(model: nn.Module, plan: Mapping[str, str], family: str) -> dict[str, Style]:
     """Transformers' styles as Plait's. Raises ModelError for others, where they name something in `model`."""
+    # Split by parallel.ep or held by every rank, whatever the family's plan makes of them.
+    apart = [experts.name for experts in find_experts(model)] if family in SPLIT_FAMILIES else []
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    names = [name for name in names if not any(name == other or name.startswith(f"{other}.") for other in apart)]
     read: dict[str, Style] = {}
     strange: dict[str, str] = {}
     for pattern, style in plan.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES
+from plait.cluster.layout import AXES, EXPERT_AXES, SPLIT_AXES
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Reduction:
         return self._first(at, AXES)
 
     def _first(self, at: Mapping[str, int], among: Collection[str]) -> bool:
-        if not set(self.sharded).isdisjoint(EXPERT_AXES):  # which take the place of the data-parallel axes
-            among = (*(axis for axis in among if axis not in SAMPLE_AXES), *EXPERT_AXES)
+        if not set(self.sharded).isdisjoint(EXPERT_AXES):  # which take the place of all others but pp
+            among = EXPERT_AXES
         return self.is_first_stage(at) and all(at.get(axis, 0) == 0 for axis in among if axis != "pp" and axis not in self.sharded)
 
 

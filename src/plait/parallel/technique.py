@@ -112,7 +112,8 @@ class Parts:
 
     def reduction(self, parameter: nn.Parameter) -> Reduction:
         """Which ranks hold what of a parameter of this rank, and over which its gradient is summed."""
-        return Reduction(sharded_axes(parameter), self.batch_axes)
+        sharded = sharded_axes(parameter)
+        return Reduction(sharded, ("edp",) if "ep" in sharded else self.batch_axes)
 
     def noted(self, kind: type[T]) -> T | None:
         """The note of a type, if there is one."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait._torch.dtensor import local_tensor
-from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES
+from plait.cluster.layout import AXES, EXPERT_AXES, STAGE_AXES
 from plait.cluster.mesh import Mesh
 from plait.comm.hang import names as rank_names
 from plait.config.resolving.resolve import Resolved
@@ -87,9 +87,9 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
 
 
 def _is_replicated(axes: tuple[str, ...], *, over: str) -> bool:
-    """Whether a tensor that is split over `axes` is the same along an axis: experts know the second view of the data-parallel ranks, all
+    """Whether a tensor that is split over `axes` is the same along an axis: experts know the second view of the ranks, all
     else the first."""
-    other_view = SAMPLE_AXES if "ep" in axes else EXPERT_AXES
+    other_view = STAGE_AXES if "ep" in axes else EXPERT_AXES
     return over not in axes and over not in other_view
 
 

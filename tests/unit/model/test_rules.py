@@ -112,12 +112,18 @@ def test_names_of_transformers_4_are_understood() -> None:
     assert [rule.style for rule in rules_for(model).rules] == ["colwise_gather_output", "rowwise_split_input"]
 
 
-@pytest.mark.parametrize(("kind", "style"), [("mixtral", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")])
+@pytest.mark.parametrize(("kind", "style"), [("qwen2_moe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")])
 def test_styles_that_plait_does_not_apply_are_refused_by_family_and_name(kind: str, style: str) -> None:
     with pytest.raises(
         ModelError, match=rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1"
     ):
         rules_for(family(kind, device="meta"))
+
+
+def test_experts_are_split_by_their_own_axis() -> None:
+    """Whatever Transformers' plan makes of them, in families that are compared with one process."""
+    found = {rule.pattern: rule.style for rule in rules_for(family("mixtral", device="meta")).rules}
+    assert found["model.layers.*.self_attn.q_proj"] == "colwise" and not any(pattern.endswith("experts") for pattern in found)
 
 
 def test_a_strange_style_that_names_nothing_does_no_harm() -> None:

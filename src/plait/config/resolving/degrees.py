@@ -36,8 +36,9 @@ def processes(count: int) -> str:
 def smallest_world(parallel: ParallelSection) -> int:
     """The least number of processes that has every degree that is given."""
     data = [degree for degree in (parallel.dp_replicate, parallel.dp_shard) if isinstance(degree, int)]
-    more = parallel.ep // gcd(prod(data), parallel.ep) if len(data) < 2 else 1
-    return parallel.pp * parallel.cp * parallel.tp * prod(data) * more
+    stage = parallel.cp * parallel.tp * prod(data)
+    more = parallel.ep // gcd(stage, parallel.ep) if len(data) < 2 else 1
+    return parallel.pp * stage * more
 
 
 def _data_degrees(parallel: ParallelSection, *, stage: int, dp: int, world_size: int) -> tuple[int, int]:

@@ -78,7 +78,9 @@ class Ledger:
     """Which rank of the tp axis is priced; 0 holds the most."""
     cp: Array
     ep: Array
-    """How many of the data-parallel ranks have different experts."""
+    """How many of the ranks of a stage have different experts."""
+    edp_rank: Array
+    """Which of the ranks that have the same experts is priced; 0 holds the most."""
     tokens: Array
     """Tokens of a micro-batch on one data-parallel rank: samples x sequence length. Only the traffic of tp and cp grows with them."""
     activations: RankActivations | None = None
@@ -121,12 +123,13 @@ class Ledger:
         tp_rank: Any = 0,
         cp: Any = 1,
         ep: Any = 1,
+        edp_rank: Any = 0,
         tokens: Any = 0,
         **fields: Any,
     ) -> Ledger:
         """A ledger for scalars or arrays of candidates, broadcast against each other."""
-        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, cp, ep, tokens)
-        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "cp", "ep", "tokens")
+        given = (dp_replicate, dp_shard, accumulation, shard_rank, tp, tp_rank, cp, ep, edp_rank, tokens)
+        names = ("dp_replicate", "dp_shard", "accumulation", "shard_rank", "tp", "tp_rank", "cp", "ep", "edp_rank", "tokens")
         arrays = np.broadcast_arrays(*(np.atleast_1d(np.asarray(value, dtype=np.int64)) for value in given))
         axes: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return cls(**axes, **fields)
@@ -144,6 +147,7 @@ class Ledger:
             tp_rank=at["tp"],
             cp=layout.cp,
             ep=layout.ep,
+            edp_rank=at.get("edp", 0),
             tokens=tokens,
             **fields,
         )

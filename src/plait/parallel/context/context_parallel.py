@@ -36,6 +36,7 @@ from plait.parallel.micro_batches import IGNORED, LABELS, SHIFTED, explicit
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.tokens import mark
 
 
 class ContextParallel(Technique):
@@ -128,7 +129,15 @@ class ContextParallel(Technique):
             if self.context != "ulysses":  # where a rank has all tokens
                 starts = layout.cut(starts, dim=1)
         found = {name: _cut(name, entry, ids, layout) for name, entry in batch.items() if name not in (LABELS, "attention_mask")}
-        return Part(found, attention_mask=visible.as_mask(starts, len(ids), ids.device), use_cache=False)
+        mask = mark(visible.as_mask(starts, len(ids), ids.device), _tokens(batch, ids, layout))
+        return Part(found, attention_mask=mask, use_cache=False)
+
+
+def _tokens(batch: Mapping[str, Any], ids: torch.Tensor, layout: SequenceLayout) -> torch.Tensor | None:
+    length, given = ids.shape[1], batch.get("attention_mask")
+    if isinstance(given, torch.Tensor):
+        return layout.cut(given, dim=1)
+    return layout.cut(torch.ones_like(ids), dim=1) if layout.padded(length) != length else None
 
 
 def _cut(name: str, entry: Any, ids: torch.Tensor, layout: SequenceLayout) -> Any:

@@ -14,7 +14,10 @@ from torch import nn
 from plait.errors import ConfigError, ModelError, Problem
 from plait.parallel.context.kinds import Kind
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
+    *("mixtral", "qwen3_moe", "deepseek_v3"),
+)
 """`config.model_type` of the causal language models that are compared with one process."""
 KERNELS = ("sdpa", "eager")
 """What computes attention: SDPA's kernels, or products and a softmax."""

@@ -13,6 +13,7 @@ lengths are taken to divide. A parameter's gradient is all-reduced once a step, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 
 import numpy as np
@@ -27,7 +28,7 @@ from plait.parallel.context.kinds import Kind
 def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, Array]:
     """Collective to bytes that one rank sends per optimizer step; nothing where cp is 1."""
     n, one = ledger.cp, np.ones_like(ledger.cp)
-    sent = {"all_reduce": 2 * gradient_bytes(facts, ledger) * (n - 1) // n}
+    sent = {"all_reduce": 2 * _summed_bytes(facts, ledger) * (n - 1) // n}
     shape = facts.attention
     if shape is None or not facts.blocks:
         return sent
@@ -35,7 +36,7 @@ def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, 
     passes = ledger.accumulation * len(facts.blocks) * ledger.tokens
     tp = ledger.tp if _splits_heads(facts.tensor_plan) else one
     heads, kv_heads = shape.heads // tp, np.maximum(shape.kv_heads // tp, 1)
-    both = 2 * kv_heads * shape.head_dim
+    both = kv_heads * (shape.head_dim + shape.value_dim)
     if kind == "all-gather-kv":
         gathered = passes * both * itemsize * (n - 1) // n
         return {**sent, "all_gather": 2 * gathered, "reduce_scatter": gathered}
@@ -43,8 +44,17 @@ def context_traffic(facts: ModelFacts, ledger: Ledger, kind: Kind) -> dict[str, 
         part = passes * both // n
         return {**sent, "send": part * ((2 * n - 2) * itemsize + np.where(n > 1, n, 0) * np.maximum(itemsize, 4))}
     repeated = np.asarray([lcm(int(count), int(ranks)) for count, ranks in zip(kv_heads, n, strict=True)])
-    width = (2 * heads + 2 * repeated) * shape.head_dim
+    width = (heads + repeated) * (shape.head_dim + shape.value_dim)
     return {**sent, "reduce_scatter": 2 * passes * width * itemsize // n * (n - 1) // n}
+
+
+def _summed_bytes(facts: ModelFacts, ledger: Ledger) -> Array:
+    """Gradients that are summed over cp: those of experts on different ranks are reduced over their own axis."""
+    apart = frozenset(facts.experts.parameters) if facts.experts is not None else frozenset()
+    if not apart:
+        return gradient_bytes(facts, ledger)
+    rest = replace(facts, parameters=tuple(p for p in facts.parameters if p.name not in apart))
+    return np.where(ledger.ep > 1, gradient_bytes(rest, ledger), gradient_bytes(facts, ledger))
 
 
 def _splits_heads(plan: TensorPlan | None) -> bool:

@@ -133,7 +133,8 @@ class DataParallel(CollectiveSettings):
             hooks.append(steps)
             if not mean:
                 reduce_by_sum(model)
-            group = mesh.group(*parts.batch_axes)
+            # Of a layer of experts, other ranks of tp may have those that a step used.
+            group = mesh.group(*parts.batch_axes, *(("tp",) if mesh.layout.ep > 1 else ()))
             if self.unused_parameters and group is not None:
                 if mean:
                     reduce_unused_parameters(model)
@@ -286,12 +287,12 @@ def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledg
     rest = tuple(p for p in facts.parameters if p.name not in ledger.experts)
     found = _account_of(technique, ledger, replace(facts, parameters=rest), sharded=_is_sharded(ledger))
     # Experts are split over ep along their first dimension, as tensor parallelism splits, then reduced or sharded over the ranks of edp.
-    same = ledger.dp_replicate * ledger.dp_shard // ledger.ep
-    shards, one = ledger.dp_shard > 1, np.ones_like(same)
+    same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
+    shards, one = _is_sharded(ledger), np.ones_like(same)
     view = ledger.with_(
         dp_replicate=np.where(shards, one, same),
         dp_shard=np.where(shards, same, one),
-        shard_rank=ledger.shard_rank // ledger.ep,
+        shard_rank=np.where(shards, ledger.edp_rank, 0),
         tp=ledger.ep,
         tp_rank=np.zeros_like(same),
         tensor_dims=dict.fromkeys(ledger.experts, 0),

@@ -19,15 +19,17 @@ from plait._torch.passes import graph_task
 from plait.errors import ModelError
 from plait.model.experts import BIAS, chosen_experts
 from plait.parallel.hooks import StepEnd, StepHook
+from plait.parallel.tokens import TokensOfForward
 
 
 class BiasUpdate(StepHook):
-    """Counts how many tokens of a step every expert was chosen for, over micro-batches and data-parallel ranks, and updates the biases
-    once. Evaluations, recomputed blocks and steps that are skipped do not count."""
+    """Counts how many tokens of a step every expert was chosen for, over micro-batches and ranks with other tokens, and updates the biases
+    once. Padding, evaluations, recomputed blocks and steps that are skipped do not count."""
 
     def __init__(self, model: nn.Module, routers: Sequence[str], *, rate: float, group: dist.ProcessGroup | None) -> None:
         self.rate, self.group = rate, group
         self._routers = [model.get_submodule(name) for name in routers]
+        self._tokens = TokensOfForward(model)
         self._counts: list[torch.Tensor] = []
         self._totals: list[torch.Tensor] = []
         for index, (name, router) in enumerate(zip(routers, self._routers, strict=True)):
@@ -50,7 +52,10 @@ class BiasUpdate(StepHook):
                 f"experts.bias_update_rate: {name} returns no table of the experts of every token, so they cannot be counted; use 0"
             )
         counts = self._counts[index]
-        counts.scatter_add_(0, chosen.detach().reshape(-1), torch.ones_like(chosen).reshape(-1))
+        mask = self._tokens.now
+        known = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() == len(chosen)
+        each = mask.to(chosen.dtype).reshape(-1, 1).expand_as(chosen) if known else torch.ones_like(chosen)  # type: ignore[union-attr]
+        counts.scatter_add_(0, chosen.detach().reshape(-1), each.reshape(-1))
 
     def finish_reduction(self) -> None:
         """Sum the counts over all ranks that have other tokens."""
@@ -78,5 +83,6 @@ class BiasUpdate(StepHook):
 
     def release(self) -> None:
         """Count no more."""
+        self._tokens.release()
         for handle in self._handles:
             handle.remove()

@@ -17,6 +17,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.modules import own_parameters
 from plait._torch.operators import FakeTensor
 from plait.cluster.fake_group import is_fake
+from plait.comm.collectives import gather, split
 from plait.comm.exchange import exchange_counts, exchange_rows
 from plait.parallel.tensor.styles import own_values
 
@@ -33,10 +34,19 @@ class Dispatch:
     group: ProcessGroup
     here: int
     """Experts of each rank."""
+    tp: ProcessGroup | None = None
+    """Ranks that are called with the same tokens: each sends its part of them."""
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` [tokens, hidden], the experts of every token `chosen` [tokens, k] int64, and their `weights` [tokens, k]; the weighted
         sums [tokens, hidden]. Collective over the group, also where a rank has no token."""
+        if self.tp is None:
+            return self._routed(hidden, chosen, weights)
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))  # some routers have narrower ones, and gradients are sent
+        own, experts, factors = (split(x, self.tp, dim=0) for x in (hidden, chosen, wide))
+        return gather(self._routed(own, experts, factors.to(weights.dtype)), self.tp, dim=0, length=len(hidden))
+
+    def _routed(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = chosen.shape
         flat = chosen.reshape(-1)
         order = torch.sort(flat, stable=True).indices
@@ -79,9 +89,9 @@ class Dispatch:
         return parts, parts, torch.arange(rows, device=flat.device) % self.here
 
 
-def install(module: nn.Module, group: ProcessGroup, *, here: int) -> None:
+def install(module: nn.Module, group: ProcessGroup, *, here: int, tp: ProcessGroup | None) -> None:
     """Give a module of experts, whose parameters are this rank's, the forward of `Dispatch`."""
-    module.forward = Dispatch(module, module.forward, group, here)
+    module.forward = Dispatch(module, module.forward, group, here, tp)
     module.num_experts = here  # type: ignore[assignment]  # grouped products count them
 
 

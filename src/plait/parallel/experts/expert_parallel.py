@@ -1,8 +1,9 @@
 """Expert parallelism: each rank of the ep axis has some of the experts of every layer, and tokens go to those that they are routed to.
 
-The axis is a second view of the data-parallel ranks: neighbouring ones have different experts and other samples. What is not an expert is
-replicated or sharded over all data-parallel ranks as before. An expert's gradient is complete, but for the ranks of `edp`, which have the
-same experts: there it is summed, or reduced in shards, from ZeRO stage 1 on.
+The axis is a second view of the ranks of a pipeline stage: neighbouring ones have different experts, whether they have other samples, other
+parts of sequences or (of tp) the same tokens, of which each then sends a part. What is not an expert is split, replicated or sharded by the
+first view as before. An expert's gradient is complete, but for the ranks of `edp`, which have the same experts: there it is summed, or
+reduced in shards, from ZeRO stage 1 on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from plait._torch.dtensor import local_tensor
 from plait.cluster import accelerator
 from plait.cluster.fake_group import is_fake
-from plait.cluster.mesh import Mesh
+from plait.cluster.layout import STAGE_AXES
+from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ConfigError, ModelError, Problem, refuse
-from plait.model.experts import Experts, find_experts
+from plait.model.experts import SPLIT_FAMILIES, Experts, find_experts
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.activation_offload import ActivationOffload
@@ -52,6 +54,11 @@ class ExpertParallel(Technique):
         refuse(Problem("parallel.ep", ep, rule, f"{remedy}, or use 1") for applies, rule, remedy in _rules(context) if applies)
         if context.model is not None:
             _refuse_unfit(context.model, ep)
+            _refuse_unproven(context.model, tp=context.layout.tp)
+
+    def groups(self, context: Context) -> Groups:
+        """All that may use different experts of one layer."""
+        return Groups(axes=(STAGE_AXES,) if context.layout.ep > 1 else ())
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
         """Keep this rank's experts."""
@@ -64,7 +71,7 @@ class ExpertParallel(Technique):
             for name in experts.parameters:
                 leaf = name.rpartition(".")[2]
                 setattr(module, leaf, _part_of(module.get_parameter(leaf), mesh))
-            dispatch.install(module, group, here=experts.count // mesh.layout.ep)
+            dispatch.install(module, group, here=experts.count // mesh.layout.ep, tp=mesh.group("tp"))
         own_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in found}
         return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(found))
 
@@ -77,7 +84,7 @@ class ExpertParallel(Technique):
         trained = [p for p in map(parts.model.get_parameter, names) if p.requires_grad]
         sharded = isinstance(parts.model, FSDPModule)
         summed = [] if sharded else trained
-        return [ExpertGradients(parts.model, split, summed, same=mesh.group("edp"), everyone=mesh.group(*parts.batch_axes))]
+        return [ExpertGradients(parts.model, split, summed, same=mesh.group("edp"), everyone=mesh.group(*STAGE_AXES))]
 
     def account(self, ledger: Ledger, facts: ModelFacts) -> Ledger:
         """Which parameters are experts, for the technique that shards, and the traffic of tokens; nothing where ep is 1."""
@@ -94,8 +101,6 @@ def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
     offloads = {context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device}
     compression = context.chosen(Compression)
     return (
-        (layout.tp > 1, f"experts with parallel.tp = {layout.tp} are not proven", "use parallel.tp = 1"),
-        (layout.cp > 1, f"experts with parallel.cp = {layout.cp} are not proven", "use parallel.cp = 1"),
         (
             data.stage > 0 and layout.dp_replicate > 1,
             f"experts with hybrid sharding (dp_replicate {layout.dp_replicate}) are not proven",
@@ -148,6 +153,15 @@ def _refuse_unfit(model: nn.Module, ep: int) -> None:
         )
 
 
+def _refuse_unproven(model: nn.Module, *, tp: int) -> None:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if tp > 1 and kind not in SPLIT_FAMILIES:
+        raise ModelError(
+            f"parallel.ep with parallel.tp = {tp}: {type(model).__name__} (model_type {kind!r}) is not among the models whose other layers "
+            f"are split beside experts and compared with one process: {', '.join(SPLIT_FAMILIES)}; use parallel.tp = 1"
+        )
+
+
 def _part_of(parameter: nn.Parameter, mesh: Mesh) -> nn.Parameter:
     """This rank's experts of a parameter, as a DTensor of its global shape."""
     assert mesh.expert_mesh is not None
@@ -184,7 +198,7 @@ class ExpertGradients(StepHook):
         same: dist.ProcessGroup | None,
         everyone: dist.ProcessGroup | None,
     ) -> None:
-        """`same`: the ranks with the same experts. `everyone`: all that have other samples."""
+        """`same`: the ranks with the same experts. `everyone`: all of a stage."""
         self.model, self.split, self.parameters, self.same, self.everyone = model, split, parameters, same, everyone
         counts = {experts.count for experts in split.found}
         self.said = f"experts ({', '.join(map(str, sorted(counts)))} a layer) are split over ranks, and tokens are sent to them"

@@ -1,24 +1,27 @@
-"""The balance loss of a model whose routers are on several pipeline stages.
+"""The balance loss of a model whose routers are on several pipeline stages, or see parts of sequences.
 
 Transformers sums, over all routers of a model, how many tokens each expert was chosen for and the probabilities that it was given, and
 multiplies the two sums. So no stage can compute its part of the loss alone: the sums of the stages before are sent with the activations,
-and the gradient of the probabilities returns with theirs. In the order and the dtypes of Transformers' `load_balancing_loss_func`, so that
+and the gradient of the probabilities returns with theirs. On the last stage the sums of all parts of the sequences are added up. In the
+order and the dtypes of Transformers' `load_balancing_loss_func`, so that
 the value is the same.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from plait._torch.passes import graph_task
+from plait.comm.collectives import enter, leave
 from plait.errors import ModelError
 from plait.model.experts import Router
+from plait.parallel.tokens import TokensOfForward
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(tokens of each expert [experts], sums of its probabilities [experts], rows 0-dimensional)."""
@@ -31,19 +34,22 @@ class RouterStatistics:
     tensors = 3
     """How many tensors are sent with the activations."""
 
-    def __init__(self, model: nn.Module, routers: Sequence[Router], *, experts: int, top_k: int) -> None:
-        self.experts, self.top_k = experts, top_k
+    def __init__(
+        self, model: nn.Module, routers: Sequence[Router], *, experts: int, top_k: int, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`group`: ranks with other parts of the same sequences."""
+        self.experts, self.top_k, self.group = experts, top_k, group
         self._logits: list[torch.Tensor] | None = None
         self._before: Sums | None = None
-        self._mask: torch.Tensor | None = None
-        self._signature = inspect.signature(model.forward)
-        self._handles = [model.register_forward_pre_hook(self._note_mask, with_kwargs=True)]
+        self._tokens = TokensOfForward(model)
+        self._handles = [model.register_forward_pre_hook(self._begin_forward)]
         for router in routers:
             module = model.get_submodule(router.name)
             self._handles.append(module.register_forward_hook(partial(self._note, router.index)))
 
     def release(self) -> None:
         """Remove the hooks."""
+        self._tokens.release()
         for handle in self._handles:
             handle.remove()
 
@@ -51,7 +57,7 @@ class RouterStatistics:
 
     def begin(self, first: bool, received: Any) -> Any:
         """Before it. `received`: what the stage before has sent; returns its activations alone."""
-        self._logits, self._mask, self._before = [], None, None
+        self._logits, self._before = [], None
         if first:
             return received
         received, self._before = received
@@ -72,7 +78,7 @@ class RouterStatistics:
 
     def sums(self) -> Sums:
         """Of all routers so far."""
-        logits = self._logits or []
+        logits, given = self._logits or [], self._tokens.now
         if self._before is not None:
             tokens, probabilities, rows = self._before
         else:
@@ -83,26 +89,31 @@ class RouterStatistics:
             weights = torch.softmax(one, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
             wide = weights if weights.dtype == torch.float64 else weights.float()
-            if self._mask is None:
+            if given is None:
                 counted = torch.ones_like(chosen, dtype=torch.float32)
                 probabilities, rows = probabilities + wide.sum(0), rows + len(one)
             else:
-                mask = self._mask.reshape(-1).to(one.device, torch.float32)
+                mask = given.reshape(-1).to(one.device, torch.float32)
                 counted = mask.repeat_interleave(self.top_k)
                 probabilities, rows = probabilities + (wide * mask.unsqueeze(-1)).sum(0), rows + mask.sum()
             tokens = tokens + torch.zeros_like(tokens).scatter_add_(0, chosen, counted)
         return tokens, probabilities, rows
 
     def loss(self) -> torch.Tensor:
-        """The balance loss of the micro-batch whose last stage has run here; 0-dimensional."""
+        """The balance loss of the micro-batch whose last stage has run here; 0-dimensional. Collective over the group, and so is its
+        backward: each rank adds the loss as often as it has targets."""
         if self._logits is None:
             raise ModelError("the balance loss of a pipeline is known on its last stage, after its forward")
         tokens, probabilities, rows = self.sums()
+        if self.group is not None:
+            own = torch.cat([tokens.to(probabilities.dtype), probabilities, rows.to(probabilities.dtype).reshape(1)])
+            counted, probabilities, row = leave(enter(own, self.group), self.group).split([self.experts, self.experts, 1])
+            tokens, rows = counted.to(tokens.dtype), row.to(rows.dtype)
         return (tokens / rows * (probabilities / rows)).sum() * self.experts
 
     def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._logits is not None and graph_task() is None:  # in a backward a block is recomputed
             self._logits.append(output[index] if isinstance(output, tuple | list) else output)
 
-    def _note_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._mask = self._signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._logits = []

@@ -1,4 +1,5 @@
-"""What a step does for the routers of a mixture-of-experts model: the balance loss over pipeline stages, and biases that are updated."""
+"""What a step does for the routers of a mixture-of-experts model: the balance loss over pipeline stages and parts of sequences, and biases
+that are updated."""
 
 from __future__ import annotations
 
@@ -33,21 +34,28 @@ class Routing(Technique):
             what = "experts.bias_update_rate is set" if self.bias_update_rate else "model.config.output_router_logits is true"
             rule = f"{what}, and a router that sees a part of a sequence counts that part alone"
             raise ConfigError(Problem("parallel.sequence_parallel", "true", rule, "use false"))
-        if context.layout.pp > 1 and wants_balance_loss(model):
-            _check_statistics(model, pp=context.layout.pp)
+        cut = next((f"{axis} = {getattr(context.layout, axis)}" for axis in ("pp", "cp") if getattr(context.layout, axis) > 1), None)
+        if cut is not None and wants_balance_loss(model):
+            _check_statistics(model, cut)
         if self.bias_update_rate:
             _check_bias(model, self.bias_update_rate)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Collect what the balance loss of a pipeline is made of."""
+        """Collect what the balance loss is made of where no rank has all of it."""
         model = parts.model
-        if mesh.layout.pp == 1 or not wants_balance_loss(model):
+        if mesh.layout.pp * mesh.layout.cp == 1 or not wants_balance_loss(model):
             return parts
-        # No stage has all of them, so the model's own sum would be of its last stage.
+        # The model's own sum would be of its last stage, or of a part of the sequences.
         model.config.output_router_logits = False  # type: ignore[union-attr]
         routers = recorded_routers(model)
         return parts.with_notes(
-            RouterStatistics(model, routers, experts=model.num_experts, top_k=model.num_experts_per_tok)  # type: ignore[arg-type]
+            RouterStatistics(
+                model,
+                routers,
+                experts=model.num_experts,  # type: ignore[arg-type]
+                top_k=model.num_experts_per_tok,  # type: ignore[arg-type]
+                group=mesh.group("cp"),
+            )
         )
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -78,12 +86,12 @@ class RecordedBalance(StepHook):
         self.model.config.output_router_logits = True  # type: ignore[union-attr]
 
 
-def _check_statistics(model: nn.Module, *, pp: int) -> None:
+def _check_statistics(model: nn.Module, cut: str) -> None:
     known = all(isinstance(getattr(model, name, None), int) for name in ("num_experts", "num_experts_per_tok"))
     if not known or not recorded_routers(model):
         raise ModelError(
-            f"parallel.pp = {pp}: model.config.output_router_logits is true, and {type(model).__name__} does not say which modules its "
-            "routers are, so their balance cannot be summed over stages; set it to False, or use parallel.pp = 1"
+            f"parallel.{cut}: model.config.output_router_logits is true, and {type(model).__name__} does not say which modules its routers "
+            f"are, so their balance cannot be summed over ranks; set it to False, or use parallel.{cut[:2]} = 1"
         )
 
 

@@ -6,6 +6,10 @@ micro-batch:
     forward    8 E (n-1)/n bytes of counts, and twice T k h e (n-1)/n: the tokens, and the results
     backward   twice T k h e (n-1)/n: the gradients of both
 
+T are those of a rank: of cp and tp each has a part. With m ranks of tp, which have all tokens before and after such a layer, it sends
+T m h e (m-1)/m of results in all-gathers forward, and T m h e (m-1)/m of gradients of tokens backward, with T m k (m-1)/m
+of those of weights, of 4 bytes or more.
+
 All-to-all is counted as the reduce-scatter that gloo carries out with it. Where experts are chosen unequally, ranks whose experts have more
 tokens send back more results; the sum over ranks stays below n / (n-1) times this. What recomputation repeats is measured elsewhere.
 """
@@ -16,6 +20,7 @@ import numpy as np
 
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Array, Ledger
+from plait.shards import shard_size
 
 
 def expert_traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
@@ -25,6 +30,12 @@ def expert_traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
         return {}
     own = facts.parameters[0].itemsize
     itemsize = np.ones_like(n) * own if ledger.compute_bytes is None else ledger.compute_bytes
-    rows = ledger.tokens * experts.per_token * experts.hidden * itemsize * (n - 1) // n
+    passes, m = ledger.accumulation * experts.layers, ledger.tp
+    whole = ledger.tokens // ledger.cp
+    rows = shard_size(whole, m) * experts.per_token * experts.hidden * itemsize * (n - 1) // n
     counts = 8 * experts.count * (n - 1) // n
-    return {"reduce_scatter": ledger.accumulation * experts.layers * np.where(n > 1, 4 * rows + counts, 0)}
+    gathered = shard_size(whole, m) * (2 * experts.hidden * itemsize + experts.per_token * np.maximum(itemsize, 4)) * (m - 1)
+    return {
+        "reduce_scatter": passes * np.where(n > 1, 4 * rows + counts, 0),
+        "all_gather": passes * np.where(n > 1, gathered, 0),
+    }

@@ -58,6 +58,8 @@ class Pipeline(Technique):
             return parts
         schedule, found = plan.schedule, plan.cut
         rank = mesh.coordinates["pp"]
+        if parts.noted(RouterStatistics) is not None:  # which have the place of the model's own balance loss
+            plan.skeleton.model.config.output_router_logits = False  # type: ignore[union-attr]
         staged = stage_model(parts.model, found, schedule.stages_of(rank), region=parts.noted(Region), device=mesh.device)
         own = tuple(name for stage in staged.stages.values() for name in stage.blocks)
         return parts.with_(blocks=own).with_notes(replace(plan, staged=staged))

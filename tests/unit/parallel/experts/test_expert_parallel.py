@@ -38,8 +38,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"ep": 3}, {}, r"parallel.ep = 3: .*dp_replicate 4 x dp_shard 1 = 4, and 4 % 3 = 1; use a divisor of 4, such as 1"),
     ({"ep": 8}, {"world": 8}, r"parallel.ep = 8: model.layers.0.mlp.experts has 4 experts, .* 4 % 8 = 4; use a divisor: 1, 2, 4"),
     ({"ep": 2}, {"family": "llama"}, "parallel.ep = 2: LlamaForCausalLM has no experts that are known"),
-    ({"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}}, {}, "experts with parallel.tp = 2 are not proven"),
-    ({"ep": 2, "cp": 2}, {}, "parallel.cp = 2: MixtralForCausalLM .* is not among"),
+    (
+        {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},
+        {"family": "gpt_oss"},
+        r"parallel.ep with parallel.tp = 2: GptOssForCausalLM \(model_type 'gpt_oss'\) is not among .* mixtral, qwen3_moe, deepseek_v3",
+    ),
+    ({"ep": 3, "cp": 2}, {}, r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4"),
+    ({"ep": 2, "tp": 2, "sequence_parallel": True}, {}, "parallel.sequence_parallel = true: model.layers.0.mlp .*; use false"),
     ({"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}}, {}, "with parallel.ep = 2: it computes a backward in two parts"),
     ({"ep": 2, "dp_replicate": 2}, {"stage": 1}, r"experts with hybrid sharding \(dp_replicate 2\) are not proven"),
     ({"ep": 2}, {"bf16": {"enabled": True}}, "ZeRO stage 0 computes in .*bfloat16 by torch's sharding"),
@@ -66,18 +71,28 @@ def test_not_refused() -> None:
     for stage in (0, 1, 2, 3):
         check({"ep": 2}, stage=stage)
         check({"ep": 2, "pp": 2}, stage=stage)
+        check({"ep": 4, "tp": 2}, stage=stage)
+        check({"ep": 4, "cp": 2}, stage=stage)
     check({"ep": 4}, stage=1, bf16={"enabled": True})
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_replicate=8, ep=4), Layout(pp=2, dp_shard=4, tp=2, ep=2), Layout(dp_shard=6, ep=6)])
+LAYOUTS = (
+    Layout(dp_replicate=8, ep=4),
+    Layout(pp=2, dp_shard=4, tp=2, ep=2),
+    Layout(dp_shard=6, ep=6),
+    Layout(dp_shard=2, cp=2, tp=3, ep=4),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_second_view(layout: Layout) -> None:
-    """Neighbouring data-parallel ranks have different experts; a rank is found by either view; one of all replicas counts and writes."""
+    """Neighbouring ranks have different experts; a rank is found by either view; one of all replicas counts and writes."""
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     for rank, at in enumerate(places):
-        assert at["edp"] * layout.ep + at["ep"] == layout.dp_index(rank)
-        assert layout.rank(**{axis: at[axis] for axis in ("pp", "cp", "tp", "edp", "ep")}) == rank
+        assert at["edp"] * layout.ep + at["ep"] == rank % layout.stage_ranks
+        assert layout.rank(**{axis: at[axis] for axis in ("pp", "edp", "ep")}) == rank
         assert layout.rank(**{axis: at[axis] for axis in AXES}) == rank
-    for sharded, parts in ((("ep",), layout.ep), (("edp", "ep"), layout.dp), ((), 1), (("dp_shard",), layout.dp_shard)):
+    for sharded, parts in ((("ep",), layout.ep), (("edp", "ep"), layout.stage_ranks), ((), 1), (("dp_shard",), layout.dp_shard)):
         counted = [rank for rank, at in enumerate(places) if Reduction(sharded).counts_at(at)]
         assert len(counted) == parts * layout.pp
         assert counted == [rank for rank, at in enumerate(places) if Reduction(sharded).is_written_at(at)]
@@ -85,5 +100,11 @@ def test_the_second_view(layout: Layout) -> None:
 
 def test_smallest_world() -> None:
     """Of a file that gives ep."""
-    for parallel, least in (({"ep": 4}, 4), ({"ep": 4, "pp": 2}, 8), ({"ep": 4, "dp_replicate": 6}, 12), ({"ep": 2, "tp": 2}, 4)):
+    for parallel, least in (
+        ({"ep": 4}, 4),
+        ({"ep": 4, "pp": 2}, 8),
+        ({"ep": 4, "dp_replicate": 6}, 12),
+        ({"ep": 2, "tp": 2}, 2),
+        ({"ep": 4, "cp": 2}, 4),
+    ):
         assert smallest_world(load({"parallel": parallel}).parallel) == least

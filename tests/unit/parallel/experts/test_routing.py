@@ -129,7 +129,6 @@ REFUSED: list[tuple[Case, dict[str, Any], float, dict[str, Any], str]] = [
     (Case("mixtral"), {}, 0.1, {}, "no module of MixtralForCausalLM has a buffer `e_score_correction_bias`"),
     (Case("deepseek_v3"), {}, 0.1, {"dtype": torch.bfloat16}, "is bfloat16, in which steps of that size are lost"),
     (Case("deepseek_v3"), {}, 0.1, {"gradient_checkpointing": True}, "recomputes its blocks itself"),
-    (Case("mixtral"), {"tp": 2}, 0.0, {}, "has styles that Plait does not apply: .*'moe_tp_experts'"),
 ]
 
 

@@ -1,0 +1,122 @@
+"""Experts together with parts of sequences and with layers that are split over tp: losses with the balance loss, gradients, the norm,
+weights and the biases of routers, in float64, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait._torch.dtensor import local_tensor
+from plait.model.blocks import find_blocks
+from plait.model.facts import model_facts
+from plait.model.plans import make_plan
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.order import account_all
+from plait.verify.keep_float64 import keeping_float64
+from tests.measured.traffic import count_traffic
+from tests.parity import cases
+from tests.parity.experts import Case, assert_equal, build, configured, routers, train
+from tests.pool import Pool
+
+FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
+RING, ULYSSES = ("context", "ring"), ("context", "ulysses")
+CP2, TP2, EP2 = ("cp", 2), ("tp", 2), ("ep", 2)
+CASES = [
+    Case("mixtral", 0, (CP2, EP2), balance=True, more=(RING, FULL)),
+    Case("qwen3_moe", 0, (CP2,), balance=True, routed="unused", more=(ULYSSES,)),
+    Case("deepseek_v3", 0, (CP2, EP2), rate=0.01),
+    Case("mixtral", 0, (TP2, EP2), balance=True, routed="unused", more=(FULL,)),
+    Case("deepseek_v3", 0, (TP2, EP2), rate=0.01),
+]
+FOUR = [
+    Case("mixtral", 3, (CP2, EP2), balance=True, routed="one", dp=2, more=(RING,)),
+    Case("qwen3_moe", 2, (TP2, EP2), balance=True, dp=2, more=(SELECTIVE,)),
+]
+MORE = [
+    Case("mixtral", 1, (CP2, ("ep", 4)), balance=True, dp=2, more=(ULYSSES,), mask=False),
+    Case("mixtral", 0, (CP2, ("pp", 2), EP2), balance=True, mask=False),
+    Case("deepseek_v3", 0, (CP2, ("pp", 2)), rate=0.01, more=(RING,)),
+    Case("deepseek_v3", 1, (CP2, EP2), rate=0.01, dp=2, more=(ULYSSES, SELECTIVE)),
+    Case("qwen3_moe", 3, (TP2, EP2), balance=True, dp=2, routed="one"),
+    Case("mixtral", 1, (TP2, ("ep", 4)), balance=True, dp=2, more=(("loss_chunk_tokens", 7),)),
+    Case("mixtral", 0, (TP2, ("pp", 2), EP2), balance=True, mask=False, more=(FULL,)),
+    Case("mixtral", 0, (TP2, CP2, EP2), balance=True),
+    Case("deepseek_v3", 1, (TP2, EP2), rate=0.01, dp=2),
+    Case("qwen3_moe", 0, (TP2,), balance=True, dp=1),
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *FOUR], ids=lambda case: case.name)
+def test_equals_one_process(pool: Pool, case: Case) -> None:
+    """To 1e-10, two steps of two micro-batches, clipped, of uneven lengths, with padding."""
+    assert_equal(case, pool.run(case.world, train, case))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+def test_more_equals_one_process(pool: Pool, case: Case) -> None:
+    """The same."""
+    assert_equal(case, pool.run(case.world, train, case))
+
+
+# ---- one engine, asked for everything else --------------------------------------------------------------------------------------------
+
+
+def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...]:
+    """(bytes sent, bytes accounted for, states held, states accounted for, what checkpoints carried over to a layout of data-parallel ranks
+    alone and back). Runs in a worker."""
+    model, other, plain = build(case), build(case), Case(case.family, 1, dp=2)
+    plan = make_plan(model, tp=2, blocks=find_blocks(model)) if ("tp", 2) in case.degrees else None
+    facts = model_facts(model, find_blocks(model), tensor_plan=plan)
+    even: list[bool] = []
+
+    def balanced(module: Any, args: Any, output: Any) -> Any:
+        logits, weights, chosen = output
+        return (logits, weights, torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]) if even else output
+
+    for router in routers(model):
+        router.register_forward_hook(balanced)
+    ids = torch.arange(2 * 2 * 16).view(4, 16) % cases.VOCABULARY
+    batch = {"input_ids": ids, "labels": ids}
+    with keeping_float64(model):
+        engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
+        engine.train_batch(batch)  # after which ranks know which buffers change
+        even.append(True)
+        with count_traffic() as traffic:
+            engine.train_batch(batch)
+        even.clear()
+        alone = {**configured(plain), "train_micro_batch_size_per_gpu": 1}
+        without = plait.initialize(other, alone, loss_fn=plait.causal_lm_loss)
+        mine = {name: rows[without.dp_rank :: 2] for name, rows in batch.items()}
+        carried = []
+        for (saver, given), (loader, read) in (((engine, batch), (without, mine)), ((without, mine), (engine, batch))):
+            saver.save_checkpoint(f"{folder}/{len(carried)}")
+            expected = saver.train_batch(given)
+            loader.load_checkpoint(f"{folder}/{len(carried)}")
+            found = loader.train_batch(read)
+            carried += [float(found) - float(expected), float(found.grad_norm) - float(expected.grad_norm)]
+    layout = engine.mesh.layout
+    start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
+    ledger = account_all(engine.config.techniques, start, facts)
+    parameters = sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters())
+    states = sum(local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values())
+    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
+    accounted = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+    return sent, accounted, (parameters, states), tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")), carried
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("mixtral", 0, (CP2, EP2)), Case("mixtral", 0, (TP2, EP2)), Case("deepseek_v3", 0, (CP2, EP2), more=(RING,))],
+    ids=lambda case: case.name,
+)
+def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) -> None:
+    """It sends and holds what the ledger says, and its checkpoint goes on on data-parallel ranks alone, as theirs goes on with it."""
+    for sent, accounted, held, accounted_states, carried in pool.run(2, one_engine, case, str(tmp_path)):
+        assert sent == accounted
+        assert held == accounted_states
+        assert max(map(abs, carried)) < 1e-12
