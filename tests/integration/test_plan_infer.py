@@ -94,7 +94,8 @@ def test_a_wrong_input(arguments: list[str], words: str, capsys: pytest.CaptureF
 
 def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("--model", str(folder), "--prompt-tokens", "200", "--new-tokens", "100", code=2)
-    assert "the model's positions end at 256" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "(--prompt-tokens" in said and "and --new-tokens" in said and "the model's positions end at 256" in said
 
 
 def test_a_configuration_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

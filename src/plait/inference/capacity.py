@@ -76,8 +76,10 @@ def check_cache(needed: int, free: int | None, *, requests: int, tokens: int) ->
         )
 
 
-def check_positions(config: Any, longest: int) -> None:
-    """Raise InputError where a request may get longer than the positions that the model knows."""
+def check_positions(
+    config: Any, longest: int, *, of: str = "its prompt and max_new_tokens", remedy: str = "ask for fewer new tokens, or shorten the prompt"
+) -> None:
+    """Raise InputError where a request may get longer than the positions that the model knows. `of`: what its length is made of."""
     if config is None:
         return
     config = config.get_text_config(decoder=True)
@@ -88,8 +90,8 @@ def check_positions(config: Any, longest: int) -> None:
     )
     if isinstance(known, int) and longest > known and not grows:
         raise InputError(
-            f"the longest request may have {longest:,} tokens (its prompt and max_new_tokens), and the model's positions end at "
-            f"{known:,} (max_position_embeddings); ask for fewer new tokens, or shorten the prompt"
+            f"the longest request may have {longest:,} tokens ({of}), and the model's positions end at "
+            f"{known:,} (max_position_embeddings); {remedy}"
         )
 
 

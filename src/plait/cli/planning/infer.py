@@ -103,7 +103,12 @@ def infer(
     if not on.on_gpu:
         refuse_given({"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}, "is for GPUs", "name some with --gpu, or leave it out")
     source, unloaded = _model(model, dtype)
-    check_positions(getattr(unloaded, "config", None), prompt_tokens + new_tokens)
+    check_positions(
+        getattr(unloaded, "config", None),
+        prompt_tokens + new_tokens,
+        of=f"--prompt-tokens {prompt_tokens:,} and --new-tokens {new_tokens:,}",
+        remedy="give smaller ones",
+    )
     form = None if quant is Quant.none else quant.value
     counted = unloaded if form is None else quantised_copy(unloaded, form)
     work = Work(source, counted, prompt_tokens + new_tokens, requests, form is not None)

@@ -17,9 +17,9 @@ from plait.errors import CommunicationError, InputError, PlaitError
 from plait.inference.weight_sync.holdings import Held, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.meeting import GENERATOR, TRAINER, Meeting
 from plait.inference.weight_sync.route import pieces_of
-from plait.inference.weight_sync.same_ranks import Verification
+from plait.inference.weight_sync.same_ranks import check_verification
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
-from plait.inference.weight_sync.transfer import move
+from plait.inference.weight_sync.transfer import Verification, move
 
 TIMEOUT = 4.0
 """Seconds that a rank waits for another one's next sign before it names it."""
@@ -105,14 +105,13 @@ class WeightSender(_End):
         not get what was sent, the connection has ended. Raises InputError for a stale version, or ranks with different ones.
         """
         began = time.perf_counter()
-        if verify not in ("full", "off"):
-            raise InputError(f'verify = {verify!r} must be "full" or "off"')
+        check_verification(verify)
         sources = self._tensors()
         number = version if version is not None else 0 if self._version is None else self._version + 1
         self._agree(number, verify)
         _, generators = self._counts
         try:
-            moved = move(self._route, sources, {}, self._meeting, source=self._rank, target=None, hashes=verify == "full")
+            moved = move(self._route, sources, {}, self._meeting, source=self._rank, target=None, verify=verify)
             sums = {str(to): bytes(one).hex() for to, one in moved.sent.items()}
             self._meeting.tell(self._key(f"sent/{self._rank}"), {"to": sums, "counted": bytes(moved.counted).hex()})
             keys = {self._key(f"done/{rank}"): f"{GENERATOR} {rank}" for rank in range(generators)}
@@ -207,15 +206,16 @@ class WeightReceiver(_End):
         self._meeting.tell(self._key(f"ready/{self._rank}"), before.version if before is not None and before.is_complete else -1)
         go = self._meeting.ask({self._key("go"): f"{TRAINER} 0"}, wait, "sent no weights")[0]
         began = time.perf_counter()
-        version, hashes = go["version"], go["verify"] == "full"
+        version, verify = go["version"], go["verify"]
         trainers, _ = self._counts
         try:
             check_newer(version, before)
             note(self._model, ReceivedWeights(version, "", 0, 0.0, is_complete=False))
-            moved = move(self._route, {}, targets, self._meeting, source=None, target=self._rank, hashes=hashes)
+            moved = move(self._route, {}, targets, self._meeting, source=None, target=self._rank, verify=verify)
             keys = {self._key(f"sent/{rank}"): f"{TRAINER} {rank}" for rank in range(trainers)}
             rows = self._meeting.ask(keys, self._timeout, "did not say what it sent")
-            content = self._verified(moved.received, rows) if hashes else ""
+            content = self._verified(moved.received, rows) if verify != "off" else ""
+            content = content if verify == "full" else ""
         except PlaitError as error:
             self._broken = str(error)
             with suppress(CommunicationError):  # whoever would read it may be gone

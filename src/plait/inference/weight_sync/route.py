@@ -11,7 +11,7 @@ from plait.checkpoint.windows import TensorRecord, Window, overlap
 from plait.errors import InputError
 from plait.inference.weight_sync.holdings import Held, Holding
 
-PIECE = 4 << 20
+PIECE = 16 << 20
 """Bytes of a message at most: a few of them are in flight at a time."""
 
 
