@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError
-from tests.parity import adapted, trainers
+from plait.hf.fields import FIELDS, TRL, examined
+from tests.parity import adapted, trainers, words
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
 
@@ -21,39 +23,16 @@ pytestmark = pytest.mark.proof  # importing TRL takes ten seconds
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens")
 
 
-def tokenizer() -> Any:
-    """Of as many words as the model has rows."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{index}": index for index in range(trainers.VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2", unk_token="w1")
-
-
-def texts() -> Any:
-    """Of different lengths."""
-    import datasets
-
-    draw = torch.Generator().manual_seed(5)
-
-    def words(count: int) -> str:
-        return " ".join(f"w{index}" for index in torch.randint(3, trainers.VOCABULARY, (count,), generator=draw).tolist())
-
-    return datasets.Dataset.from_list([{"text": words(4 + index % 5)} for index in range(trainers.SAMPLES)])
-
-
 def run(kind: Any, folder: str, *, lora: bool, **settings: Any) -> dict[str, Any]:
-    """Train with TRL's own default of recomputed blocks, evaluate, save."""
+    """Train with TRL's own default of recomputed blocks and plain SGD, whose weights follow the gradients themselves, evaluate, save."""
     from trl import SFTConfig
 
     trainer = kind(
         model=adapted.model() if lora else trainers.model(),
-        args=trainers.arguments(SFTConfig, folder, bf16=False, dataset_num_proc=None, **settings),
-        train_dataset=texts(),
-        eval_dataset=texts(),
-        processing_class=tokenizer(),
+        args=trainers.arguments(SFTConfig, folder, bf16=False, dataset_num_proc=None, optim="sgd", **settings),
+        train_dataset=words.texts(),
+        eval_dataset=words.texts(),
+        processing_class=words.tokenizer(),
     )
     trainer.train()
     evaluated = trainer.evaluate()
@@ -109,11 +88,25 @@ def refused(rank: int, world: int, folder: str) -> str:
     return str(raised.value)
 
 
+def test_every_field_is_known() -> None:
+    """A release of TRL with a new field fails here, and not in a user's run."""
+    import trl
+
+    known = FIELDS.keys() | TRL.keys()
+    theirs = {field.name for kind in (trl.SFTConfig, trl.DPOConfig) for field in fields(kind)}
+    assert theirs <= known and set(TRL) <= theirs
+
+
 def test_what_is_refused(pool: Pool, tmp_path: Path) -> None:
     import trl
 
     from plait.hf import wrap
 
-    with trainers.launched_alone(), pytest.raises(InputError, match="only SFTTrainer of TRL"):
-        wrap(trl.DPOTrainer)(trainers.model(), args=trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    with trainers.launched_alone(), pytest.raises(InputError, match="GRPOTrainer: of TRL's trainers SFTTrainer and DPOTrainer"):
+        wrap(trl.GRPOTrainer)(trainers.model(), reward_funcs=len)
+    args = trainers.arguments(
+        trl.DPOConfig, str(tmp_path), bf16=False, precompute_ref_log_probs=True, sync_ref_model=True, activation_offloading=True
+    )
+    refused_fields = {"precompute_ref_log_probs", "sync_ref_model", "activation_offloading"}
+    assert {problem.field.rpartition(".")[2] for problem in examined(args, Layout())[0]} == refused_fields
     assert all("no stage can run" in said for said in pool.run(2, refused, str(tmp_path)))

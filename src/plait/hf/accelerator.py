@@ -19,10 +19,12 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader, IterableDataset
 
 from plait.cluster.layout import SAMPLE_AXES, Layout
+from plait.config.resolving.resolve import Resolved
 from plait.engine.engine import Engine
 from plait.errors import InputError
 from plait.hf.batches import Rounds, StreamPart
 from plait.sharded.model import owner_of
+from plait.sharded.parallel_model import ParallelModel, parallelize
 
 _KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
 _KEPT_OF_WORKERS = ("prefetch_factor", "persistent_workers")
@@ -37,20 +39,25 @@ class Accelerator(accelerate.Accelerator):
     seed: int
     evaluates: bool
     """Whether the next loader is for an evaluation."""
-    absent: bool
-    """Whether this rank computes on another's batch, which counts for nothing."""
+    present: int | None
+    """How many data-parallel ranks, the first ones, compute on a batch of their own, where others have another's: those count for nothing.
+    None: all."""
+    references: list[ParallelModel]
+    """Models beside the trained one, which compute forwards alone."""
+    resolved: Resolved
     backward_of: Callable[[torch.Tensor], None]
     _alone: bool
     _own_counts: bool
 
     @classmethod
-    def adopt(cls, accelerator: accelerate.Accelerator, layout: Layout, *, rank: int, seed: int) -> Accelerator:
-        """The same object, whose processes are the data-parallel ranks of `layout`."""
+    def adopt(cls, accelerator: accelerate.Accelerator, resolved: Resolved, *, rank: int, seed: int) -> Accelerator:
+        """The same object, whose processes are the data-parallel ranks of the configuration's layout."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator.layout, accelerator.own_rank, accelerator.seed = layout, rank, seed
-        accelerator.engine = None
-        accelerator.evaluates = accelerator.absent = accelerator._alone = accelerator._own_counts = False
+        accelerator.resolved, accelerator.layout, accelerator.own_rank, accelerator.seed = resolved, resolved.layout, rank, seed
+        accelerator.engine = accelerator.present = None
+        accelerator.references = []
+        accelerator.evaluates = accelerator._alone = accelerator._own_counts = False
         return accelerator
 
     @property
@@ -78,13 +85,13 @@ class Accelerator(accelerate.Accelerator):
             self._alone = False
 
     @contextmanager
-    def counting(self, *, own: bool) -> Iterator[None]:
-        """A number that this rank gathers inside is 0, unless the batch that it computes on is its own."""
-        before, self.absent = self.absent, not own
+    def counting(self, *, present: int | None) -> Iterator[None]:
+        """What is gathered inside is that of the first `present` data-parallel ranks, which have a batch of their own; of all for None."""
+        before, self.present = self.present, present
         try:
             yield
         finally:
-            self.absent = before
+            self.present = before
 
     @contextmanager
     def own_counts(self) -> Iterator[None]:
@@ -141,9 +148,14 @@ class Accelerator(accelerate.Accelerator):
     # ---- models and steps -----------------------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        """A model that Plait has is ready; another one is Accelerate's."""
+        """A model that Plait has is ready. Another one for evaluation, such as the reference of a preference loss, is sharded in place, as
+        the trained one is, and computes forwards alone."""
         if owner_of(model) is not None:
             return model
+        if evaluation_mode:
+            settings = self.resolved.model_copy(update={"faults": self.resolved.faults.model_copy(update={"compare_replicas_every": 0})})
+            self.references.append(parallelize(model, settings))
+            return model.requires_grad_(False).eval()
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -213,14 +225,12 @@ class Accelerator(accelerate.Accelerator):
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         group = self._group()
-        if tensor.ndim == 0:
-            tensor = (tensor * 0 if self.absent else tensor)[None]
-        tensor = tensor.detach()
+        tensor = (tensor[None] if tensor.ndim == 0 else tensor).detach()
         if group is None:
             return tensor
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts)
+        return torch.cat(parts[: self.present])
 
     def gather_first(self, data: Any, count: int) -> Any:
         """The first `count` rows of this rank's tensors, with those of the others, whose counts differ. Collective."""

@@ -217,6 +217,41 @@ SEQ2SEQ: dict[str, Field] = {
 }
 """Of Seq2SeqTrainingArguments besides."""
 
+_AS_TRL = "as in TRL"
+TRL: dict[str, Field] = {
+    **dict.fromkeys(
+        (
+            *(
+                "model_init_kwargs",
+                "trust_remote_code",
+                "router_aux_loss_coef",
+                "chat_template_path",
+                "dataset_text_field",
+                "dataset_kwargs",
+            ),
+            *("dataset_num_proc", "eos_token", "pad_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of"),
+            *("packing", "packing_strategy", "padding_free", "eval_packing", "completion_only_loss", "assistant_only_loss", "loss_type"),
+            *("disable_dropout", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "beta"),
+            *("use_weighting", "discopop_tau", "precompute_ref_batch_size", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        ),
+        Field("honoured", _AS_TRL),
+    ),
+    "precompute_ref_log_probs": Field(
+        "refused",
+        "it runs the whole reference in every process, before anything is sharded",
+        "leave it out: the reference is sharded as the model is",
+    ),
+    "sync_ref_model": Field(
+        "refused", "it mixes the trained weights into the reference's, which has not been run with Plait", "leave it out"
+    ),
+    "activation_offloading": Field(
+        "refused",
+        "its hooks have not been run with Plait",
+        "leave it out, and write parallel.activation_offload in the file",
+    ),
+}
+"""Of SFTConfig and DPOConfig besides."""
+
 
 def _changed_data(config: Any) -> bool:
     defaults = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
@@ -229,7 +264,7 @@ def examined(args: Any, layout: Layout) -> tuple[list[Problem], list[str]]:
     """(what is refused of the arguments, notes about what changes nothing)."""
     problems, notes = [], []
     for field in fields(args):
-        entry = FIELDS.get(field.name) or SEQ2SEQ.get(field.name)
+        entry = FIELDS.get(field.name) or SEQ2SEQ.get(field.name) or TRL.get(field.name)
         if entry is None or entry.effect == "honoured":
             continue
         value = getattr(args, field.name)

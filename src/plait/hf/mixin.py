@@ -55,6 +55,7 @@ class TrainerMixin(CheckpointMixin):
         self._position = self._epoch = 0
         self._count: int | None = None
         self._seen = 0
+        self._rows_of_sample = 2 if "DPOTrainer" in _trl_classes(type(self)) else 1  # a pair
         self._body: Callable[[Any, Any], Any] | None = None
         super().__init__(*args, **kwargs)
 
@@ -84,7 +85,7 @@ class TrainerMixin(CheckpointMixin):
                 warn(note)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.accelerator = Accelerator.adopt(self.accelerator, self._resolved.layout, rank=here.rank, seed=seed)
+        self.accelerator = Accelerator.adopt(self.accelerator, self._resolved, rank=here.rank, seed=seed)
         self.accelerator.backward_of = self._backward
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
@@ -126,6 +127,11 @@ class TrainerMixin(CheckpointMixin):
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+        if self._rows_of_sample > 1 and self.compute_metrics is not None:  # type: ignore[attr-defined]
+            raise InputError(
+                "DPOTrainer(compute_metrics=...): an evaluation has two rows of logits for every pair, and has been run without them; "
+                "leave it out, rewards, margins and accuracies are logged"
+            )
         if generates(self.args) and not has_encoder(self.model):
             check_settings(self.model)
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -212,7 +218,7 @@ class TrainerMixin(CheckpointMixin):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         assert self._step is not None
-        with self.accelerator.counting(own=self._step.own[self._step.begun - 1]):
+        with self.accelerator.counting(present=self._step.present[self._step.begun - 1]):
             super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -242,7 +248,7 @@ class TrainerMixin(CheckpointMixin):
             return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
         engine.set_gradient_accumulation_boundary(step.is_last)
         engine.sharded.before_microbatch(last=step.is_last)
-        with self.accelerator.counting(own=step.own[index]), engine.sharded.guard.running("forward"):
+        with self.accelerator.counting(present=step.present[index]), engine.sharded.guard.running("forward"):
             loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss * self._factor
 
@@ -308,8 +314,9 @@ class TrainerMixin(CheckpointMixin):
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any) -> Any:
         """As the Trainer's; through a pipeline too, and then on all of its stages. Collective."""
         engine = self.begin()
-        rows = find_batch_size(inputs) or 0
-        own = self._plan is None or self.accelerator.process_index < self._plan.present(self._position)
+        rows = (find_batch_size(inputs) or 0) // self._rows_of_sample
+        present = None if self._plan is None else self._plan.present(self._position)
+        own = present is None or self.accelerator.process_index < present
         first = (self._position * self.accelerator.layout.dp + self.accelerator.process_index) * rows
         self._count, self._position = rows if own else 0, self._position + 1
         self._seen += self._count
@@ -320,7 +327,7 @@ class TrainerMixin(CheckpointMixin):
                 tokens = generated(engine, inputs, kwargs or getattr(self, "_gen_kwargs", {}), first=first, seed=self.args.seed)
                 stack.enter_context(answering(self.model, tokens))
             stack.enter_context(self.accelerator.alone())
-            stack.enter_context(self.accelerator.counting(own=own))
+            stack.enter_context(self.accelerator.counting(present=present))
             if engine.sharded.pipeline is None:
                 with engine.sharded.guard.running("forward"):
                     return whole(model, inputs)
@@ -334,6 +341,8 @@ class TrainerMixin(CheckpointMixin):
 
     def end(self) -> None:
         """Let go of the model, and end the process group. Collective."""
+        for reference in self.accelerator.references:
+            reference.close()
         if self.engine is not None:
             self.engine.close()
         super().end()  # type: ignore[misc]
@@ -344,7 +353,11 @@ def _trl_classes(kind: type) -> list[str]:
 
 
 def _refuse_other_trainers(kind: type) -> None:
-    """Raise InputError for a trainer of TRL that has a second model, or generates."""
+    """Raise InputError for a trainer of TRL that generates between steps, or that has not been run."""
     names = _trl_classes(kind)
-    if names and "SFTTrainer" not in names:
-        raise InputError(f"{names[0]} has a second model, or generates between steps, and only SFTTrainer of TRL has been run on Plait")
+    if names and not {"SFTTrainer", "DPOTrainer"} & set(names):
+        raise InputError(
+            f"{names[0]}: of TRL's trainers SFTTrainer and DPOTrainer have been run on Plait; those that generate between steps (GRPO, "
+            "RLOO) count samples by processes and move weights to a generator, which has not; use those two, or TRL's own trainer "
+            "without deepspeed="
+        )

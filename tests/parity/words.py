@@ -1,0 +1,44 @@
+"""A tokenizer and texts of its words, for trainers that are given texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.parity import trainers
+
+
+def tokenizer() -> Any:
+    """Of as many words as the model has rows."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(trainers.VOCABULARY)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2", unk_token="w1")
+
+
+def _words(count: int, draw: torch.Generator) -> str:
+    return " ".join(f"w{index}" for index in torch.randint(3, trainers.VOCABULARY, (count,), generator=draw).tolist())
+
+
+def texts() -> Any:
+    """Of different lengths."""
+    import datasets
+
+    draw = torch.Generator().manual_seed(5)
+    return datasets.Dataset.from_list([{"text": _words(4 + index % 5, draw)} for index in range(trainers.SAMPLES)])
+
+
+def preferences() -> Any:
+    """Prompts with a better and a worse answer, of different lengths."""
+    import datasets
+
+    draw = torch.Generator().manual_seed(6)
+    rows = [
+        {"prompt": _words(2 + i % 3, draw), "chosen": " " + _words(2 + i % 5, draw), "rejected": " " + _words(5 - i % 4, draw)}
+        for i in range(trainers.SAMPLES)
+    ]
+    return datasets.Dataset.from_list(rows)
