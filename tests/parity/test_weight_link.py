@@ -17,7 +17,7 @@ import plait
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.windows import inside, window_of
 from plait.errors import CommunicationError, InputError
-from plait.inference.weight_sync import link, meeting
+from plait.inference.weight_sync import link, meeting, status
 from plait.inference.weight_sync.holdings import tensors_of
 from tests.parity.two_models import LAYOUTS, built
 from tests.pool import Pool, quick_starts
@@ -193,7 +193,7 @@ def test_a_trainer_that_ends_leaves_no_mixed_weights() -> None:
     finally:
         process.join()
     with pytest.raises(InputError, match="mixes two versions"):
-        plait.inference.weight_sync.status.refuse_incomplete(target)
+        status.refuse_incomplete(target)
 
 
 def test_what_is_no_connection() -> None:
@@ -212,3 +212,19 @@ def test_what_is_no_connection() -> None:
             link.WeightSender(built(7), f"127.0.0.1:{taken.getsockname()[1]}", receivers=1)
     with pytest.raises(InputError, match="receivers = 0"):
         link.WeightSender(built(7), address, receivers=0)
+
+
+def test_a_version_of_an_earlier_connection_is_stale() -> None:
+    address, target = free_address(), torch.nn.Linear(4, 4)
+    status.note(target, status.ReceivedWeights(6, "", 0, 0.0))
+
+    def send() -> None:
+        with link.WeightSender(torch.nn.Linear(4, 4), address, receivers=1, timeout=60) as sender:
+            with pytest.raises(InputError, match="generator rank 0 has version 6 already"):
+                sender.send(version=6)
+            sender.send(version=7)
+
+    sent = beside(send)
+    with link.WeightReceiver(target, address, timeout=60) as receiver:
+        assert receiver.receive(wait=60).version == 7
+    sent()

@@ -51,8 +51,12 @@ def pieces_of(
         dtype, shape = next(iter(there.values())).dtype, next(iter(there.values())).shape
         record = TensorRecord(dtype=dtype, shape=shape)
         holders = _by_window(have[name])
+        given = {window for window, ranks in holders.items() if any(("source", rank) in mine for rank in ranks)}
         for window, ranks in _by_window(there).items():
+            is_given = any(overlap(one, window) is not None for one in given)
             for rank in ranks:
+                if not is_given and ("target", rank) not in mine:
+                    continue  # of a thousand ranks only few concern this one
                 for part, source in _parts(name, window, holders, rank if same_ranks else None, rank):
                     if not {("source", source), ("target", rank)}.isdisjoint(mine):
                         found += [Piece(name, record, one, source, rank, rank == ranks[0]) for one in _cut(part, record)]

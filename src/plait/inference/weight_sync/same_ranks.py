@@ -54,9 +54,9 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
         raise InputError(f"sync_weights: the ranks have the versions {sorted(versions)}; give every rank the same" if versions else NOBODY)
     (number,) = versions
     holdings = _of_all((holding_of(sources), holding_of(targets)), world)
-    route = pieces_of(
-        [one for one, _ in holdings], [other for _, other in holdings], same_ranks=True, mine=(("source", rank), ("target", rank))
-    )
+    have_all, want_all = [row[0] for row in holdings], [row[1] for row in holdings]
+    mine = (("source", rank), ("target", rank))
+    route, _ = agree(lambda: pieces_of(have_all, want_all, same_ranks=True, mine=mine), raising=InputError)
     if want is not None:
         note(want, ReceivedWeights(number, "", 0, 0.0, is_complete=False))
     moved, _ = agree(
