@@ -79,6 +79,8 @@ class Case:
     dp: int = 1
     mask: bool = True
     kind: str = "eager"
+    balanced: Literal["micro_batch", "global"] = "micro_batch"
+    z_loss: float = 0.0
 
     @property
     def world(self) -> int:
@@ -92,7 +94,8 @@ class Case:
     def name(self) -> str:
         """For a test's id."""
         parts = [self.family, f"dp{self.dp}", *(f"{axis}{size}" for axis, size in self.degrees), f"zero{self.stage}", self.routed]
-        parts += [word for word, on in (("balance", self.balance), ("bias", self.rate), ("unmasked", not self.mask)) if on]
+        said = (("balance", self.balance), ("global", self.balanced == "global"), ("z", self.z_loss), ("bias", self.rate))
+        parts += [word for word, on in (*said, ("unmasked", not self.mask)) if on]
         return "-".join([*parts, *(key for key, _ in self.more)])
 
 
@@ -105,7 +108,7 @@ def configured(case: Case) -> dict[str, Any]:
         "zero_optimization": {"stage": case.stage},
         "optimizer": cases.OPTIMIZER,
         "parallel": {**dict(case.degrees), **dict(case.more)},
-        **({"experts": {"bias_update_rate": case.rate}} if case.rate else {}),
+        "experts": {"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
     }
 
 
@@ -180,7 +183,54 @@ def train(rank: int, world: int, case: Case) -> Result:
 def reference(case: Case) -> Result:
     """Of the same global batches."""
     alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager")
+    if case.z_loss or case.balanced == "global":
+        return _reference_of_routers(alone, case.dp), biases(build(alone))
     return _reference(alone, 2 * case.dp)
+
+
+@cache
+def _reference_of_routers(case: Case, dp: int) -> Trace:
+    """The losses of routers in plain torch, over the micro-batches that ranks compute at the same time: of all, or one after the other."""
+    model, everyone = build(case), case.balanced == "global"
+    coefficient, experts = float(getattr(model, "router_aux_loss_coef", 0)) * case.balance, routers(model)[0].num_experts
+    seen: list[torch.Tensor] = []
+    for router in routers(model):
+        router.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+
+    def forward(module: nn.Module, group: list[dict[str, torch.Tensor]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        found = []
+        for batch in group:
+            seen.clear()
+            found.append((module(**{**batch, "labels": None}).logits, list(seen)))
+        return found
+
+    def total(outputs: list[tuple[torch.Tensor, list[torch.Tensor]]], group: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+        entropies = [
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            for (logits, _), batch in zip(outputs, group, strict=True)
+        ]
+        layers = [torch.cat(layer) for layer in zip(*(logits for _, logits in outputs), strict=True)]
+        mask = torch.cat([batch.get("attention_mask", torch.ones_like(batch["input_ids"])).flatten() for batch in group])
+        z = torch.stack([layer.logsumexp(-1).square()[mask.bool()].mean() for layer in layers]).sum()
+        balance = balance_loss([layer[mask.bool()] for layer in layers], experts, model.config.num_experts_per_tok) if coefficient else 0
+        count = weight(group)
+        return torch.stack(entropies).sum() + count * (coefficient * balance + case.z_loss * z), count
+
+    def weight(group: list[dict[str, torch.Tensor]]) -> int:
+        return sum(map(targets, group))
+
+    def groups(step: list[dict[str, torch.Tensor]]) -> list[list[dict[str, torch.Tensor]]]:
+        return [step[index::2] for index in range(2)] if everyone else [[batch] for batch in step]
+
+    with keeping_float64(model):
+        return reference_trace(
+            model,
+            [groups(step) for step in steps(case, 2 * dp)],
+            loss_fn=Weighted(total, weight),
+            optimizer=cases.adamw,
+            clipping=CLIPPING,
+            forward=forward,
+        )
 
 
 @cache
@@ -220,6 +270,13 @@ def _reference(case: Case, micro_batches: int) -> Result:
             forward=lambda module, batch: module(**batch),
         )
     return trace, biases(model)
+
+
+def balance_loss(layers: list[torch.Tensor], experts: int, top_k: int) -> torch.Tensor:
+    """Transformers' formula, in the dtypes of its own function."""
+    weights = torch.cat(layers).softmax(-1)
+    tokens = torch.bincount(weights.topk(top_k).indices.flatten(), minlength=experts).float() / torch.tensor(len(weights)).float()
+    return (tokens * weights.sum(0) / len(weights)).sum() * experts
 
 
 def transformers_loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:

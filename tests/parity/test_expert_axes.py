@@ -48,16 +48,28 @@ MORE = [
     Case("deepseek_v3", 1, (TP2, EP2), rate=0.01, dp=2),
     Case("qwen3_moe", 0, (TP2,), balance=True, dp=1),
 ]
+LOSSES = [
+    Case("mixtral", 0, balance=True, balanced="global", z_loss=0.01, dp=2),
+    Case("deepseek_v3", 0, (("pp", 2),), z_loss=0.01, mask=False),
+    Case("qwen3_moe", 0, (CP2, EP2), balance=True, z_loss=0.01, more=(RING,)),
+]
+MORE_LOSSES = [
+    Case("gpt_oss", 1, (EP2,), balance=True, balanced="global", dp=2),
+    Case("mixtral", 3, (("pp", 2), EP2), balance=True, balanced="global", z_loss=0.01, dp=2, more=(FULL,)),
+    Case("mixtral", 2, (CP2, EP2), balance=True, balanced="global", z_loss=0.02, dp=2),
+    Case("mixtral", 1, (TP2, EP2), balance=True, balanced="global", z_loss=0.02, dp=2, more=(("loss_chunk_tokens", 7),)),
+    Case("deepseek_v3", 1, (EP2,), z_loss=0.01, rate=0.0, dp=2),
+]
 
 
-@pytest.mark.parametrize("case", [*CASES, *FOUR], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *FOUR, *LOSSES], ids=lambda case: case.name)
 def test_equals_one_process(pool: Pool, case: Case) -> None:
     """To 1e-10, two steps of two micro-batches, clipped, of uneven lengths, with padding."""
     assert_equal(case, pool.run(case.world, train, case))
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*MORE, *MORE_LOSSES], ids=lambda case: case.name)
 def test_more_equals_one_process(pool: Pool, case: Case) -> None:
     """The same."""
     assert_equal(case, pool.run(case.world, train, case))

@@ -1,4 +1,4 @@
-"""The loss of a mixture-of-experts model's routers, added to that of its tokens as Transformers does.
+"""The losses of a mixture-of-experts model's routers, added to that of its tokens as Transformers does.
 
 `model(..., labels=...)` of Transformers returns, for one micro-batch, the mean cross entropy plus `router_aux_loss_coef` times the balance
 loss. A step's loss is the mean of these over its micro-batches on all ranks, each weighted by its number of targets.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.errors import ConfigError, Problem
 from plait.losses.loss import CausalLMLoss, Loss
 from plait.model.experts import adds_balance_loss
 from plait.parallel.experts.router_statistics import RouterStatistics
@@ -20,12 +21,13 @@ from plait.parallel.experts.router_statistics import RouterStatistics
 
 @dataclass(frozen=True)
 class BalancedLoss:
-    """`inner`, and the balance loss of every micro-batch as often as it has targets."""
+    """`inner`, and the losses of routers of every micro-batch as often as it has targets."""
 
     inner: CausalLMLoss
     coefficient: float
+    """Of the balance loss; 0 for none."""
     statistics: RouterStatistics | None = None
-    """Where the routers are on several pipeline stages, or see parts of sequences; otherwise the model's output has the balance loss."""
+    """Where there is a z loss, or a balance loss that the model's output does not have."""
 
     @property
     def split_logits(self) -> bool:
@@ -34,8 +36,11 @@ class BalancedLoss:
 
     def __call__(self, output: Any, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         total, weight = self.inner(output, batch)
-        balance = self.statistics.loss() if self.statistics is not None else getattr(output, "aux_loss", None)
-        if balance is None:
+        balance: torch.Tensor | None = getattr(output, "aux_loss", None)
+        if self.statistics is not None:
+            balance, z = self.statistics.losses()
+            total = total + z * weight if self.statistics.z_loss else total
+        if balance is None or not self.coefficient:
             return total, weight
         return total + balance * weight * self.coefficient, weight  # a number times an integer tensor would be of float32
 
@@ -47,9 +52,15 @@ class BalancedLoss:
 def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None) -> Loss | None:
     """`loss` with the balance loss of a model of Transformers whose own loss has one: of `CausalLMLoss`, because another one may add
     `output.aux_loss` itself."""
-    if not isinstance(loss, CausalLMLoss) or _is_own(loss) or not adds_balance_loss(model):
+    coefficient = float(model.router_aux_loss_coef) if adds_balance_loss(model) else 0.0  # type: ignore[arg-type]
+    if not isinstance(loss, CausalLMLoss) or _is_own(loss):
+        if statistics is not None and statistics.z_loss:
+            rule = f"it is added to plait.causal_lm_loss, and the loss is {'none' if loss is None else type(loss).__name__}"
+            raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, "pass loss_fn=plait.causal_lm_loss, or use 0"))
         return loss
-    return BalancedLoss(loss, float(model.router_aux_loss_coef), statistics)  # type: ignore[arg-type]
+    if statistics is None:
+        return BalancedLoss(loss, coefficient) if adds_balance_loss(model) else loss
+    return BalancedLoss(loss, coefficient if statistics.balances else 0.0, statistics)
 
 
 def without_balance_loss(loss: Any) -> Any:

@@ -146,6 +146,11 @@ def prepare(
         refuse_peer(engine, resolved, passes)
         resolved, more = in_float32(resolved)
         rest += more
+    routing = resolved.routing
+    if routing.z_loss or routing.balance != "micro_batch":
+        name, value = ("z_loss", routing.z_loss) if routing.z_loss else ("balance", routing.balance)
+        rule = "the reference has the losses of Transformers, which are of one micro-batch and have no z loss"
+        raise ConfigError(Problem(f"experts.{name}", value, rule, "leave it out with --set"))
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
     # What is compared computes the same numbers from the first step to the last.

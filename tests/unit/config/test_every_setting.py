@@ -75,6 +75,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "scheduler.type": ({}, "WarmupLR", "WarmupDecayLR"),
     "scheduler.params": (SCHEDULE, {"warmup_num_steps": 3}, {"warmup_num_steps": 4}),
     "experts.bias_update_rate": ({}, 0, 0.001),
+    "experts.balance": ({}, "micro_batch", "global"),
+    "experts.z_loss": ({}, 0, 0.001),
     "parallel.ep": ({}, 1, 2),
     "compile.enabled": ({}, False, True),
     "compile.backend": ({}, "inductor", "aot_eager"),

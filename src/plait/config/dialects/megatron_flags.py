@@ -96,6 +96,7 @@ FLAGS: dict[str, Flag] = {
     "cp_comm_type": _sets("parallel.context", convert=_one_of({"p2p": "ring", "all_gather": "all-gather-kv", "a2a": "ulysses"})),
     "sequence_parallel": _sets("parallel.sequence_parallel", "switch"),
     "moe_router_bias_update_rate": _sets("experts.bias_update_rate"),
+    "moe_z_loss_coeff": _sets("experts.z_loss"),
     **_refused(
         "biases of experts are updated where their rate is given",
         "leave it out, and give --moe-router-bias-update-rate (Megatron-LM's default is 1e-3)",

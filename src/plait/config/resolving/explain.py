@@ -280,7 +280,7 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "layout": lambda layout: {f"parallel.{axis}": degree for axis, degree in {**layout.degrees, "ep": layout.ep}.items()},
     "tensor_parallel": lambda tensor: {f"parallel.{name}": getattr(tensor, name) for name in _TENSOR},
-    "routing": lambda routing: {"experts.bias_update_rate": routing.bias_update_rate},
+    "routing": lambda routing: {f"experts.{name}": getattr(routing, name) for name in ("bias_update_rate", "balance", "z_loss")},
     "blocks": lambda blocks: {"parallel.blocks": list(blocks) or "found in the model"},
     "data_parallel": _of_data,
     "compression": _of_compression,

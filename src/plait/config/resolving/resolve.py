@@ -272,7 +272,7 @@ def outline(
     known: dict[str, Any] = {
         "tensor_parallel": tensor,
         "context_parallel": techniques.context_parallel(found),
-        "routing": Routing(bias_update_rate=config.experts.bias_update_rate),
+        "routing": Routing(**config.experts.model_dump()),
         "compile": compiled,
         "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         "faults": config.faults,

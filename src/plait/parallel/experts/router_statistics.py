@@ -1,10 +1,10 @@
-"""The balance loss of a model whose routers are on several pipeline stages, or see parts of sequences.
+"""The losses of routers where no module computes them from all that they are of: the balance loss of a model whose routers are on several
+pipeline stages, see parts of sequences, or are balanced over the tokens of all ranks; and the z loss, which Transformers does not have.
 
 Transformers sums, over all routers of a model, how many tokens each expert was chosen for and the probabilities that it was given, and
 multiplies the two sums. So no stage can compute its part of the loss alone: the sums of the stages before are sent with the activations,
-and the gradient of the probabilities returns with theirs. On the last stage the sums of all parts of the sequences are added up. In the
-order and the dtypes of Transformers' `load_balancing_loss_func`, so that
-the value is the same.
+and the gradient of the probabilities returns with theirs. On the last stage the sums of other ranks are added up. In the order and the
+dtypes of Transformers' `load_balancing_loss_func`, so that the value is the same.
 """
 
 from __future__ import annotations
@@ -23,22 +23,31 @@ from plait.errors import ModelError
 from plait.model.experts import Router
 from plait.parallel.tokens import TokensOfForward
 
-Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(tokens of each expert [experts], sums of its probabilities [experts], rows 0-dimensional)."""
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(tokens of each expert [experts], sums of its probabilities [experts], rows and squares of logarithms, both 0-dimensional)."""
 
 
 class RouterStatistics:
     """What the routers of a rank's stages have chosen for the micro-batch that runs. `begin` and `end` of a stage's forward are called by
     the pipeline."""
 
-    tensors = 3
+    tensors = 4
     """How many tensors are sent with the activations."""
 
     def __init__(
-        self, model: nn.Module, routers: Sequence[Router], *, experts: int, top_k: int, group: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        routers: Sequence[Router],
+        *,
+        experts: int,
+        top_k: int,
+        balances: bool = True,
+        z_loss: float = 0.0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`group`: ranks with other parts of the same sequences."""
-        self.experts, self.top_k, self.group = experts, top_k, group
+        """`balances`: whether there is a balance loss. `z_loss`: the coefficient of the other. `group`: ranks whose tokens count too."""
+        self.experts, self.top_k, self.balances, self.z_loss, self.group = experts, top_k, balances, z_loss, group
+        self.routers = len(routers)
         self._logits: list[torch.Tensor] | None = None
         self._before: Sums | None = None
         self._tokens = TokensOfForward(model)
@@ -72,7 +81,7 @@ class RouterStatistics:
         leaves = output if isinstance(output, tuple) else (output,)
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         each = torch.zeros(self.experts, dtype=torch.float32, device=device)
-        return output, (each, torch.zeros_like(each), torch.zeros_like(each[0]))
+        return output, (each, torch.zeros_like(each), torch.zeros_like(each[0]), torch.zeros_like(each[0]))
 
     # ---- the sums ---------------------------------------------------------------------------------------------------------------------
 
@@ -80,36 +89,41 @@ class RouterStatistics:
         """Of all routers so far."""
         logits, given = self._logits or [], self._tokens.now
         if self._before is not None:
-            tokens, probabilities, rows = self._before
+            tokens, probabilities, rows, squares = self._before
         else:
             device = logits[0].device if logits else None
             tokens = torch.zeros(self.experts, dtype=torch.float32, device=device)
-            probabilities, rows = torch.zeros_like(tokens), torch.zeros_like(tokens[0])
+            probabilities, rows, squares = torch.zeros_like(tokens), torch.zeros_like(tokens[0]), torch.zeros_like(tokens[0])
         for one in logits:
             weights = torch.softmax(one, dim=-1)
             chosen = torch.topk(weights, self.top_k, dim=-1).indices.reshape(-1)
             wide = weights if weights.dtype == torch.float64 else weights.float()
+            square = torch.logsumexp(one if one.dtype == torch.float64 else one.float(), -1).square() if self.z_loss else wide.new_zeros(1)
             if given is None:
+                squares = squares + square.sum()
                 counted = torch.ones_like(chosen, dtype=torch.float32)
                 probabilities, rows = probabilities + wide.sum(0), rows + len(one)
             else:
                 mask = given.reshape(-1).to(one.device, torch.float32)
+                squares = squares + (square * mask).sum()
                 counted = mask.repeat_interleave(self.top_k)
                 probabilities, rows = probabilities + (wide * mask.unsqueeze(-1)).sum(0), rows + mask.sum()
             tokens = tokens + torch.zeros_like(tokens).scatter_add_(0, chosen, counted)
-        return tokens, probabilities, rows
+        return tokens, probabilities, rows, squares
 
-    def loss(self) -> torch.Tensor:
-        """The balance loss of the micro-batch whose last stage has run here; 0-dimensional. Collective over the group, and so is its
-        backward: each rank adds the loss as often as it has targets."""
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(balance loss, z loss times its coefficient) of the micro-batch whose last stage has run here; 0-dimensional. Collective over the
+        group, and so is the backward: each rank adds a loss as often as it has targets."""
         if self._logits is None:
-            raise ModelError("the balance loss of a pipeline is known on its last stage, after its forward")
-        tokens, probabilities, rows = self.sums()
+            raise ModelError("the losses of a pipeline's routers are known on its last stage, after its forward")
+        tokens, probabilities, rows, squares = self.sums()
         if self.group is not None:
-            own = torch.cat([tokens.to(probabilities.dtype), probabilities, rows.to(probabilities.dtype).reshape(1)])
-            counted, probabilities, row = leave(enter(own, self.group), self.group).split([self.experts, self.experts, 1])
+            single = torch.stack([rows.to(probabilities.dtype), squares.to(probabilities.dtype)])
+            own = torch.cat([tokens.to(probabilities.dtype), probabilities, single])
+            counted, probabilities, row, squares = leave(enter(own, self.group), self.group).split([self.experts, self.experts, 1, 1])
             tokens, rows = counted.to(tokens.dtype), row.to(rows.dtype)
-        return (tokens / rows * (probabilities / rows)).sum() * self.experts
+        balance = (tokens / rows * (probabilities / rows)).sum() * self.experts
+        return balance, (squares / rows).sum() * (self.z_loss * self.routers)
 
     def _note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         if self._logits is not None and graph_task() is None:  # in a backward a block is recomputed

@@ -3,12 +3,14 @@ that are updated."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 
 from plait.cluster.mesh import Mesh
 from plait.errors import ConfigError, ModelError, Problem
-from plait.model.experts import BIAS, biased_routers, recorded_routers, wants_balance_loss
+from plait.model.experts import BIAS, biased_routers, find_experts, recorded_routers, wants_balance_loss
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.experts.bias_update import BiasUpdate
@@ -17,46 +19,67 @@ from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Context, Parts, Technique
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 
+Balance = Literal["micro_batch", "global"]
+
 
 class Routing(Technique):
     """How routers are kept in balance."""
 
     bias_update_rate: float = 0.0
     """By how much the bias of an expert changes after a step; 0 leaves biases as they are."""
+    balance: Balance = "micro_batch"
+    """What a balance loss is of: the micro-batch of a data-parallel rank, as Transformers', or those that all compute at the same time."""
+    z_loss: float = 0.0
+    """Coefficient of the squared logarithms of the sums of exponentials of routers' logits; 0 for none."""
 
     def check(self, context: Context) -> None:
         """Raise ConfigError or ModelError for what would be counted on a part of the tokens, or not at all."""
         model = context.model
         if model is None:
             return
-        counts = bool(self.bias_update_rate) or wants_balance_loss(model)
+        why = (
+            (bool(self.bias_update_rate), "experts.bias_update_rate is set"),
+            (bool(self.z_loss), "experts.z_loss is set"),
+            (wants_balance_loss(model), "model.config.output_router_logits is true"),
+        )
+        counts = next((reason for applies, reason in why if applies), None)
         if counts and context.layout.tp > 1 and context.chosen(TensorParallel).sequence_parallel:
-            what = "experts.bias_update_rate is set" if self.bias_update_rate else "model.config.output_router_logits is true"
-            rule = f"{what}, and a router that sees a part of a sequence counts that part alone"
+            rule = f"{counts}, and a router that sees a part of a sequence counts that part alone"
             raise ConfigError(Problem("parallel.sequence_parallel", "true", rule, "use false"))
         cut = next((f"{axis} = {getattr(context.layout, axis)}" for axis in ("pp", "cp") if getattr(context.layout, axis) > 1), None)
         if cut is not None and wants_balance_loss(model):
-            _check_statistics(model, cut)
+            _check_statistics(model, f"parallel.{cut}", f"use parallel.{cut[:2]} = 1")
+        if self.balance == "global" and not wants_balance_loss(model):
+            rule = (
+                f"{type(model).__name__} has no balance loss, which model.config.output_router_logits = True adds to models that know one"
+            )
+            raise ConfigError(Problem("experts.balance", self.balance, rule, 'set that, or use "micro_batch"'))
+        if self.balance == "global":
+            _check_statistics(model, 'experts.balance = "global"', 'use "micro_batch"')
+        if self.z_loss and not (recorded_routers(model) and find_experts(model)):
+            rule = f"{type(model).__name__} does not say which modules its routers are, or has none"
+            raise ConfigError(Problem("experts.z_loss", self.z_loss, rule, "use 0"))
         if self.bias_update_rate:
             _check_bias(model, self.bias_update_rate)
 
     def apply(self, parts: Parts, mesh: Mesh) -> Parts:
-        """Collect what the balance loss is made of where no rank has all of it."""
-        model = parts.model
-        if mesh.layout.pp * mesh.layout.cp == 1 or not wants_balance_loss(model):
+        """Collect what the losses of routers are made of where the model's own sum is not what is wanted."""
+        model, balances = parts.model, wants_balance_loss(parts.model)
+        own = mesh.layout.pp * mesh.layout.cp == 1 and self.balance == "micro_batch"
+        if not self.z_loss and (own or not balances):
             return parts
-        # The model's own sum would be of its last stage, or of a part of the sequences.
-        model.config.output_router_logits = False  # type: ignore[union-attr]
-        routers = recorded_routers(model)
-        return parts.with_notes(
-            RouterStatistics(
-                model,
-                routers,
-                experts=model.num_experts,  # type: ignore[arg-type]
-                top_k=model.num_experts_per_tok,  # type: ignore[arg-type]
-                group=mesh.group("cp"),
-            )
+        statistics = RouterStatistics(
+            model,
+            recorded_routers(model),
+            experts=find_experts(model)[0].count,
+            top_k=int(model.config.num_experts_per_tok),  # type: ignore[union-attr,arg-type]
+            balances=balances,
+            z_loss=self.z_loss,
+            group=mesh.group(*(parts.batch_axes if self.balance == "global" else ("cp",))),
         )
+        if balances:  # the model's own sum would be of its last stage, or of a part of the tokens
+            model.config.output_router_logits = False  # type: ignore[union-attr]
+        return parts.with_notes(statistics)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
         """Count, and update biases."""
@@ -83,15 +106,16 @@ class RecordedBalance(StepHook):
     def release(self) -> None:
         """The model's own balance loss."""
         self.statistics.release()
-        self.model.config.output_router_logits = True  # type: ignore[union-attr]
+        if self.statistics.balances:
+            self.model.config.output_router_logits = True  # type: ignore[union-attr]
 
 
-def _check_statistics(model: nn.Module, cut: str) -> None:
+def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
     known = all(isinstance(getattr(model, name, None), int) for name in ("num_experts", "num_experts_per_tok"))
     if not known or not recorded_routers(model):
         raise ModelError(
-            f"parallel.{cut}: model.config.output_router_logits is true, and {type(model).__name__} does not say which modules its routers "
-            f"are, so their balance cannot be summed over ranks; set it to False, or use parallel.{cut[:2]} = 1"
+            f"{setting}: model.config.output_router_logits is true, and {type(model).__name__} does not say which modules its routers "
+            f"are, so their balance cannot be summed over ranks; set it to False, or {remedy}"
         )
 
 

@@ -21,6 +21,7 @@ from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import StepEnd
 from plait.parallel.order import check_all
+from tests.parity import cases
 from tests.parity.experts import SIZES, Case, biases, build, routers
 
 
@@ -62,10 +63,41 @@ def test_statistics_are_transformers(mask: bool) -> None:
     model(input_ids=ids, **given)
     _, sums = stages[0].end(None)
     stages[1]._before = sums
-    assert torch.equal(stages[1].loss(), expected)
+    assert torch.equal(stages[1].losses()[0], expected)
     weights = [model.get_submodule(router.name).weight for router in (first, second)]
-    for one, other in zip(*(torch.autograd.grad(loss, weights) for loss in (expected, stages[1].loss())), strict=True):
+    for one, other in zip(*(torch.autograd.grad(loss, weights) for loss in (expected, stages[1].losses()[0])), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
+
+
+LOSSES_REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek_v3", {"balance": "global"}, "experts.balance = .global.: DeepseekV3ForCausalLM has no balance loss, which"),
+    ("mixtral", {"balance": "global"}, "experts.balance = .global.: MixtralForCausalLM has no balance loss, which"),
+    ("mixtral", {"balance": "globally"}, "experts.balance"),
+    ("mixtral", {"z_loss": -0.1}, "experts.z_loss"),
+    ("llama", {"z_loss": 0.1}, "experts.z_loss = 0.1: LlamaForCausalLM does not say which modules its routers are, or has none; use 0"),
+]
+
+
+@pytest.mark.parametrize(("family", "experts", "message"), LOSSES_REFUSED)
+def test_losses_of_routers_that_are_refused(family: str, experts: dict[str, Any], message: str) -> None:
+    model = build(Case(family), device="meta") if family != "llama" else cases.build("llama", tied=False)
+
+    def checked() -> None:
+        resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "experts": experts}), world_size=2)
+        check_all(resolved.context(model=model, blocks=find_blocks(model)))
+
+    with pytest.raises(ConfigError, match=message):
+        checked()
+
+
+def test_z_loss_beside_a_loss_of_your_own() -> None:
+    """It would be left out."""
+    model = build(Case("mixtral"), device="meta")
+    statistics = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, balances=False, z_loss=0.1)
+    with pytest.raises(ConfigError, match="experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss"):
+        with_balance_loss(OwnLoss(), model, statistics)
+    made = with_balance_loss(plait.causal_lm_loss, model, statistics)
+    assert isinstance(made, BalancedLoss) and made.coefficient == 0
 
 
 class OwnLoss(CausalLMLoss):
