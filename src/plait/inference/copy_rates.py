@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -21,15 +22,11 @@ SAMPLE = 256 << 20
 def measure_files(tensors: Sequence[Stored], *, total: int) -> tuple[float, str]:
     """(bytes/s, how it was measured) of reading some of `tensors`, of which every token reads `total` bytes: from the disk where the
     kernel cannot keep so many in its cache, else as they are found now."""
-    chosen, size = [], 0
-    for one in sorted(tensors, key=lambda one: -one.size):
-        if size < SAMPLE:
-            chosen.append(one)
-            size += one.size
+    chosen = _sample(tensors, SAMPLE)
+    size = sum(one.size for one in chosen)
     if not size:
         raise InputError("no weights are read from files, so their rate cannot be measured")
-    free = free_host_bytes()
-    cold = free is not None and total > free
+    cold = comes_from_disk(total)
     files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in chosen}}
     place = bytearray(max(one.size for one in chosen))
     view = memoryview(place)
@@ -50,6 +47,64 @@ def measure_files(tensors: Sequence[Stored], *, total: int) -> tuple[float, str]
             os.close(file)
     how = "from the disk" if cold else "as the kernel has the files in its cache now"
     return size / seconds, f"{size >> 20} MiB read here, {how}"
+
+
+def comes_from_disk(total: int) -> bool:
+    """Whether the kernel cannot keep `total` bytes of files in its cache."""
+    free = free_host_bytes()
+    return free is not None and total > free
+
+
+def measure_overlap(tensors: Sequence[Stored], *, rows: int, dtype: torch.dtype) -> float:
+    """What is saved of the shorter time when a thread reads weights from the kernel's cache while layers compute `rows` tokens on the CPU:
+    1 where neither takes time from the other, 0 where they might as well come one after the other. Both need a core and the memory."""
+    chosen = _sample(tensors, SAMPLE // 4)
+    layers = torch.ones((8, 4096, 1024), dtype=dtype)  # more than processors keep in their caches
+    x = torch.ones((rows, 1024), dtype=dtype)
+    files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in chosen}}
+    view = memoryview(bytearray(max(one.size for one in chosen)))
+    ended = threading.Event()
+
+    def read() -> None:
+        for one in chosen:
+            read_into(files[one.path], view[: one.size], one, ended)
+
+    def compute(passes: int) -> None:
+        for _ in range(passes):
+            for weight in layers:
+                torch.nn.functional.linear(x, weight)
+
+    def together(passes: int) -> None:
+        reader = threading.Thread(target=read)
+        reader.start()
+        compute(passes)
+        reader.join()
+
+    try:
+        read()
+        compute(1)
+        passes = max(1, round(_seconds(read) / _seconds(partial(compute, 1))))
+        works = (read, partial(compute, passes), partial(together, passes))
+        reading, computing, both = (min(_seconds(work) for _ in range(3)) for work in works)
+    finally:
+        for file in files.values():
+            os.close(file)
+    return max(0.0, min(1.0, (reading + computing - both) / min(reading, computing)))
+
+
+def _sample(tensors: Sequence[Stored], most: int) -> list[Stored]:
+    """The largest, until they have so many bytes."""
+    chosen: list[Stored] = []
+    for one in sorted(tensors, key=lambda one: -one.size):
+        if sum(other.size for other in chosen) < most:
+            chosen.append(one)
+    return chosen
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def measure_host_copies(device: torch.device) -> float:

@@ -55,7 +55,7 @@ def pass_times(model: nn.Module, device: Device, deployment: Deployment, *, prom
 
 def copy_rates(device: Device, files: float | None) -> CopyRates:
     """From host memory by the datasheet; `files` was given by the user."""
-    return CopyRates(files, float(only(device.host_bandwidth)), f"{device.title}'s link to its host, by its datasheet")
+    return CopyRates(files, float(only(device.host_bandwidth)), source=f"{device.title}'s link to its host, by its datasheet")
 
 
 def _seconds(model: nn.Module, device: Device, deployment: Deployment, one: _Pass) -> tuple[float, float]:

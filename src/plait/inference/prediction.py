@@ -18,6 +18,9 @@ class CopyRates:
     """None where nothing is read."""
     host: float | None = None
     """From pinned host memory to the GPU."""
+    overlap: tuple[float, float] = (1.0, 1.0)
+    """What is saved of the shorter of computing and bringing while both go on, over the prompts and for a token: 1 is all of it. On the CPU
+    they share cores and memory."""
     source: str = ""
     """For a person."""
 
@@ -41,8 +44,9 @@ class Prediction:
 
 
 def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, requests: int, new: int) -> Prediction:
-    """Weights are brought while others compute, so a pass takes the longest of computing, reading and copying. Streamed layers compute
-    with the places of the stream, and those that stay between them give it more time."""
+    """Weights are brought while others compute, so a pass takes the longest of computing, reading and copying, and what the shorter ones
+    take from it (`CopyRates.overlap`). Streamed layers compute with the places of the stream, and those that stay between them give it more
+    time."""
     account = deployment.account
     bringing = {}
     if account.in_files and copies.files:
@@ -54,11 +58,13 @@ def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, req
             account.streamed / copies.host
         )
 
-    def longest(computing: float) -> tuple[float, str]:
+    def longest(computing: float, overlap: float) -> tuple[float, str]:
         times = {"computation": computing, **bringing}
         name = max(times, key=lambda key: times[key])
-        return times[name], name
+        shared = (1 - overlap) * min(computing, max(bringing.values(), default=0.0))
+        also = " (reading takes cores and memory from computing)" if shared > 0.1 * times[name] else ""
+        return times[name] + shared, name + also
 
-    first, first_limit = longest(passes.first)
-    token, limit = longest(passes.token)
+    first, first_limit = longest(passes.first, copies.overlap[0])
+    token, limit = longest(passes.token, copies.overlap[1])
     return Prediction(first, token, requests / token, requests * new / (first + (new - 1) * token), limit, first_limit)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.inference.copy_rates import measure_files
+from plait.inference.copy_rates import measure_files, measure_overlap
 from plait.inference.deployment import Account, Deployment
 from plait.inference.pass_times import PassTimes, _at, _lengths, _Times, measure_passes
 from plait.inference.prediction import CopyRates, predict
@@ -29,6 +29,9 @@ def test_what_takes_longest_is_the_limit() -> None:
     found = predict(of(in_files=10**9), PASSES, CopyRates(files=2e9), requests=4, new=11)
     assert found.token_seconds == 0.5 and found.first_limit == "computation"
     assert found.limit == "reading 953.7 MiB of weights from files at 2.00 GB/s"
+    found = predict(of(in_files=10**8), PASSES, CopyRates(files=2e9, overlap=(1.0, 0.5)), requests=1, new=1)
+    assert (found.first_seconds, found.first_limit) == (2.0, "computation")
+    assert found.token_seconds == pytest.approx(0.125) and found.limit == "computation (reading takes cores and memory from computing)"
     found = predict(of(in_files=10**8, on_host=9 * 10**8), PASSES, CopyRates(files=1e9, host=2e9), requests=1, new=1)
     assert found.token_seconds == 0.5 and found.limit == "copying 953.7 MiB of weights to the GPU at 2.0 GB/s"
 
@@ -79,3 +82,15 @@ def test_the_rate_of_files(tmp_path: Path) -> None:
     rate, how = measure_files(tensors, total=1)
     assert rate > 0 and how == "0 MiB read here, as the kernel has the files in its cache now"
     assert measure_files(tensors, total=1 << 60)[1].endswith("from the disk")
+
+
+def test_what_reading_and_computing_take_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    saved(tmp_path / "model", layers=1)
+    source = open_source(tmp_path / "model")
+    tensors = list(tensors_of(source).values())
+    assert 0 <= measure_overlap(tensors, rows=2, dtype=torch.float32) <= 1
+    turn = iter([1.0, 1.0, *[4.0] * 3, *[5.0] * 3, *[7.0] * 3])
+    monkeypatch.setattr("plait.inference.copy_rates._seconds", lambda work: next(turn))
+    assert measure_overlap(tensors, rows=2, dtype=torch.float32) == 0.5

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 MOST_TOKENS = 1 << 24
+MOST_ROWS = 256
+"""Of a prompt, when it is measured what reading takes from computing."""
 
 _EPILOG = """Examples:
 
@@ -118,7 +120,7 @@ def infer(
         found = deploy(work, tp=tp, pp=pp, devices=nproc_per_node if target is None else None, on=on)
     lengths = {"prompt": prompt_tokens, "new": new_tokens, "requests": requests}
     passes = _passes(work, unloaded, form, target, found, on, lengths)
-    copies = _copies(work, target, found, on, disk)
+    copies = _copies(work, target, found, on, disk, lengths)
     predicted = predict(found, passes, copies, requests=requests, new=new_tokens)
     if as_json:
         print(json.dumps(_as_json(found, passes, copies, predicted), indent=1))
@@ -168,11 +170,12 @@ def _passes(
     return measure_passes(unloaded, **lengths, quant=form, memory_bytes=on.memory_bytes)
 
 
-def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float | None) -> CopyRates:
+def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float | None, lengths: dict[str, int]) -> CopyRates:
     import torch
 
     from plait.cluster import accelerator
-    from plait.inference.copy_rates import measure_files, measure_host_copies
+    from plait.inference.capacity import compute_dtype
+    from plait.inference.copy_rates import comes_from_disk, measure_files, measure_host_copies, measure_overlap
     from plait.inference.datasheet import copy_rates
     from plait.inference.prediction import CopyRates
     from plait.inference.streamed import tensors_of
@@ -180,15 +183,23 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
     account = found.account
     if disk is not None and not account.in_files:
         raise InputError("--disk: no weights are read from files in this plan; leave it out")
+    overlap = 1.0, 1.0
     files, how = None if disk is None else disk * 1e9, "as --disk says"
     if account.in_files and files is None:
         if target is not None or work.source is None or work.source.checkpoint is not None:
             raise InputError("--disk: weights are read from files in this plan, and there are none to measure; say how many GB/s")
-        files, how = measure_files(list(tensors_of(work.source).values()), total=account.in_files)
+        tensors = list(tensors_of(work.source).values())
+        files, how = measure_files(tensors, total=account.in_files)
+        if not on.on_gpu and not comes_from_disk(account.in_files):
+            dtype, requests = compute_dtype(work.model), lengths["requests"]
+            rows = (min(requests * lengths["prompt"], MOST_ROWS), requests)
+            first, token = (measure_overlap(tensors, rows=one, dtype=dtype) for one in rows)
+            overlap = first, token
+            how += f"; {token:.0%} of the shorter of reading and computing a token goes on beside the other"
     if target is not None:
         return copy_rates(target, files)
     host = measure_host_copies(torch.device(accelerator.NAME)) if account.streamed and on.on_gpu else None
-    return CopyRates(files, host, how if files is not None else "")
+    return CopyRates(files, host, overlap, how if files is not None else "")
 
 
 def _as_json(found: Deployment, passes: PassTimes, copies: CopyRates, predicted: Prediction) -> dict[str, Any]:
