@@ -1,0 +1,90 @@
+"""The loops of docs/migration.md: theirs and ours on two processes have the same losses and weights."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.cli.main import main
+from plait.verify.parity import whole
+from tests.parity import trainers
+from tests.pool import Pool
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
+BLOCKS = {title.strip(): code for title, code in re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)}
+ANY = "plait: any layout"
+
+
+def run(titles: list[str], changes: dict[str, str]) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """(losses, weights) of blocks with changed settings, each on a model of its own. The group of the workers is there already."""
+    found = []
+    for title in titles:
+        names: dict[str, Any] = {}
+        code = BLOCKS[title].replace("dist.init_process_group()\n", "")
+        for before, after in changes.items():
+            assert before in code or title.startswith("theirs")
+            code = code.replace(before, after)
+        exec(BLOCKS["both"], names)
+        model = names["model"]
+        exec(code, names)
+        found.append((names["losses"], {name: whole(p).detach().clone() for name, p in model.named_parameters()}))
+        for handle in ("engine", "sharded"):
+            if handle in names:
+                names[handle].close()
+    return found
+
+
+def on_plait(rank: int, world: int, titles: list[str], changes: dict[str, str]) -> Any:
+    """Runs in a worker."""
+    with trainers.launched(rank, world):
+        return run(titles, changes)
+
+
+def close(found: Any, wanted: Any) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    for name, tensor in found[1].items():
+        torch.testing.assert_close(tensor, wanted[1][name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("ddp", 0), ("accelerate", 0), ("fsdp2", 3), *(pytest.param("ddp", stage, marks=pytest.mark.proof) for stage in (1, 2, 3))],
+)
+def test_a_loop(pool: Pool, kind: str, stage: int) -> None:
+    changes = {'"stage": 0': f'"stage": {stage}'} if kind == "ddp" else {}
+    for theirs, ours in pool.run(2, on_plait, [f"theirs: {kind}", f"plait: {kind}"], changes):
+        close(ours, theirs)
+        assert len(ours[0]) >= 2 and ours[0][0] != ours[0][-1]
+
+
+@pytest.mark.parametrize("axis", ["pp", pytest.param("tp", marks=pytest.mark.proof)])
+def test_any_layout(pool: Pool, axis: str) -> None:
+    """Against the same loop in one process."""
+    wanted: dict[str, Any] = {}
+    exec(BLOCKS["both"], wanted)
+    model = wanted["model"]
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in wanted["tokens"].split(2):
+        found = [model(input_ids=piece, labels=piece).loss / 2 for piece in step]
+        losses.append(float(sum(found).detach()))
+        sum(found).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for (ours,) in pool.run(2, on_plait, [ANY], {'"pp": 2': f'"{axis}": 2'}):
+        close(ours, (losses, dict(model.named_parameters())))
+
+
+def test_flags_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in PAGE.splitlines() if line.startswith("plait config")]
+    assert len(lines) == 2
+    for line in lines:
+        with pytest.raises(SystemExit) as end:
+            main(shlex.split(line)[1:])
+        assert end.value.code == 0
