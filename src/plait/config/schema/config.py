@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, PrivateAttr, Tag
 
 from plait.cluster.nccl import Algorithms, Protocols
+from plait.config.schema.experts import ExpertsSection
 from plait.config.schema.faults import FaultsSection
 from plait.config.schema.optimization import OptimizerSpec, SchedulerSpec
 from plait.config.schema.provenance import Provenance
@@ -300,21 +301,6 @@ class ParallelSection(Policy):
     secondary_partition: Annotated[int, Field(ge=0, le=MOST_PROCESSES), Number] = 0
     """Stage 3: from a block's forward to its backward, keep its parameters sharded over this many neighbouring processes (those of a
     machine), so that the backward gathers from them and not from all. 0: off."""
-
-
-class ExpertsSection(Policy):
-    """Mixture of experts."""
-
-    bias_update_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Number] = 0.0
-    """For models whose routers have a bias for every expert (DeepSeek-V3's `e_score_correction_bias`): how far it moves after a step, up
-    for experts that had fewer tokens than the mean, down for those that had more. DeepSeek-V3 was trained with 0.001. 0: biases stay as
-    they are."""
-    balance: Literal["micro_batch", "global"] = "micro_batch"
-    """What the balance loss of `model.config.output_router_logits` is of: the tokens of each process's micro-batch, as in Transformers, or
-    those of the micro-batches that all data-parallel processes compute at the same time."""
-    z_loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Number] = 0.0
-    """Coefficient of a loss that keeps routers' logits small: the mean over tokens of the squared logarithm of the sum of their
-    exponentials, summed over layers (ST-MoE, 1e-3 there). 0: none."""
 
 
 class Config(Policy):
