@@ -73,7 +73,7 @@ def test_tied_names_go_once_where_both_sides_tie_them() -> None:
 def test_models_that_differ() -> None:
     def hears(source: dict[str, Held], target: dict[str, Held]) -> str:
         with pytest.raises(InputError) as found:
-            route.pieces_of([source], [target], same_ranks=False, mine=[])
+            route.pieces_of([source], [target], same_ranks=False, mine=[("target", 0)])
         return str(found.value)
 
     assert "lacks 1 tensors of the target (weight)" in hears({}, WHOLE) and "1 that the target lacks (weight)" in hears(WHOLE, {})

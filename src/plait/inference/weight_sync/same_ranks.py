@@ -26,7 +26,7 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
     Both are engines, what `plait.parallelize` returned, or plain modules; None on a rank that has none of it. Parameters and persistent
     buffers are copied, in the target's dtypes, a few pieces of a tensor at a time: 80 MiB at most beside the two models. `version` grows
     with every call (by default by 1 from 0); a stale one is refused. With `verify="full"` every rank hashes what leaves it and what lies in
-    its target in the end, and these are compared; "sums" compares sums of every piece, ten times as fast; "off" compares nothing. Returns
+    its target in the end, and these are compared; "sums" compares sums of every piece, which is faster; "off" compares nothing. Returns
     what the target has now (`version`, `content` of a full verification, `bytes`, `seconds`); None on a rank without one.
 
     Collective over all ranks. Raises InputError on all of them where the models differ or the version is stale, and CommunicationError
