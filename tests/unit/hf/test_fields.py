@@ -119,6 +119,13 @@ def test_parts_of_sequences(tmp_path: Path) -> None:
         settings({"parallel": {"cp": 2}}, tmp_path)
 
 
+def test_what_the_loss_of_the_model_has_not(tmp_path: Path) -> None:
+    """It would change nothing."""
+    with pytest.raises(ConfigError) as raised:
+        settings({"experts": {"z_loss": 0.001, "balance": "global"}, "parallel": {"ep": 2, "tp": 2}}, tmp_path, world=4)
+    assert [problem.field for problem in raised.value.problems] == ["parallel.ep", "experts.z_loss", "experts.balance"]
+
+
 def test_schedule(tmp_path: Path) -> None:
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     text = {"scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")}}
