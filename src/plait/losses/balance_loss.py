@@ -54,9 +54,11 @@ def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterSta
     `output.aux_loss` itself."""
     coefficient = float(model.router_aux_loss_coef) if adds_balance_loss(model) else 0.0  # type: ignore[arg-type]
     if not isinstance(loss, CausalLMLoss) or _is_own(loss):
+        rule = f"it is added to plait.causal_lm_loss, and the loss is {'none' if loss is None else type(loss).__name__}"
         if statistics is not None and statistics.z_loss:
-            rule = f"it is added to plait.causal_lm_loss, and the loss is {'none' if loss is None else type(loss).__name__}"
             raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, "pass loss_fn=plait.causal_lm_loss, or use 0"))
+        if statistics is not None and statistics.is_global:
+            raise ConfigError(Problem("experts.balance", "global", rule, 'pass loss_fn=plait.causal_lm_loss, or use "micro_batch"'))
         return loss
     if statistics is None:
         return BalancedLoss(loss, coefficient) if adds_balance_loss(model) else loss

@@ -21,6 +21,7 @@ from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
 from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.model.experts import wants_balance_loss
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
 from plait.parallel.data.data_parallel import free_gathered
@@ -216,9 +217,23 @@ def parallelize(
     if resolved.layout.ep > 1:
         rule = "plait.parallelize with experts on different processes is not proven"
         raise ConfigError(Problem("parallel.ep", resolved.layout.ep, rule, "use plait.initialize and engine.train_batch, or 1"))
+    _refuse_losses_of_routers(model, resolved)
     before = list(model.parameters())
     take_over(model)
     checked = checked_model(model, resolved)
     mesh, parts, _ = shard(checked, weights=weights, forward=forward, mean=why_called(resolved) is None)
     refuse_own_batches(parts, "plait.parallelize")
     return ParallelModel(parts, mesh, resolved, forward=forward, before=before)
+
+
+def _refuse_losses_of_routers(model: nn.Module, resolved: Resolved) -> None:
+    """Where Plait would compute them, and the loss of the loop leaves them out."""
+    rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
+    remedy = "use plait.initialize and engine.train_batch"
+    if resolved.routing.z_loss:
+        raise ConfigError(Problem("experts.z_loss", resolved.routing.z_loss, rule, f"{remedy}, or 0"))
+    if resolved.routing.balance != "micro_batch":
+        raise ConfigError(Problem("experts.balance", resolved.routing.balance, rule, f'{remedy}, or "micro_batch"'))
+    if resolved.layout.pp > 1 and wants_balance_loss(model):
+        rule = f"with parallel.pp = {resolved.layout.pp} the balance loss of routers travels through the stages; {rule}"
+        raise ConfigError(Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False"))

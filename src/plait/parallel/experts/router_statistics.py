@@ -44,8 +44,11 @@ class RouterStatistics:
         balances: bool = True,
         z_loss: float = 0.0,
         group: dist.ProcessGroup | None = None,
+        is_global: bool = False,
     ) -> None:
-        """`balances`: whether there is a balance loss. `z_loss`: the coefficient of the other. `group`: ranks whose tokens count too."""
+        """`balances`: whether there is a balance loss, `is_global`: of the tokens of all data-parallel ranks. `z_loss`: the coefficient of
+        the other. `group`: ranks whose tokens count too."""
+        self.is_global = is_global
         self.experts, self.top_k, self.balances, self.z_loss, self.group = experts, top_k, balances, z_loss, group
         self.routers = len(routers)
         self._logits: list[torch.Tensor] | None = None

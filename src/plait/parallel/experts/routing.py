@@ -76,6 +76,7 @@ class Routing(Technique):
             balances=balances,
             z_loss=self.z_loss,
             group=mesh.group(*(parts.batch_axes if self.balance == "global" else ("cp",))),
+            is_global=balances and self.balance == "global",
         )
         if balances:  # the model's own sum would be of its last stage, or of a part of the tokens
             model.config.output_router_logits = False  # type: ignore[union-attr]

@@ -90,12 +90,15 @@ def test_losses_of_routers_that_are_refused(family: str, experts: dict[str, Any]
         checked()
 
 
-def test_z_loss_beside_a_loss_of_your_own() -> None:
+def test_losses_of_routers_beside_a_loss_of_your_own() -> None:
     """It would be left out."""
     model = build(Case("mixtral"), device="meta")
     statistics = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, balances=False, z_loss=0.1)
     with pytest.raises(ConfigError, match="experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss"):
         with_balance_loss(OwnLoss(), model, statistics)
+    wide = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, is_global=True)
+    with pytest.raises(ConfigError, match='experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none'):
+        with_balance_loss(None, model, wide)
     made = with_balance_loss(plait.causal_lm_loss, model, statistics)
     assert isinstance(made, BalancedLoss) and made.coefficient == 0
 
@@ -168,3 +171,17 @@ REFUSED: list[tuple[Case, dict[str, Any], float, dict[str, Any], str]] = [
 def test_refused(case: Case, parallel: dict[str, Any], rate: float, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=message):
         check(case, parallel, rate, **changes)
+
+
+@pytest.mark.parametrize(
+    ("experts", "parallel", "message"),
+    [
+        ({"z_loss": 0.1}, {}, "experts.z_loss = 0.1: Plait adds it to plait.causal_lm_loss"),
+        ({"balance": "global"}, {}, 'experts.balance = .global.: Plait adds it'),
+        ({}, {"pp": 2}, "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss of routers travels"),
+    ],
+)
+def test_an_own_loop_is_refused_losses_that_it_would_leave_out(experts: dict[str, Any], parallel: dict[str, int], message: str) -> None:
+    file = {"train_micro_batch_size_per_gpu": 1, "experts": experts, "parallel": parallel}
+    with pytest.raises(ConfigError, match=message):
+        plait.parallelize(build(Case("mixtral", balance=True), device="meta"), resolve(load(file), world_size=2))
