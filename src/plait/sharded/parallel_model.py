@@ -235,5 +235,5 @@ def _refuse_losses_of_routers(model: nn.Module, resolved: Resolved) -> None:
     if resolved.routing.balance != "micro_batch":
         raise ConfigError(Problem("experts.balance", resolved.routing.balance, rule, f'{remedy}, or "micro_batch"'))
     if resolved.layout.pp > 1 and wants_balance_loss(model):
-        rule = f"with parallel.pp = {resolved.layout.pp} the balance loss of routers travels through the stages; {rule}"
+        rule = f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages; {rule}"
         raise ConfigError(Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False"))

@@ -97,7 +97,7 @@ def test_losses_of_routers_beside_a_loss_of_your_own() -> None:
     with pytest.raises(ConfigError, match="experts.z_loss = 0.1: it is added to plait.causal_lm_loss, and the loss is OwnLoss"):
         with_balance_loss(OwnLoss(), model, statistics)
     wide = RouterStatistics(model, recorded_routers(model), experts=4, top_k=2, is_global=True)
-    with pytest.raises(ConfigError, match='experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none'):
+    with pytest.raises(ConfigError, match="experts.balance = .global.: it is added to plait.causal_lm_loss, and the loss is none"):
         with_balance_loss(None, model, wide)
     made = with_balance_loss(plait.causal_lm_loss, model, statistics)
     assert isinstance(made, BalancedLoss) and made.coefficient == 0
@@ -177,8 +177,8 @@ def test_refused(case: Case, parallel: dict[str, Any], rate: float, changes: dic
     ("experts", "parallel", "message"),
     [
         ({"z_loss": 0.1}, {}, "experts.z_loss = 0.1: Plait adds it to plait.causal_lm_loss"),
-        ({"balance": "global"}, {}, 'experts.balance = .global.: Plait adds it'),
-        ({}, {"pp": 2}, "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss of routers travels"),
+        ({"balance": "global"}, {}, "experts.balance = .global.: Plait adds it"),
+        ({}, {"pp": 2}, "model.config.output_router_logits = [Tt]rue: with parallel.pp = 2 the balance loss is a sum over the stages"),
     ],
 )
 def test_an_own_loop_is_refused_losses_that_it_would_leave_out(experts: dict[str, Any], parallel: dict[str, int], message: str) -> None:
