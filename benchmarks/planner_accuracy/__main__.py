@@ -45,6 +45,7 @@ def main() -> None:
             result["slow"] = slow_runs(found["sweep"])
             experts = left_out([r for r in runs if r["moe"]], calibrated=False)
             result["experts"] = summary(experts)
+            result["not named"] = summary(left_out(tables["runs"], calibrated=False, named=False))
     result["published"] = published.rows()
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(markdown(result), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from plait.planner.row import Row
 
 DATA = Path(__file__).parent / "data"
 STACKS = DATA / "stacks.json"
+_UNKNOWN_WIDTH = 0.2
+"""Of the speed of kernels of which not even the framework is known."""
 
 
 @cache
@@ -28,7 +31,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False) -> Framework:
-    """The entry that matches `name`; `states` names another recipe of model states than its usual one with `precision`; `newer`
+    """The entry that matches `name`; `states` names another recipe of model states than its usual one; `newer`
     takes the entry that stands for it today, where there is one."""
     lower = name.lower()
     if lower.startswith("plait"):
@@ -36,10 +39,12 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
     table = _table()
     found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
     found = table["frameworks"][found].get("newer", found) if newer else found
-    entry = table["frameworks"][found]
-    weights, gradients, optimizer, gathered = table["recipes"][
-        states or (entry.get("states_bf16") if precision == "bf16" else None) or entry["states"]
-    ]
+    entry = dict(table["frameworks"][found])
+    for pattern, changes in entry.get("variants", {}).items():
+        if re.search(pattern, lower):
+            entry |= changes
+    apart = entry["apart"]
+    weights, gradients, optimizer, gathered = table["recipes"][states or entry["states"]]
     return Framework(
         name=found,
         weights=weights,
@@ -48,7 +53,9 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         gathered=0 if precision == "fp32" else gathered,  # weights are used in the dtype that they are kept in
         wire_gather=4 if precision == "fp32" else entry["wire"][0],
         wire_reduce=4 if precision == "fp32" else entry["wire"][1],
-        eager=entry["eager"],
+        norms_apart=apart[0],
+        rotary_apart=apart[1],
+        activation_apart=apart[2],
         attention=ATTENTION.index(entry["attention"]),
         flash=entry.get("flash", 1.0),
         hidden_tp=entry["hidden_tp"],
@@ -56,6 +63,7 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         host_seconds=entry["host_us"] * 1e-6,
         send_seconds=entry.get("send_us", 25) * 1e-6,
         logits=entry["logits"],
+        dynamic_scaling=entry.get("dynamic_scaling", 0),
         whole_logits=entry.get("whole_logits", 0),
         whole_inputs=entry.get("whole_inputs", 0),
         norms=entry["norms"],
@@ -64,19 +72,15 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
     )
 
 
-def noise_of(name: str) -> tuple[float, float]:
-    """How much repeated runs of a framework differ (logarithm), and what each doubling of nodes adds: published, not explained."""
-    entry = _table()["frameworks"].get(name, {})
-    return entry.get("noise", 0.0), entry.get("noise_doubling", 0.0)
-
-
 def read_runs(rows: Sequence[Row]) -> runs.Runs:
     """`plait.planner.runs.read_runs`, with rows of every framework priced."""
     return runs.read_runs(rows, framework_of=framework)
 
 
 def _with_stacks(base: Knowledge, names: Iterable[str]) -> dict[str, constants.Constant]:
-    return {**base.constants, **{f"stack.{name}": constants.of_kernels(name) for name in names}}
+    found = {f"stack.{name}": constants.of_kernels(name) for name in names}
+    found["stack.other"] = replace(found["stack.other"], width=_UNKNOWN_WIDTH)
+    return {**base.constants, **found}
 
 
 def unlearned() -> Knowledge:

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import read_runs
+from benchmarks.planner_accuracy.frameworks import read_runs, unlearned
 from benchmarks.planner_accuracy.learn import learn, rows_of
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
 from plait.planner import calibrate as fitting
@@ -26,12 +26,22 @@ MOST = 12
 
 @cache
 def learned_without(sources: tuple[str, ...]) -> Knowledge:
-    """Constants from all published runs but those of `sources`."""
-    return learn(rows_of("runs", "sweeps"), without=sources)
+    """Constants from all published runs but those of `sources`, and of frameworks that these ran, from none."""
+    rows = rows_of("runs", "sweeps")
+    found = learn(rows, without=sources, near=_from_all())
+    ran = {str(variant.framework.name) for variant in read_runs([row for row in rows if source_of(row) in sources]).variants}
+    own = {f"stack.{name}": constant for name in ran if (constant := unlearned().constants.get(f"stack.{name}"))}
+    return replace(found, constants={**found.constants, **own})
 
 
-def left_out(rows: Sequence[Row], *, calibrated: bool) -> Evaluation:
-    """Predictions of `rows`, each by constants learned without that row's source and what else was measured by the same people."""
+@cache
+def _from_all() -> Knowledge:
+    return learn(rows_of("runs", "sweeps"))
+
+
+def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Evaluation:
+    """Predictions of `rows`, each by constants learned without that row's source and what else was measured by the same people. `named`
+    False: nor is anything known of the framework."""
     predictions: list[Prediction] = []
     reasons: dict[int, str] = {}
     used = 0
@@ -40,7 +50,7 @@ def left_out(rows: Sequence[Row], *, calibrated: bool) -> Evaluation:
         where[source_of(row)].append(index)
     for source, indices in where.items():
         known = learned_without(family(source))
-        part = [rows[i] for i in indices]
+        part = [rows[i] if named else {**rows[i], "framework": "not known"} for i in indices]
         given = first_rows(part, known) if calibrated else []
         found = evaluate(part, calibrate=given, known=known)
         used += len(given)

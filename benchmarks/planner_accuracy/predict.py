@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import knowledge, noise_of, read_runs
+from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
@@ -142,10 +142,7 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *
     assumed = [part.variants[pick].assumed for pick in picks]
     # What a row leaves open adds to the uncertainty of its prediction.
     open_questions = np.array([0.08 * min(len(notes), 2) for notes in assumed])
-    nodes = np.maximum(job.layouts.world / job.device.devices_per_node, 1)
-    noises, doublings = np.array([noise_of(str(name)) for name in job.framework.name]).T
-    noise = noises + doublings * np.log2(nodes)
-    time_spread = np.sqrt(time_spread**2 + open_questions**2 + noise**2)
+    time_spread = np.sqrt(time_spread**2 + open_questions**2)
     memory_spread = np.sqrt(deviation(memory_of(job, kinds), calibration.memory, job) ** 2 + open_questions**2)
     total_spread = np.sqrt(deviation(memory_of(job, ["total"] * len(rows)), calibration.memory, job) ** 2 + open_questions**2)
     seconds = np.broadcast_to(np.asarray(result.seconds, float), shape)

@@ -6,6 +6,7 @@ decide; with none the result is the priors. The covariance is what intervals are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from plait.planner.states import account_rows
 Array = NDArray[np.float64]
 _FREEDOM = 4.0
 _STEP = 1e-3
+_ENDS = (("least", -math.inf), ("most", math.inf))
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ def fit(
     groups: Array | None = None,
     group_width: float = 0.1,
     rounds: int = 12,
+    begin: Rates | None = None,
 ) -> Fit:
     """`predict(rates)` gives the logarithms of what was measured. `groups` numbers rows whose common offset, of width `group_width`, is not
-    the constants' to explain. Weights scale a row's evidence."""
+    the constants' to explain. Weights scale a row's evidence. `begin` is where the search starts, else at the priors."""
     names = tuple(names)
     weights = np.ones_like(measured) if weights is None else weights
     count = 0 if groups is None else int(groups.max()) + 1
@@ -67,6 +70,9 @@ def fit(
     widths = np.concatenate([[known[name].width for name in names], np.full(count, group_width)])
     start = {name: constant.median for name, constant in known.items()}
     theta = np.zeros(len(names) + count)
+    if begin is not None:
+        theta[: len(names)] = [math.log(float(begin[name]) / start[name]) for name in names]
+    least, most = (np.array([_log(getattr(known[n], end) / start[n]) for n in names] + [free] * count) for end, free in _ENDS)
 
     def rates_at(theta: Array) -> Rates:
         return Rates({**start, **{name: start[name] * float(np.exp(theta[i])) for i, name in enumerate(names)}})
@@ -87,7 +93,7 @@ def fit(
         for _ in range(6):
             step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
             step *= min(1.0, 0.7 / max(np.abs(step).max(), 1e-12))
-            proposal = theta + step
+            proposal = np.clip(theta + step, least, most)
             proposal_predicted = predict(rates_at(proposal))
             value = objective(proposal, proposal_predicted)
             if value < best:
@@ -105,6 +111,10 @@ def fit(
     covariance = np.asarray(np.linalg.inv(jacobian.T @ (jacobian * scale[:, None]) + np.diag(1 / widths**2)), dtype=np.float64)
     kept = len(names)
     return Fit(names, rates_at(theta), covariance[:kept, :kept], spread, len(measured), theta[kept:] if count else None)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
 
 
 def _jacobian(predict: Callable[[Rates], Array], rates_at: Callable[[Array], Rates], theta: Array, count: int, at: Array) -> Array:

@@ -139,8 +139,10 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
     ramp = np.where(job.device.on_cpu, 0.0, rates["ramp"] * np.minimum(peak / 100e12, 1))
     seconds = (flops / filled + ramp) / (peak * _gemm_share(job, rates))
     moved = job.element_bytes * (rows * inner + inner * columns + rows * columns) / (memory_rate(job, rates))
-    casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * 3 * rows * inner / (memory_rate(job, rates))
-    return np.maximum(seconds, moved) + casts
+    # To cast inputs (2 read, 1 written); with dynamic scaling to find the largest (2 read), and both for the weights.
+    dynamic = job.framework.dynamic_scaling
+    casts = np.isin(np.asarray(job.precision), (_FP8, _FP4)) * inner * ((3 + 2 * dynamic) * rows + 5 * dynamic * columns)
+    return np.maximum(seconds, moved) + casts / memory_rate(job, rates)
 
 
 def _experts(job: Job, rates: Rates, share: Numbers) -> Numbers:
@@ -172,11 +174,16 @@ def _attention(job: Job, rates: Rates) -> tuple[Numbers, Numbers]:
 
 
 def _elementwise(job: Job, rates: Rates) -> Numbers:
-    """Norms, residuals, rotary positions, activation function: bytes through memory."""
-    model, at = job.model, job.layouts
-    whole = 20 * model.hidden / np.where(np.asarray(at.sp) > 0, at.tp, 1)
+    """Norms, residuals, rotary positions, activation function: bytes through memory, counted by operation."""
+    model, at, framework = job.model, job.layouts, job.framework
+    wide = job.element_bytes / 2
+    gated = np.asarray(model.gated) > 0  # and with it RMS norms and rotary positions; torch has a kernel for layer norms
+    # To float32 (2 read, 4 written), square (4, 4), mean (4), scale (4, 4), back (4, 2), times the weight (2, 2); in float32 all but casts.
+    norm = 4 * wide + np.where(gated, framework.norms_apart * np.where(wide > 1, 20, 32), 0)
+    whole = (2 * norm + 12 * wide) * model.hidden / np.where(np.asarray(at.sp) > 0, at.tp, 1)
+    # Times cosine (2, 2), half negated (1, 1), halves joined (2, 2), times sine (2, 2), the sum (4, 2).
+    rotary = (4 + np.where(gated, 16 * framework.rotary_apart, 0)) * wide * (model.heads + model.kv_heads) * model.head_dim
     share = model.expert_layers / model.layers
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
-    split = ((4 + 2 * model.gated) * ffn + 4 * (model.heads + model.kv_heads) * model.head_dim) / at.tp
-    moved = job.tokens * (whole + split) * job.framework.eager * job.element_bytes / 2
-    return moved / (memory_rate(job, rates))
+    activation = (4 + 2 * model.gated + np.where(gated, 4 * framework.activation_apart, 0)) * wide * ffn
+    return job.tokens * (whole + (rotary + activation) / at.tp) / memory_rate(job, rates)

@@ -7,6 +7,7 @@ values fitted to published runs by `python -m benchmarks.planner_accuracy --lear
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,11 +21,14 @@ from plait.planner.hardware import FAMILIES, Device, Numbers
 
 @dataclass(frozen=True)
 class Constant:
-    """A prior: median, standard deviation of the logarithm between machines and frameworks, and what it means."""
+    """A prior: median, standard deviation of the logarithm between machines and frameworks, what it means, and the physical range that a
+    fit must not leave."""
 
     median: float
     width: float
     meaning: str
+    least: float = 0.0
+    most: float = math.inf
 
 
 def of_kernels(name: str) -> Constant:
@@ -33,28 +37,28 @@ def of_kernels(name: str) -> Constant:
 
 
 CONSTANTS: dict[str, Constant] = {
-    "gemm.volta": Constant(0.60, 0.2, "share of the peak that large matrix products reach"),
-    "gemm.ampere": Constant(0.78, 0.1, "share of the peak that large matrix products reach"),
-    "gemm.hopper": Constant(0.70, 0.1, "share of the peak that large matrix products reach"),
-    "gemm.blackwell": Constant(0.70, 0.12, "share of the peak that large matrix products reach"),
-    "gemm.cdna3": Constant(0.50, 0.2, "share of the peak that large matrix products reach"),
+    "gemm.volta": Constant(0.60, 0.2, "share of the peak that large matrix products reach", 0, 0.9),
+    "gemm.ampere": Constant(0.78, 0.1, "share of the peak that large matrix products reach", 0, 0.9),
+    "gemm.hopper": Constant(0.70, 0.1, "share of the peak that large matrix products reach", 0, 0.85),
+    "gemm.blackwell": Constant(0.70, 0.12, "share of the peak that large matrix products reach", 0, 0.9),
+    "gemm.cdna3": Constant(0.50, 0.2, "share of the peak that large matrix products reach", 0, 0.8),
     "gemm.cpu": Constant(0.60, 0.5, "share of the peak that large matrix products reach"),
     "gemm.fp8": Constant(0.80, 0.15, "the same in float8, of the share in 16 bits"),
     "gemm.fp4": Constant(0.60, 0.2, "the same in float4"),
-    "ramp": Constant(4e9, 0.8, "FLOPs that a product loses to start and end"),
+    "ramp": Constant(4e9, 0.8, "FLOPs that a product loses to start and end", 1e9, 2e10),
     "attention.volta": Constant(0.40, 0.3, "share of the peak that attention reaches, causal FLOPs"),
     "attention.ampere": Constant(0.50, 0.2, "share of the peak that attention reaches, causal FLOPs"),
     "attention.hopper": Constant(0.42, 0.25, "share of the peak that attention reaches, causal FLOPs"),
     "attention.blackwell": Constant(0.45, 0.25, "share of the peak that attention reaches, causal FLOPs"),
     "attention.cdna3": Constant(0.30, 0.3, "share of the peak that attention reaches, causal FLOPs"),
     "attention.cpu": Constant(0.40, 0.5, "share of the peak that attention reaches, causal FLOPs"),
-    "memory": Constant(0.75, 0.2, "share of the memory's bandwidth that element-wise kernels reach"),
-    "link": Constant(0.75, 0.1, "share of the link inside a node"),
-    "nic": Constant(0.70, 0.15, "share of the network between nodes"),
+    "memory": Constant(0.75, 0.1, "share of the memory's bandwidth that element-wise kernels reach", 0, 0.95),
+    "link": Constant(0.75, 0.1, "share of the link inside a node", 0, 0.95),
+    "nic": Constant(0.75, 0.15, "share of the network between nodes", 0, 0.95),
     "congestion": Constant(0.1, 0.5, "the share of the network falls with the number of domains to this power"),
     "latency": Constant(1.0, 0.4, "steps of a collective, of 3.4 us inside a node and 14 us between"),
     "p2p": Constant(1.0, 0.5, "exposed time of sends between stages"),
-    "bubble": Constant(1.0, 0.1, "idle time of the pipeline, of the schedule's own"),
+    "bubble": Constant(1.0, 0.05, "idle time of the pipeline, of the schedule's own", 0.95, 1.5),
     "contention": Constant(0.15, 0.3, "share of overlapped traffic that slows computation down"),
     "dp": Constant(1.0, 0.4, "exposed reductions and gathers of data parallelism"),
     "host": Constant(1.0, 0.4, "time of the host to launch, of the framework's usual"),
@@ -141,5 +145,9 @@ def knowledge() -> Knowledge:
 
 def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
     """`base` with the [median, width] of constants that were learned; names that it does not know are left out."""
-    found = {name: Constant(*learned[name], constant.meaning) for name, constant in base.constants.items() if name in learned}
+    found = {
+        name: replace(constant, median=learned[name][0], width=learned[name][1])
+        for name, constant in base.constants.items()
+        if name in learned
+    }
     return replace(base, constants={**base.constants, **found})

@@ -30,8 +30,11 @@ class Framework:
     wire_gather: Numbers
     wire_reduce: Numbers
     """Bytes a parameter in the gathering of weights and in the reduction of gradients."""
-    eager: Numbers
-    """Bytes that unfused element-wise kernels move, of those that fused kernels move."""
+    norms_apart: Numbers
+    rotary_apart: Numbers
+    activation_apart: Numbers
+    """Share of RMS norms, of rotary positions and of activation functions that run as torch's single operations, each through memory; the
+    rest are one kernel each."""
     attention: Numbers
     """Index into ATTENTION."""
     hidden_tp: Numbers
@@ -53,6 +56,8 @@ class Framework:
     """Speed of the attention kernel, of FlashAttention 2's."""
     send_seconds: Numbers = 25e-6
     """Time that a send between stages costs beyond the link."""
+    dynamic_scaling: Numbers = 0
+    """1: products in 8 and 4 bits look for the largest input and weight first, in a pass of its own."""
     whole_logits: Numbers = 0
     """1: tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
@@ -72,7 +77,9 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
         gathered=0 if wide else gathered,  # weights are used in the dtype that they are kept in
         wire_gather=4 if wide else 2,
         wire_reduce=4,
-        eager=2.2,
+        norms_apart=1,
+        rotary_apart=1,
+        activation_apart=1,
         attention=ATTENTION.index("flash"),
         hidden_tp=0.0,
         hidden_dp=0.8,
@@ -88,4 +95,4 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
 
 def with_compiled_blocks(found: Framework) -> Framework:
     """Plait with compiled blocks: element-wise kernels fused and launches fewer, as torchtitan's are."""
-    return replace(found, eager=1.1, host_seconds=150e-6, norms=8)
+    return replace(found, norms_apart=0, rotary_apart=0, activation_apart=0, host_seconds=150e-6, norms=8)

@@ -195,8 +195,7 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     ffn = (1 - share) * model.ffn + share * (model.active * model.expert_ffn + model.shared_ffn)
     gathered = framework.whole_inputs
     whole = (framework.norms - 4 + 2 * old) * hidden / sequence + 4 * hidden * (gathered + (1 - gathered) / sequence)
-    unfused = 8 - 2 * (framework.eager <= 1.1)
-    inner = np.where(np.asarray(model.gated) > 0, unfused, 4) * ffn
+    inner = np.where(np.asarray(model.gated) > 0, 6 + 2 * framework.activation_apart, 4) * ffn
     attention_tp = 1 if job.whole_attention else at.tp
     split = inner / at.tp + (4 * width + 4 * kv + 4 * model.heads) / attention_tp
     split = split + share * 4 * model.active * hidden / at.tp

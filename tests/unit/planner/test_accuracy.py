@@ -28,7 +28,7 @@ def everything():
 def test_step_time(runs):
     found = runs["time"]["all"]["all"]
     assert found["rows"] >= 900
-    assert found["median"] < 0.06 and found["mean"] < 0.08 and found["p90"] < 0.16
+    assert found["median"] < 0.045 and found["mean"] < 0.065 and found["p90"] < 0.15
     assert abs(found["bias"]) < 0.04
     assert found["coverage"] > 0.85
 
@@ -36,12 +36,12 @@ def test_step_time(runs):
 def test_no_large_source_is_far_off(runs):
     for source, found in runs["time"]["source"].items():
         if found["rows"] >= 25:
-            assert found["median"] < 0.08, source
+            assert found["median"] < 0.06, source
 
 
 def test_memory(runs):
     found = runs["memory"]["all"]["all"]
-    assert found["median"] < 0.12 and found["coverage"] > 0.85
+    assert found["median"] < 0.06 and found["coverage"] > 0.83
 
 
 def test_ranking(runs):
@@ -72,3 +72,15 @@ def test_the_page_is_that_of_the_result():
 
     result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
     assert (ROOT / "docs/planner_accuracy.md").read_text() == markdown(result)
+
+
+def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
+    """Of sources that nothing was fitted to; the page is made anew with every change of constants."""
+    result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
+    out, back, unnamed = result["left out"]["runs"], result["12 rows"]["runs"], result["not named"]
+    time = out["time"]["all"]["all"]
+    assert time["median"] < 0.06 and time["mean"] < 0.085 and time["p90"] < 0.20 and 0.87 < time["coverage"] < 0.94
+    assert back["time"]["all"]["all"]["median"] < 0.04 and back["time"]["all"]["all"]["mean"] < 0.06
+    assert unnamed["time"]["all"]["all"]["median"] < 0.14 and unnamed["time"]["all"]["all"]["coverage"] > 0.85
+    assert out["memory"]["all"]["all"]["median"] < 0.07 and out["memory"]["all"]["all"]["coverage"] > 0.83
+    assert result["experts"]["time_experts"]["all"]["all"]["median"] < 0.20

@@ -37,7 +37,7 @@ def truth(changes, given):
 
 
 def test_a_machine_that_differs_is_found_from_a_few_rows():
-    measured = truth({"gemm.hopper": 0.8, "link": 0.6, "p2p": 1.5}, rows())
+    measured = truth({"gemm.hopper": 0.8, "link": 0.75, "p2p": 1.5}, rows())
     before, after = (summary(evaluate(measured, calibrate=given))["time"]["all"]["all"] for given in ((), measured[:10]))
     assert before["median"] > 0.1
     assert after["median"] < 0.03 and after["rows"] == 14
@@ -81,6 +81,20 @@ def test_an_offset_of_a_group_moves_no_constant():
     held = fit(predict, measured, names, known=knowledge().constants, spread=0.02, groups=groups, group_width=1.0)
     assert held.offsets is not None and held.offsets[0] == pytest.approx(0.05, abs=0.01)
     assert abs(np.log(held.rates["overall"])) < abs(np.log(free.rates["overall"]))
+
+
+def test_a_fit_is_the_same_from_wherever_it_begins_and_stays_in_the_physical_range():
+    runs = read_runs(rows())
+    names = relevant(tuple(CONSTANTS), runs.job)
+    predict, known = time_of(runs.job), knowledge().constants
+    measured = np.log([float(row["step_time_s"]) for row in truth({"gemm.hopper": 0.9, "p2p": 1.3}, rows())])
+    one = fit(predict, measured, names, known=known, spread=0.02, rounds=40)
+    begin = Rates({**one.rates.values, "gemm.hopper": 1.2 * one.rates["gemm.hopper"], "host": 0.5 * one.rates["host"]})
+    other = fit(predict, measured, names, known=known, spread=0.02, rounds=40, begin=begin)
+    assert other.rates["gemm.hopper"] == pytest.approx(one.rates["gemm.hopper"], rel=0.01)
+    fast = fit(predict, measured - 1.5, names, known=known, spread=0.02, rounds=40)
+    assert fast.rates["gemm.hopper"] <= known["gemm.hopper"].most * (1 + 1e-9)
+    assert fast.rates["memory"] <= 0.95 * (1 + 1e-9) and fast.rates["bubble"] >= 0.95 * (1 - 1e-9)
 
 
 def test_noise_is_part_of_the_deviation():

@@ -64,10 +64,10 @@ def test_a_cpu_has_constants_of_its_own(name):
     assert terms(gpu, changed(**{f"{name}_cpu": 2}), **layout) == terms(gpu, **layout)
 
 
-def test_float32_moves_twice_the_bytes():
+def test_float32_moves_twice_the_bytes_and_casts_nothing():
     gpu = {"dp_replicate": 1, "tp": 2, "micro_batch": 1024}
     half, whole = (terms(request("h100", precision=precision), **gpu) for precision in ("bf16", "fp32"))
-    assert whole["elementwise"] == pytest.approx(2 * half["elementwise"])
+    assert 1.2 * half["elementwise"] < whole["elementwise"] < 2 * half["elementwise"]  # a norm of 16 bits computes in float32 too
     assert whole["tp"] == pytest.approx(2 * half["tp"], rel=0.05)
 
 

@@ -32,7 +32,7 @@ def test_every_entry_is_plausible(name):
         ("V100-32GB-SXM2", "v100-32gb"),
         ("V100-16GB-SXM2", "v100-16gb"),
         ("GB200 (inferred)", "gb200"),
-        ("B200 (power limited)", "b200-limited"),
+        ("B200 (power limited)", "b200"),
         ("B200-SXM", "b200"),
         ("GB300", "gb300"),
         ("MI300X-192GB", "mi300x"),
