@@ -59,6 +59,10 @@ def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterSta
             raise ConfigError(Problem("experts.z_loss", statistics.z_loss, rule, "pass loss_fn=plait.causal_lm_loss, or use 0"))
         if statistics is not None and statistics.is_global:
             raise ConfigError(Problem("experts.balance", "global", rule, 'pass loss_fn=plait.causal_lm_loss, or use "micro_batch"'))
+        if statistics is not None and statistics.balances:
+            rule = f"with parallel.pp or parallel.cp the balance loss is a sum over ranks, which no output holds; {rule}"
+            remedy = "pass loss_fn=plait.causal_lm_loss, or use False"
+            raise ConfigError(Problem("model.config.output_router_logits", True, rule, remedy))
         return loss
     if statistics is None:
         return BalancedLoss(loss, coefficient) if adds_balance_loss(model) else loss

@@ -157,7 +157,8 @@ def test_step_bars_are_the_planners_seconds() -> None:
 def test_the_timeline_is_drawn_or_its_ends_are() -> None:
     """Every computation where they are few, with its seconds."""
     story, _, _ = told()
-    few = replace(story.plan, best=tuple(_fewest(story.plan)))
+    (fewest,) = _fewest(story.plan)
+    few = replace(story.plan, best=(replace(fewest, layout={**fewest.layout, "accumulation": 2 * fewest.layout["pp"]}),))
     whole = Page(plan_page(Story(few)))
     actions = [a for tag, a in whole.tags if tag == "rect" and a.get("class") == "action"]
     walked = detail.timeline(few.request, few.best[0])
