@@ -68,7 +68,7 @@ def run(kind: Kind, *, rank: int, ranks: int, transport: str, stage: int = 2) ->
     if told is None:
         outcome.wrong.append("it told nothing")
         return outcome
-    outcome.first_line, outcome.told = after[0][1], [text for _, text in after]
+    outcome.first_line, outcome.told = _portable(after[0][1]), [text for _, text in after]
     outcome.told_seconds, outcome.ended_seconds = told[0] - at, ended - told[0]
     limit = ALLOWED_SECONDS + (TIMEOUT_SECONDS if kind.hangs else 0)
     others = [other for other in range(ranks) if other != rank]
@@ -110,10 +110,15 @@ def run_slow(*, ranks: int, transport: str, seconds: float, stall: float = 4.0, 
         lines, outcome.exit_code, _ = _launched(plan | {"transport": transport, "log": str(log)}, ranks)
         ends = [note for note in _notes(log) if note[0] == "end"]
     alarms = [text for _, text in lines if text.startswith("plait:")]
-    outcome.first_line = alarms[0] if alarms else ""
+    outcome.first_line = _portable(alarms[0]) if alarms else ""
     if alarms or outcome.exit_code or len(ends) != ranks:
         outcome.wrong.append(f"exit code {outcome.exit_code}, {len(ends)} ranks ended, told: {alarms[:2]}")
     return outcome
+
+
+def _portable(line: str) -> str:
+    """Without the place of this checkout."""
+    return line.replace(f"{ROOT}/", "")
 
 
 def _launched(plan: dict[str, Any], ranks: int, *, stacks: Path | None = None) -> tuple[list[tuple[float, str]], int, float]:

@@ -5,6 +5,7 @@ The rule is that of Transformers' DeepSpeed integration: "auto" is filled, and a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,9 @@ def _unfit(resolved: Resolved) -> list[Problem]:
     if resolved.layout.ep > 1 and resolved.layout.tp > 1:
         rule = f"with parallel.tp = {resolved.layout.tp} the Trainer has not been run"
         found.append(Problem("parallel.ep", resolved.layout.ep, rule, "use 1, or train_batch with plait.causal_lm_loss"))
-    routing = resolved.routing
-    for name, value, none in (("z_loss", routing.z_loss, 0.0), ("balance", routing.balance, "micro_batch")):
-        if value != none:
-            rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss, which adds those of routers"
-            found.append(Problem(f"experts.{name}", value, rule, f"use {none}, or train_batch"))
+    for setting, value, off in resolved.routing.added:
+        rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss, which adds those of routers"
+        found.append(Problem(setting, value, rule, f"use {json.dumps(off)}, or train_batch"))
     if resolved.loss_chunk_tokens:
         rule = "the Trainer takes the loss from the model, not plait.causal_lm_loss"
         found.append(Problem("parallel.loss_chunk_tokens", resolved.loss_chunk_tokens, rule, "use 0, or train_batch"))

@@ -95,9 +95,12 @@ def measure_overlap(tensors: Sequence[Stored], *, rows: int, dtype: torch.dtype)
 def _sample(tensors: Sequence[Stored], most: int) -> list[Stored]:
     """The largest, until they have so many bytes."""
     chosen: list[Stored] = []
+    size = 0
     for one in sorted(tensors, key=lambda one: -one.size):
-        if sum(other.size for other in chosen) < most:
-            chosen.append(one)
+        if size >= most:
+            break
+        chosen.append(one)
+        size += one.size
     return chosen
 
 

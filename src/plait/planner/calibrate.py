@@ -25,7 +25,6 @@ from plait.planner.states import account_rows
 Array = NDArray[np.float64]
 _FREEDOM = 4.0
 _STEP = 1e-3
-_ENDS = (("least", -math.inf), ("most", math.inf))
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,8 @@ def fit(
     theta = np.zeros(len(names) + count)
     if begin is not None:
         theta[: len(names)] = [math.log(float(begin[name]) / start[name]) for name in names]
-    least, most = (np.array([_log(getattr(known[n], end) / start[n]) for n in names] + [free] * count) for end, free in _ENDS)
+    least = np.array([_log(known[name].least / start[name]) for name in names] + [-math.inf] * count)
+    most = np.array([_log(known[name].most / start[name]) for name in names] + [math.inf] * count)
 
     def rates_at(theta: Array) -> Rates:
         return Rates({**start, **{name: start[name] * float(np.exp(theta[i])) for i, name in enumerate(names)}})

@@ -7,6 +7,7 @@ does, and any optimizer steps. What needs to see the step (`why_called`) has it 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 from plait._torch.dtensor import local_tensor
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import Resolved
-from plait.errors import ConfigError, InputError, ModelError, Problem
+from plait.errors import ConfigError, InputError, ModelError, Problem, refuse
 from plait.model.experts import wants_balance_loss
 from plait.optim.gradient_math import multiply_all
 from plait.optim.gradient_norm import clip_factor
@@ -230,10 +231,7 @@ def _refuse_losses_of_routers(model: nn.Module, resolved: Resolved) -> None:
     """Where Plait would compute them, and the loss of the loop leaves them out."""
     rule = "Plait adds it to plait.causal_lm_loss, and your own loop computes its loss"
     remedy = "use plait.initialize and engine.train_batch"
-    if resolved.routing.z_loss:
-        raise ConfigError(Problem("experts.z_loss", resolved.routing.z_loss, rule, f"{remedy}, or 0"))
-    if resolved.routing.balance != "micro_batch":
-        raise ConfigError(Problem("experts.balance", resolved.routing.balance, rule, f'{remedy}, or "micro_batch"'))
+    refuse(Problem(setting, value, rule, f"{remedy}, or {json.dumps(off)}") for setting, value, off in resolved.routing.added)
     if resolved.layout.pp > 1 and wants_balance_loss(model):
         rule = f"with parallel.pp = {resolved.layout.pp} the balance loss is a sum over the stages; {rule}"
         raise ConfigError(Problem("model.config.output_router_logits", True, rule, f"{remedy}, or False"))

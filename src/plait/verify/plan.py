@@ -7,6 +7,7 @@ the batch and the buckets shrink with the model, each with a line that says so.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -146,11 +147,8 @@ def prepare(
         refuse_peer(engine, resolved, passes)
         resolved, more = in_float32(resolved)
         rest += more
-    routing = resolved.routing
-    if routing.z_loss or routing.balance != "micro_batch":
-        name, value = ("z_loss", routing.z_loss) if routing.z_loss else ("balance", routing.balance)
-        rule = "the reference has the losses of Transformers, which are of one micro-batch and have no z loss"
-        raise ConfigError(Problem(f"experts.{name}", value, rule, "leave it out with --set"))
+    rule = "the reference has the losses of Transformers, which are of one micro-batch and have no z loss"
+    refuse(Problem(setting, value, rule, f"use {json.dumps(off)}") for setting, value, off in resolved.routing.added)
     choice = choose(config, model, layout=resolved.layout)
     buckets = resolved.data_parallel
     # What is compared computes the same numbers from the first step to the last.

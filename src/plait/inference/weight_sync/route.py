@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -43,13 +44,13 @@ def pieces_of(
     there). `same_ranks`: source 0 and target 0 are one process, and so on. Raises InputError where the models differ."""
     have, want = _merged(sources), _merged(targets)
     _compare(have, want)
-    skipped = _tied(sources) & _tied(targets)
+    skipped = _tied(have) & _tied(want)
     found = []
     for name, there in want.items():
         if name in skipped:
             continue
-        dtype, shape = next(iter(there.values())).dtype, next(iter(there.values())).shape
-        record = TensorRecord(dtype=dtype, shape=shape)
+        held = next(iter(there.values()))
+        record = TensorRecord(dtype=held.dtype, shape=held.shape)
         holders = _by_window(have[name])
         given = {window for window, ranks in holders.items() if any(("source", rank) in mine for rank in ranks)}
         for window, ranks in _by_window(there).items():
@@ -85,9 +86,8 @@ def _compare(have: Mapping[str, Mapping[int, Held]], want: Mapping[str, Mapping[
             raise InputError(f"the models differ: {name} has shape {shape} in the source and {other} in the target")
 
 
-def _tied(holdings: Sequence[Holding]) -> set[str]:
+def _tied(merged: Mapping[str, Mapping[int, Held]]) -> set[str]:
     """Names that are, on every rank that holds them, another name of a tensor that is there too."""
-    merged = _merged(holdings)
     return {name for name, there in merged.items() if all(held.same_as for held in there.values())}
 
 
@@ -126,10 +126,7 @@ def _cut(window: Window, record: TensorRecord) -> Iterator[Window]:
 
 
 def _elements(window: Window) -> int:
-    found = 1
-    for _, size in window:
-        found *= size
-    return found
+    return prod(size for _, size in window)
 
 
 def _bytes(window: Window, record: TensorRecord) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.content import ContentHash, pieces
 from plait.checkpoint.windows import Window, inside, window_of
+from plait.errors import CommunicationError
 from plait.inference.weight_sync.route import PIECE, Piece
 
 Verification = Literal["full", "sums", "off"]
@@ -101,6 +102,19 @@ def move(
         while waiting:
             end_first()
     return moved
+
+
+def checked(received: ContentHash, sent: Iterable[bytes], counted: Iterable[bytes]) -> str:
+    """The content hash, of what every source rank has `counted`. Raises CommunicationError where what was `received` is not what was
+    `sent` here."""
+    expected, content = ContentHash(), ContentHash()
+    for one in sent:
+        expected.add(one)
+    for one in counted:
+        content.add(one)
+    if bytes(expected) != bytes(received):
+        raise CommunicationError(f"what arrived has the hash {received}, and what was sent {expected}; the weights are not used")
+    return str(content)
 
 
 def _part(tensor: torch.Tensor, window: Window) -> torch.Tensor:

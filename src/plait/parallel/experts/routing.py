@@ -32,6 +32,15 @@ class Routing(Technique):
     z_loss: float = 0.0
     """Coefficient of the squared logarithms of the sums of exponentials of routers' logits; 0 for none."""
 
+    @property
+    def added(self) -> list[tuple[str, float | str, float | str]]:
+        """What this adds to the loss, or changes of it, as (setting, its value, the value that leaves the loss as it is)."""
+        settings: tuple[tuple[str, float | str, float | str], ...] = (
+            ("experts.z_loss", self.z_loss, 0.0),
+            ("experts.balance", self.balance, "micro_batch"),
+        )
+        return [setting for setting in settings if setting[1] != setting[2]]
+
     def check(self, context: Context) -> None:
         """Raise ConfigError or ModelError for what would be counted on a part of the tokens, or not at all."""
         model = context.model
