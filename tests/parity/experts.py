@@ -6,13 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 import plait
+from plait._torch.dtensor import local_tensor
+from plait.engine.engine import Engine
 from plait.losses.loss import Weighted
+from plait.model.facts import ModelFacts
+from plait.parallel.accounting.ledger import Ledger
+from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
 from tests.parity import cases
@@ -29,6 +34,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.05,
         "sliding_window": None,
+    },
+    "qwen2_moe": {
+        **LLAMA_LIKE,
+        "intermediate_size": 40,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.05,
     },
     "qwen3_moe": {
         **LLAMA_LIKE,
@@ -175,6 +189,43 @@ def train(rank: int, world: int, case: Case) -> Result:
         trace = engine_trace(engine, steps(case, 2 * engine.dp_size))
         engine.eval_batch(steps(case, 2)[0][0])  # tokens of an evaluation are not counted
     return trace, biases(model)
+
+
+class Account(NamedTuple):
+    """Of one step: what a rank sent and what it was said to send, and bytes of (parameters, states of the optimizer)."""
+
+    sent: dict[str, int]
+    said: dict[str, int]
+    held: tuple[int, int]
+    said_held: tuple[int, ...]
+
+
+def account_of(engine: Engine, facts: ModelFacts, traffic: dict[str, int], rank: int) -> Account:
+    """Of an engine that has trained a step on 2 x 16 tokens a micro-batch, and of the ledger."""
+    layout = engine.mesh.layout
+    start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
+    ledger = account_all(engine.config.techniques, start, facts)
+    parameters = sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters())
+    states = sum(local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values())
+    sent = {kind: count for kind, count in traffic.items() if kind != "control"}
+    said = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
+    return Account(sent, said, (parameters, states), tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")))
+
+
+Trained = tuple[Engine, dict[str, torch.Tensor]]
+"""An engine, and the batch of its rank."""
+
+
+def carried_over(one: Trained, other: Trained, folder: str) -> list[float]:
+    """What the next step's losses and norms differ by after the checkpoint of each engine was loaded by the other."""
+    found = []
+    for (saver, given), (loader, read) in ((one, other), (other, one)):
+        saver.save_checkpoint(f"{folder}/{len(found)}")
+        expected = saver.train_batch(given)
+        loader.load_checkpoint(f"{folder}/{len(found)}")
+        after = loader.train_batch(read)
+        found += [float(after) - float(expected), float(after.grad_norm) - float(expected.grad_norm)]
+    return found
 
 
 # ---- one process --------------------------------------------------------------------------------------------------------------------

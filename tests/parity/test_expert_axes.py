@@ -12,20 +12,17 @@ import pytest
 import torch
 
 import plait
-from plait._torch.dtensor import local_tensor
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
-from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.experts import Case, assert_equal, build, configured, routers, train
+from tests.parity.experts import Account, Case, account_of, assert_equal, build, carried_over, configured, routers, train
 from tests.pool import Pool
 
 FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
-RING, ULYSSES = ("context", "ring"), ("context", "ulysses")
+RING, ULYSSES, SEQUENCE = ("context", "ring"), ("context", "ulysses"), ("sequence_parallel", True)
 CP2, TP2, EP2 = ("cp", 2), ("tp", 2), ("ep", 2)
 CASES = [
     Case("mixtral", 0, (CP2, EP2), balance=True, more=(RING, FULL)),
@@ -33,6 +30,8 @@ CASES = [
     Case("deepseek_v3", 0, (CP2, EP2), rate=0.01),
     Case("mixtral", 0, (TP2, EP2), balance=True, routed="unused", more=(FULL,)),
     Case("deepseek_v3", 0, (TP2, EP2), rate=0.01),
+    Case("mixtral", 0, (TP2, EP2), balance=True, z_loss=0.01, more=(SEQUENCE, FULL)),
+    Case("deepseek_v3", 0, (TP2, EP2), rate=0.01, more=(SEQUENCE,)),
 ]
 FOUR = [
     Case("mixtral", 3, (CP2, EP2), balance=True, routed="one", dp=2, more=(RING,)),
@@ -49,6 +48,17 @@ MORE = [
     Case("mixtral", 0, (TP2, CP2, EP2), balance=True),
     Case("deepseek_v3", 1, (TP2, EP2), rate=0.01, dp=2),
     Case("qwen3_moe", 0, (TP2,), balance=True, dp=1),
+    Case("qwen2_moe", 0, (TP2, EP2), balance=True, more=(SEQUENCE, FULL)),
+    Case("qwen2_moe", 3, (TP2,), balance=True, dp=2, routed="unused"),
+    Case("qwen3_moe", 0, (TP2, EP2), balance=True, more=(SEQUENCE, SELECTIVE)),
+    Case("deepseek_v3", 0, (TP2,), rate=0.01, more=(SEQUENCE, FULL)),
+    Case("deepseek_v3", 0, (TP2, ("pp", 2), EP2), z_loss=0.02, more=(SEQUENCE,)),
+    Case("mixtral", 3, (TP2, EP2), balance=True, balanced="global", routed="one", dp=2, more=(SEQUENCE,)),
+    Case("mixtral", 0, (TP2, CP2, ("ep", 4)), balance=True, more=(SEQUENCE, RING)),
+    Case("mixtral", 0, (("tp", 4), EP2), balance=True, more=(SEQUENCE,)),
+    Case("gpt_oss", 0, (TP2, EP2), balance=True),
+    Case("gpt_oss", 0, (TP2, EP2), balance=True, routed="unused", more=(SEQUENCE, FULL)),
+    Case("gpt_oss", 1, (TP2,), balance=True, dp=2, more=(SEQUENCE,)),
 ]
 LOSSES = [
     Case("mixtral", 0, balance=True, balanced="global", z_loss=0.01, dp=2),
@@ -126,9 +136,8 @@ def test_more_equals_one_process(pool: Pool, case: Case) -> None:
 # ---- one engine, asked for everything else --------------------------------------------------------------------------------------------
 
 
-def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...]:
-    """(bytes sent, bytes accounted for, states held, states accounted for, what checkpoints carried over to a layout of data-parallel ranks
-    alone and back). Runs in a worker."""
+def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Account, list[float]]:
+    """(bytes, what checkpoints carried over to a layout of data-parallel ranks alone and back). Runs in a worker."""
     model, other, plain = build(case), build(case), Case(case.family, 1, dp=2)
     plan = make_plan(model, tp=2, blocks=find_blocks(model)) if ("tp", 2) in case.degrees else None
     facts = model_facts(model, find_blocks(model), tensor_plan=plan)
@@ -152,31 +161,23 @@ def one_engine(rank: int, world: int, case: Case, folder: str) -> tuple[Any, ...
         alone = {**configured(plain), "train_micro_batch_size_per_gpu": 1}
         without = plait.initialize(other, alone, loss_fn=plait.causal_lm_loss)
         mine = {name: rows[without.dp_rank :: 2] for name, rows in batch.items()}
-        carried = []
-        for (saver, given), (loader, read) in (((engine, batch), (without, mine)), ((without, mine), (engine, batch))):
-            saver.save_checkpoint(f"{folder}/{len(carried)}")
-            expected = saver.train_batch(given)
-            loader.load_checkpoint(f"{folder}/{len(carried)}")
-            found = loader.train_batch(read)
-            carried += [float(found) - float(expected), float(found.grad_norm) - float(expected.grad_norm)]
-    layout = engine.mesh.layout
-    start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
-    ledger = account_all(engine.config.techniques, start, facts)
-    parameters = sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters())
-    states = sum(local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values())
-    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    accounted = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
-    return sent, accounted, (parameters, states), tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer")), carried
+        carried = carried_over((engine, batch), (without, mine), folder)
+    return account_of(engine, facts, traffic.bytes(), rank), carried
 
 
 @pytest.mark.parametrize(
     "case",
-    [Case("mixtral", 0, (CP2, EP2)), Case("mixtral", 0, (TP2, EP2)), Case("deepseek_v3", 0, (CP2, EP2), more=(RING,))],
+    [
+        Case("mixtral", 0, (CP2, EP2)),
+        Case("mixtral", 0, (TP2, EP2)),
+        Case("deepseek_v3", 0, (CP2, EP2), more=(RING,)),
+        Case("deepseek_v3", 0, (TP2, EP2), more=(SEQUENCE,)),
+    ],
     ids=lambda case: case.name,
 )
 def test_everything_else_of_an_engine(pool: Pool, case: Case, tmp_path: Path) -> None:
     """It sends and holds what the ledger says, and its checkpoint goes on on data-parallel ranks alone, as theirs goes on with it."""
-    for sent, accounted, held, accounted_states, carried in pool.run(2, one_engine, case, str(tmp_path)):
-        assert sent == accounted
-        assert held == accounted_states
+    for account, carried in pool.run(2, one_engine, case, str(tmp_path)):
+        assert account.sent == account.said
+        assert account.held == account.said_held
         assert max(map(abs, carried)) < 1e-12

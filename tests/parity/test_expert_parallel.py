@@ -12,16 +12,13 @@ import pytest
 import torch
 
 import plait
-from plait._torch.dtensor import local_tensor
 from plait.errors import InputError
 from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
-from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.experts import SIZES, Case, assert_equal, build, configured, routers, steps, train
+from tests.parity.experts import SIZES, Account, Case, account_of, assert_equal, build, carried_over, configured, routers, steps, train
 from tests.pool import Pool
 
 FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
@@ -92,8 +89,8 @@ def balanced(module: Any, args: Any, output: Any) -> Any:
     return logits, weights, even
 
 
-def one_engine(rank: int, world: int, case: Case, folder: str, plain: Case) -> tuple[Any, ...]:
-    """(bytes sent, bytes accounted for, states held, states accounted for, refusals, what checkpoints carried over). Runs in a worker."""
+def one_engine(rank: int, world: int, case: Case, folder: str, plain: Case) -> tuple[Account, list[str], list[float]]:
+    """(bytes, refusals, what checkpoints carried over). Runs in a worker."""
     model, other = build(case), build(plain)
     facts = model_facts(model, find_blocks(model))
     for router in (*routers(model), *routers(other)):
@@ -111,22 +108,8 @@ def one_engine(rank: int, world: int, case: Case, folder: str, plain: Case) -> t
                 call()
             refused.append(str(error.value))
         without = plait.initialize(other, configured(plain), loss_fn=plait.causal_lm_loss)
-        carried = []
-        for saver, loader in ((engine, without), (without, engine)):
-            saver.save_checkpoint(f"{folder}/{len(carried)}")
-            expected = saver.train_batch(batch)
-            loader.load_checkpoint(f"{folder}/{len(carried)}")
-            found = loader.train_batch(batch)
-            carried += [float(found) - float(expected), float(found.grad_norm) - float(expected.grad_norm)]
-    layout = engine.mesh.layout
-    start = Ledger.of_rank(layout, layout.coordinates(rank), accumulation=2, tokens=2 * 16)
-    ledger = account_all(engine.config.techniques, start, facts)
-    parameters = sum(local_tensor(p.detach()).untyped_storage().nbytes() for p in engine.model.parameters())
-    states = sum(local_tensor(v).nbytes for state in engine.optimizer.state.values() for v in state.values())
-    sent = {kind: count for kind, count in traffic.bytes().items() if kind != "control"}
-    accounted = {kind: int(count[0]) for kind, count in ledger.traffic.items() if count[0]}
-    held = (parameters, states), tuple(int(ledger.memory[kind][0]) for kind in ("parameters", "optimizer"))
-    return sent, accounted, *held, refused, carried
+        carried = carried_over((engine, batch), (without, batch), folder)
+    return account_of(engine, facts, traffic.bytes(), rank), refused, carried
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -134,9 +117,9 @@ def test_everything_else_of_an_engine(pool: Pool, stage: int, tmp_path: Path) ->
     """It sends and holds what the ledger says, refuses what is not proven, and its checkpoint goes on without ep, as one without ep goes on
     with it."""
     case, plain = Case("mixtral", stage, EP2, dp=2), Case("mixtral", 1 - stage, dp=2)
-    for sent, accounted, held, accounted_states, refused, carried in pool.run(2, one_engine, case, str(tmp_path), plain):
-        assert sent == accounted
-        assert held == accounted_states
+    for account, refused, carried in pool.run(2, one_engine, case, str(tmp_path), plain):
+        assert account.sent == account.said
+        assert account.held == account.said_held
         assert all("is not proven with experts" in message for message in refused)
         assert max(map(abs, carried)) < 1e-12
 

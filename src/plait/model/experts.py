@@ -14,7 +14,7 @@ from torch import nn
 
 BIAS = "e_score_correction_bias"
 """Transformers' name for what is added to a router's scores where experts are chosen, and not where they are weighted."""
-SPLIT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """`config.model_type` of models that are compared with one process where tensor parallelism splits their other layers."""
 _MARKS = ("num_experts", "is_transposed", "has_gate")
 """Attributes that Transformers' `use_experts_implementation` gives to a module of experts."""

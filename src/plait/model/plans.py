@@ -66,6 +66,10 @@ class TensorPlan:
     """Children of blocks (attention, MLP) whose first input is gathered along the sequence under sequence parallelism: they derive shapes
     and positions from it. Row-parallel layers inside return sequence shards. A column-parallel layer that is itself a child of a block
     gathers its own input."""
+    whole: tuple[str, ...]
+    """Children of blocks (layers of experts, attention that is not split) that every rank computes on all tokens under sequence
+    parallelism: their first input is gathered along the sequence, and each rank keeps its own tokens of the output. Inside, layers are
+    split as without sequence parallelism."""
     final_norm: str | None
     head: str | None
     embedding: str | None
@@ -124,6 +128,7 @@ def _plan_of(model: nn.Module, *, tp: int, user: Mapping[str, str] | None, block
         heads={attention.name: attention.heads for attention in attentions if attention.heads is not None},
         norms=order.norms,
         regions=order.regions,
+        whole=order.whole,
         final_norm=order.final_norm,
         head=head,
         embedding=embedding,

@@ -1,8 +1,10 @@
 """Whether the blocks of a model can compute on sequence shards, and what their children then do.
 
 Between blocks the hidden states [batch, seq, hidden] are sharded along the sequence. Attention and MLP all-gather their input, and their
-row-parallel layers reduce-scatter their output; norms compute on shards. Any other module with parameters, or one that mixes tokens outside
-of attention and MLP, would compute wrong values, so the model is refused. This is decided from the structure alone.
+row-parallel layers reduce-scatter their output; norms compute on shards. In families with experts, layers of experts, and an attention
+that tp does not split, are computed by every rank on all tokens, and each keeps its own of the output. Any other module with parameters,
+or one that mixes tokens outside of attention and MLP, would compute wrong values, so the model is refused. This is decided from the
+structure alone.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Literal
 from torch import nn
 
 from plait._torch.modules import DROPOUTS
+from plait.model.experts import SPLIT_FAMILIES, find_experts
 from plait.model.layers import is_norm
 from plait.model.rules import COLUMN_STYLES, ROW_STYLES, Style
 
@@ -30,22 +33,30 @@ class SequenceFacts:
 
     norms: tuple[str, ...]
     regions: tuple[str, ...]
+    whole: tuple[str, ...]
     final_norm: str | None
     possible: Literal[True] | str
+
+
+def is_inside(name: str, owners: Sequence[str]) -> bool:
+    """Whether a module or parameter of that full name is below one of the modules."""
+    return any(name.startswith(f"{owner}.") for owner in owners)
 
 
 def sequence_facts(model: nn.Module, styles: Mapping[str, Style], blocks: Sequence[str], whole_sequence: str | None) -> SequenceFacts:
     """Facts for blocks named `blocks` whose modules have `styles`; `whole_sequence` is a reason known of the family."""
     norms: list[str] = []
     regions: list[str] = []
+    whole: list[str] = []
     reasons = [whole_sequence] if whole_sequence else []
     reasons += _model_reasons(model, blocks)
     for block in blocks:
-        _look_at_block(model, block, styles, norms, regions, reasons)
+        whole += _whole_parts(model, block, styles)
+        _look_at_block(model, block, styles, norms, regions, whole, reasons)
     final = _final_norm(model, blocks)
     if final is not None:
         norms.append(final)
-    return SequenceFacts(tuple(norms), tuple(regions), final, reasons[0] if reasons else True)
+    return SequenceFacts(tuple(norms), tuple(regions), tuple(whole), final, reasons[0] if reasons else True)
 
 
 def _model_reasons(model: nn.Module, blocks: Sequence[str]) -> list[str]:
@@ -59,10 +70,31 @@ def _model_reasons(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     return []
 
 
+def _whole_parts(model: nn.Module, block: str, styles: Mapping[str, Style]) -> list[str]:
+    """Children of a block, in a family that is compared with one process so, that hold experts, or whose layers, if any are split, gather
+    what they compute."""
+    if getattr(getattr(model, "config", None), "model_type", None) not in SPLIT_FAMILIES:
+        return []
+    found = []
+    for leaf, child in model.get_submodule(block).named_children():
+        name = f"{block}.{leaf}"
+        inside = [style for other, style in styles.items() if other == name or is_inside(other, (name,))]
+        has_parts = any(style not in _GATHERED for style in inside)
+        if next(child.parameters(), None) is not None and not is_norm(child) and (find_experts(child) or not has_parts):
+            found.append(name)
+    return found
+
+
 def _look_at_block(
-    model: nn.Module, block: str, styles: Mapping[str, Style], norms: list[str], regions: list[str], reasons: list[str]
+    model: nn.Module,
+    block: str,
+    styles: Mapping[str, Style],
+    norms: list[str],
+    regions: list[str],
+    whole: Sequence[str],
+    reasons: list[str],
 ) -> None:
-    """Sort the children of one block; adds to the three lists."""
+    """Sort the children of one block that are not computed on all tokens; adds to `norms`, `regions` and `reasons`."""
     module = model.get_submodule(block)
     reasons += [f"{block} has a parameter of its own, {name}" for name, _ in module.named_parameters(recurse=False)]
     crossing = [name for name, _ in module.named_modules() if any(word in name.lower() for word in _CROSS_WORDS)]
@@ -74,7 +106,7 @@ def _look_at_block(
         name = f"{block}.{leaf}"
         if next(child.parameters(), None) is None:
             continue
-        if name in styles:
+        if name in styles or name in whole:
             continue
         inside = {inner: style for inner, style in styles.items() if inner.startswith(f"{name}.")}
         if inside:
@@ -85,7 +117,7 @@ def _look_at_block(
         else:
             reasons.append(f"{name} ({type(child).__name__}) is neither a norm nor split over tp")
     dropout = _dropout(module, block)
-    gathered = any(style in _GATHERED and name.startswith(f"{block}.") for name, style in styles.items())
+    gathered = any(is_inside(name, (block,)) for name in (*whole, *(name for name, style in styles.items() if style in _GATHERED)))
     if dropout and gathered:
         reasons.append(f"{dropout}, and a part of {block} is computed on every rank, on which each would drop other places")
 

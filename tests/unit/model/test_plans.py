@@ -315,6 +315,7 @@ def test_a_norm_with_weights_for_every_head_is_refused_in_a_user_s_plan() -> Non
         ("opt", {}, "OPT's blocks flatten batch and sequence"),
         ("gpt2", {"resid_pdrop": 0.1}, r"resid_dropout drops with p = 0.1"),
         ("bloom", {"hidden_dropout": 0.2}, "hidden_dropout = 0.2, and a part of transformer.h.0 is computed on every rank"),
+        ("mixtral", {"attention_dropout": 0.1}, "attention_dropout = 0.1, and a part of model.layers.0 is computed on every rank"),
         ("gpt2", {"add_cross_attention": True}, "cross-attention reads a second sequence"),
         ("bert", {}, r"attention holds output.LayerNorm \(LayerNorm\)"),
         ("doge", {}, "has a parameter of its own"),

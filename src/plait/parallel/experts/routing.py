@@ -17,7 +17,6 @@ from plait.parallel.experts.bias_update import BiasUpdate
 from plait.parallel.experts.router_statistics import RouterStatistics
 from plait.parallel.hooks import StepHook
 from plait.parallel.technique import Context, Parts, Technique
-from plait.parallel.tensor.tensor_parallel import TensorParallel
 
 Balance = Literal["micro_batch", "global"]
 
@@ -46,15 +45,6 @@ class Routing(Technique):
         model = context.model
         if model is None:
             return
-        why = (
-            (bool(self.bias_update_rate), "experts.bias_update_rate is set"),
-            (bool(self.z_loss), "experts.z_loss is set"),
-            (wants_balance_loss(model), "model.config.output_router_logits is true"),
-        )
-        counts = next((reason for applies, reason in why if applies), None)
-        if counts and context.layout.tp > 1 and context.chosen(TensorParallel).sequence_parallel:
-            rule = f"{counts}, and a router that sees a part of a sequence counts that part alone"
-            raise ConfigError(Problem("parallel.sequence_parallel", "true", rule, "use false"))
         cut = next((f"{axis} = {getattr(context.layout, axis)}" for axis in ("pp", "cp") if getattr(context.layout, axis) > 1), None)
         if cut is not None and wants_balance_loss(model):
             _check_statistics(model, f"parallel.{cut}", f"use parallel.{cut[:2]} = 1")

@@ -57,7 +57,10 @@ def _plan_of_rank(plan: TensorPlan, cut: StageCut, own: set[int], blocks: tuple[
         return bool(({0 if in_front else cut.stages - 1} | again) & own)
 
     return replace(
-        plan, modules=tuple(entry for entry in plan.modules if runs(entry.name)), norms=tuple(name for name in plan.norms if runs(name))
+        plan,
+        modules=tuple(entry for entry in plan.modules if runs(entry.name)),
+        norms=tuple(name for name in plan.norms if runs(name)),
+        whole=tuple(name for name in plan.whole if runs(name)),
     )
 
 

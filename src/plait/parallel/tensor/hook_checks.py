@@ -16,6 +16,7 @@ from plait._torch.modules import DROPOUTS, HookKind, has_gradient_hooks, hooks_o
 from plait.errors import ModelError
 from plait.model.plans import TensorPlan
 from plait.model.rules import Style
+from plait.model.sequence import is_inside
 
 Part = tuple[str, nn.Module, tuple[HookKind, ...], str]
 """A module, those of its hooks that are given a part, and of what."""
@@ -93,7 +94,8 @@ def _parts(model: nn.Module, plan: TensorPlan, *, blocks: tuple[str, ...], seque
     styles = plan.styles
     inside = {inner for name, style in styles.items() if style in ("colwise", "kv_replicated") for inner in _between(model, name, plan)}
     for name, module in model.named_modules():
-        if sequence_parallel and (name in plan.norms or any(name == block or name.startswith(f"{block}.") for block in blocks)):
+        in_blocks = name in blocks or is_inside(name, blocks)
+        if sequence_parallel and (name in plan.norms or in_blocks) and not is_inside(name, plan.whole):
             behind_the_end = name == plan.final_norm or (plan.final_norm is None and name == blocks[-1])
             yield name, module, (*_BEFORE, *_BACKWARD) if behind_the_end else _ALL, "the sequence"
         elif name in styles:

@@ -25,6 +25,7 @@ from plait._torch.dtensor import local_tensor
 from plait._torch.modules import hooks_of, own_parameters
 from plait.comm.collectives import enter, gather, gather_sum, leave, leave_scatter, shard_range, split
 from plait.model.layers import is_conv1d
+from plait.parallel.containers import rebuilt
 from plait.parallel.tensor.overlap import Weight, enter_overlapped, product, summed_product
 from plait.parallel.tensor.random_streams import SplitStream
 
@@ -226,6 +227,23 @@ def gather_at(module: nn.Module, region: Region) -> None:
         return on_hidden(lambda hidden: gather_sum(hidden, region.group, dim=SEQUENCE, length=region.length), args, kwargs)
 
     module.register_forward_pre_hook(gather, with_kwargs=True, prepend=True)
+
+
+def compute_whole(module: nn.Module, region: Region) -> None:
+    """Compute a part of a block on all tokens, the same on every rank: its sequence-sharded first input is gathered, and each rank keeps
+    its own tokens of the output, alone or the first of a tuple. The gradient of the output is gathered too, so those of parameters are
+    whole on every rank, and a rank's part of the input's is a slice."""
+
+    def gather_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return on_hidden(lambda hidden: gather(hidden, region.group, dim=SEQUENCE, length=region.length), args, kwargs)
+
+    def keep_own(_module: nn.Module, _args: object, output: Any) -> Any:
+        if isinstance(output, tuple | list):
+            return rebuilt(output, {**dict(enumerate(output)), 0: split(output[0], region.group, dim=SEQUENCE)})
+        return split(output, region.group, dim=SEQUENCE)
+
+    module.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
+    module.register_forward_hook(keep_own)
 
 
 def on_hidden(

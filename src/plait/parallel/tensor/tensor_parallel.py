@@ -20,6 +20,7 @@ from plait.comm.collectives import gather, shard_range, split
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.model.plans import Sharded, TensorPlan, make_plan
+from plait.model.sequence import is_inside
 from plait.model.tied import tied_names
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.containers import rebuilt
@@ -61,7 +62,7 @@ class TensorParallel(Technique):
         _split_parameters(parts.model, plan, region.mesh)
         _set_forwards(parts.model, plan, region, parts.blocks)
         if self.sequence_parallel:
-            region.own_random = "nothing" if _gathers_inside(plan, parts.blocks) else "blocks"
+            region.own_random = "nothing" if plan.whole or _gathers_inside(plan, parts.blocks) else "blocks"
             _shard_sequence(parts.model, plan, region, parts.blocks)
         _end_parts(parts.model, region, parts.blocks)
         _gather_what_is_returned(parts.model, plan, region, parts.blocks)
@@ -121,12 +122,15 @@ def _set_forwards(model: nn.Module, plan: TensorPlan, region: Region, blocks: tu
     containers = plan.regions if region.sequence_parallel else ()
     for name in containers:
         styles.gather_at(model.get_submodule(name), region)
+    whole = plan.whole if region.sequence_parallel else ()
+    for name in whole:
+        styles.compute_whole(model.get_submodule(name), region)
     region_inputs: dict[str, RegionInput] = {}
     for index, entry in enumerate(plan.modules):
         module = model.get_submodule(entry.name)
-        in_block = region.sequence_parallel and any(entry.name.startswith(f"{block}.") for block in blocks)
+        in_block = region.sequence_parallel and is_inside(entry.name, blocks) and not is_inside(entry.name, whole)
         parent = entry.name.rpartition(".")[0]
-        opened = any(entry.name.startswith(f"{container}.") for container in containers)
+        opened = is_inside(entry.name, containers)
         region_input = region_inputs.setdefault(parent, RegionInput(region, sequence=in_block, opened=opened, uses=0))
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated"):
             region_input.uses += 1
@@ -145,7 +149,7 @@ def _ends_behind(index: int, plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
 
 def _gathers_inside(plan: TensorPlan, blocks: tuple[str, ...]) -> bool:
     gathered = [entry.name for entry in plan.modules if entry.style in ("colwise_gather_output", "rowwise_split_input")]
-    return any(name.startswith(f"{block}.") for name in gathered for block in blocks)
+    return any(is_inside(name, blocks) for name in gathered)
 
 
 def _forward(

@@ -8,6 +8,7 @@ With T tokens a micro-batch, w features, e bytes an element, n ranks, a collecti
     gathered output, sliced input    forward, backward all-gather
     vocabulary-parallel embedding    forward all-reduce
     loss over a split vocabulary     forward all-reduces of 3 T elements
+    computed on all tokens           sequence parallel: forward, backward all-gather
 
 It grows with the activations and not with the parameters (MISSION T3), but for the replicated weights that ranks use on different tokens
 or heads, whose gradients are all-reduced. Sequence lengths are taken to divide by n, and by the ranks of cp, of whose tokens T is a part.
@@ -21,6 +22,7 @@ import numpy as np
 
 from plait.model.facts import ModelFacts, ParameterFacts
 from plait.model.plans import TensorPlan
+from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Array, Ledger
 from plait.shards import shard_size
 
@@ -38,6 +40,7 @@ def tensor_traffic(
     if sequence_parallel:  # backward of the first block's input, forward of the last
         hidden = next(p.shape[-1] for p in facts.parameters if p.unit >= 0 and p.name.rpartition(".")[0] in plan.norms)
         ends = 2 * np.ones_like(n) if ledger.stage is None else ledger.stage.ends
+        ends = ends + 2 * len(plan.whole)
     else:
         hidden, ends = 0, np.zeros_like(n)
     sent = {}
@@ -63,7 +66,7 @@ def _features(
     for entry in plan.modules:
         weight = shape_of[f"{entry.name}.weight"]
         inputs, outputs = _widths(weight, plan)
-        sequence = sequence_parallel and any(entry.name.startswith(f"{block}.") for block in facts.blocks)
+        sequence = sequence_parallel and is_inside(entry.name, facts.blocks) and not is_inside(entry.name, plan.whole)
         if entry.style in ("colwise", "colwise_gather_output", "kv_replicated", "vocab_head"):
             container = next((name for name in plan.regions if sequence and entry.name.startswith(f"{name}.")), None)
             input_name = entry.name if entry.style == "vocab_head" else container or entry.name.rpartition(".")[0]

@@ -19,18 +19,18 @@ from tests.parity.experts import Case, build
 
 
 def check(parallel: dict[str, Any], *, family: str = "mixtral", world: int = 4, stage: int = 0, kind: str = "eager", **more: Any) -> None:
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": stage, **more.pop("zero", {})},
         "parallel": parallel,
-        **more,
     }
     with torch.device("meta"):
         model = cases.build(family, tied=False) if family == "llama" else build(Case(family), device="meta")
+    model.config.model_type = more.pop("model_type", model.config.model_type)
     if family != "llama":
         model.config._experts_implementation_internal = kind
-    resolved = resolve(load(config), world_size=world)
+    resolved = resolve(load({**config, **more}), world_size=world)
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
 
@@ -40,11 +40,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"ep": 2}, {"family": "llama"}, "parallel.ep = 2: LlamaForCausalLM has no experts that are known"),
     (
         {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},
-        {"family": "gpt_oss"},
-        r"parallel.ep with parallel.tp = 2: GptOssForCausalLM \(model_type 'gpt_oss'\) is not among .* mixtral, qwen3_moe, deepseek_v3",
+        {"model_type": "olmoe"},
+        r"parallel.ep with parallel.tp = 2: MixtralForCausalLM \(model_type 'olmoe'\) is not among .* mixtral, qwen2_moe, qwen3_moe, deepseek",
     ),
     ({"ep": 3, "cp": 2}, {}, r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4"),
-    ({"ep": 2, "tp": 2, "sequence_parallel": True}, {}, "parallel.sequence_parallel = true: model.layers.0.mlp .*; use false"),
+    (
+        {"tp": 2, "sequence_parallel": True, "plan": {"model.layers.*.self_attn.*_proj": "colwise_gather_output"}},
+        {"model_type": "olmoe"},
+        "parallel.sequence_parallel = true: model.layers.0.self_attn has no row-split layer",
+    ),
     ({"ep": 2, "pp": 2, "pipeline": {"schedule": "zbv"}}, {}, "with parallel.ep = 2: it computes a backward in two parts"),
     ({"ep": 2, "dp_replicate": 2}, {"stage": 1}, r"experts with hybrid sharding \(dp_replicate 2\) are not proven"),
     ({"ep": 2}, {"bf16": {"enabled": True}}, "ZeRO stage 0 computes in .*bfloat16 by torch's sharding"),
@@ -72,6 +76,7 @@ def test_not_refused() -> None:
         check({"ep": 2}, stage=stage)
         check({"ep": 2, "pp": 2}, stage=stage)
         check({"ep": 4, "tp": 2}, stage=stage)
+        check({"ep": 4, "tp": 2, "sequence_parallel": True}, stage=stage)
         check({"ep": 4, "cp": 2}, stage=stage)
     check({"ep": 4}, stage=1, bf16={"enabled": True})
 

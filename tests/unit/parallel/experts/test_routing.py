@@ -28,7 +28,7 @@ from tests.parity.experts import SIZES, Case, biases, build, routers
 @pytest.mark.parametrize("family", SIZES)
 def test_what_is_found_in_a_model(family: str) -> None:
     model = build(Case(family), device="meta")
-    layers = {"mixtral": 2, "qwen3_moe": 2, "deepseek_v3": 2, "gpt_oss": 2}[family]
+    layers = 2
     found = find_experts(model)
     assert [experts.count for experts in found] == [routers(model)[0].num_experts] * layers
     assert {name.rpartition(".")[0] for experts in found for name in experts.parameters} == {experts.name for experts in found}
