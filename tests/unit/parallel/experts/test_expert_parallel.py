@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"ep": 2, "tp": 2, "plan": {"lm_head": "colwise_gather_output"}},
         {"model_type": "olmoe"},
-        r"parallel.ep with parallel.tp = 2: MixtralForCausalLM \(model_type 'olmoe'\) is not among .* mixtral, qwen2_moe, qwen3_moe, deepseek",
+        r"parallel.ep with parallel.tp = 2: MixtralForCausalLM \(model_type 'olmoe'\) is not among .* mixtral, qwen2_moe, qwen3_moe",
     ),
     ({"ep": 3, "cp": 2}, {}, r"processes of a pipeline stage, dp_replicate 2 x dp_shard 1 x cp 2 = 4, and 4 % 3 = 1; use a divisor of 4"),
     (
