@@ -231,8 +231,8 @@ def gather_at(module: nn.Module, region: Region) -> None:
 
 def compute_whole(module: nn.Module, region: Region) -> None:
     """Compute a part of a block on all tokens, the same on every rank: its sequence-sharded first input is gathered, and each rank keeps
-    its own tokens of the output, alone or the first of a tuple. The gradient of the output is gathered too, so those of parameters are
-    whole on every rank, and a rank's part of the input's is a slice."""
+    its own tokens of the output, alone or the first of a tuple. The gradient of the output is gathered too, so every rank has
+    those of the parameters in full, and its own tokens of the input's."""
 
     def gather_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return on_hidden(lambda hidden: gather(hidden, region.group, dim=SEQUENCE, length=region.length), args, kwargs)
