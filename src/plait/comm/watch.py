@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plait._torch.flight import begun_collectives
+from plait._torch.flight import Begun, begun_collectives
 from plait._torch.groups import set_timeout, timeout_of
 from plait.cluster.ending import end_process
 from plait.cluster.fake_group import is_fake
@@ -67,6 +67,8 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._seen: tuple[float, tuple[Wait, ...], str] = (0.0, (), "")
         self._looked = 0.0
+        self._begun: dict[Begun, float] = {}
+        """When what torch's recorder has seen began, by the monotonic clock."""
         self._reported = False
 
     # ---- what the main thread tells ----------------------------------------------------------------------------------------------------
@@ -163,6 +165,7 @@ class Watch:
         if self.board is not None:
             self.board.close()
         self.board, self._group, self._peers, self.found, self._reported = None, None, {}, "", False
+        self._begun = {}
 
     # ---- the thread ---------------------------------------------------------------------------------------------------------------------
 
@@ -184,6 +187,7 @@ class Watch:
         if not self._launcher_watches and not self._reported:
             self._report(now)
         if any(now - wait.since >= board.timeout_seconds + 2 * LATER_SECONDS for wait in reading):
+            _say(f"process {os.getpid()} has waited {2 * LATER_SECONDS:g} s longer than its timeout, and ends itself")
             end_process(5)  # the exit code of a CommunicationError
 
     def _publish(self, board: Board, now: float, since: float) -> list[Wait]:
@@ -192,25 +196,30 @@ class Watch:
         oldest = max((now - wait.since for wait in waits), default=0.0)
         near = oldest > board.timeout_seconds - 2 * LATER_SECONDS or board.timeout_seconds < 6 * LATER_SECONDS
         if phase != since or near or now - self._looked > board.timeout_seconds / 60:
-            self._looked = now
-            offset = time.time() - now
-            begun = [one for one in begun_collectives() if now - (one.time_ns / 1e9 - offset) >= _UNSEEN_SECONDS]
+            self._begun, self._looked = self._since(begun_collectives(), after=self._looked), now
+            old = [(one, began) for one, began in self._begun.items() if now - began >= _UNSEEN_SECONDS]
             waits = tuple(
                 Wait(
                     operation=one.operation.replace("_", "-"),
                     axis=self._axes.get(one.group) or _axis(one.description, one.group),
-                    since=one.time_ns / 1e9 - offset,
+                    since=began,
                     sequence=one.sequence,
                     shape=one.shapes,
                     members=one.ranks,
                 )
-                for one in begun[:8]
+                for one, began in old[:8]
             )
             line = self._line()
             self._seen = (since, waits, line)
         board.sign(waits, line=line, seen=self._looked)
-        own = [Wait("", "", board.waiting_since)] if board.waiting_since else []
-        return [*waits, *own]
+        waiting = board.waiting_since  # read once: the main thread takes it down at any time
+        return [*waits, *([Wait("", "", waiting)] if waiting else [])]
+
+    def _since(self, begun: Sequence[Begun], *, after: float) -> dict[Begun, float]:
+        """When each began, by the monotonic clock. The recorder tells by the other clock, which may be set while a collective waits: one
+        that is seen again keeps its time, and one that is new began `after` the last look."""
+        now, wall = time.monotonic(), time.time()
+        return {one: self._begun.get(one) or min(now, max(one.time_ns / 1e9 - wall + now, after)) for one in begun}
 
     def _line(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
