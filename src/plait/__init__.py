@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine, StepResult
     from plait.errors import ConfigError, PlaitError
     from plait.inference.generate import generate
+    from plait.inference.score import score
     from plait.inference.weight_sync.link import WeightReceiver, WeightSender
     from plait.inference.weight_sync.same_ranks import sync_weights
     from plait.losses.chunked_loss import chunked_causal_lm_loss
@@ -43,6 +44,7 @@ _HOMES = {
     "load_trained": "plait.checkpoint.load",
     "load_config": "plait.config.resolving.resolve",
     "parallelize": "plait.sharded.parallel_model",
+    "score": "plait.inference.score",
     "per_sample": "plait.losses.loss",
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "load_trained",
     "parallelize",
     "per_sample",
+    "score",
     "sync_weights",
 ]
 

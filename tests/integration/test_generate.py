@@ -119,10 +119,12 @@ def test_a_folder_that_is_none(tmp_path: Path, folder: Path, capsys: pytest.Capt
 def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    block, same_ranks, send, receive = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    block, canonical, same_ranks, send, receive = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     engine = plait.initialize(AutoModelForCausalLM.from_pretrained(folder), {"train_micro_batch_size_per_gpu": 1})
     exec(block, {"engine": engine, "tokenizer": AutoTokenizer.from_pretrained(folder)})
     assert len(re.findall(r"(stop|length)$", capsys.readouterr().out, re.MULTILINE)) == 2
+    exec(canonical, {"engine": engine})
+    assert capsys.readouterr().out == "True\n"
     names = {"plait": plait, "engine": engine, "model": AutoModelForCausalLM.from_pretrained(folder)}
     exec(same_ranks, names)
     version, content, answers = capsys.readouterr().out.split()

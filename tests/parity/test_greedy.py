@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import plait
-from plait.inference.choose import Chooser
 from plait.inference.requests import Generation
 from tests.parity import cases
 from tests.parity.layouts import FOUR, OFF, TWO
+from tests.parity.seen_logits import SeenLogits
 from tests.pool import Pool
 
 NEW = 128
@@ -62,32 +62,13 @@ def by_transformers(kind: str, new: int) -> tuple[list[list[int]], torch.Tensor]
     return made.sequences[:, longest:].tolist(), torch.stack(made.logits, dim=1)
 
 
-class _Seen:
-    """Keeps the logits that tokens are chosen from; on the rank that chooses."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.logits: list[torch.Tensor] = []
-        choose = Chooser.__call__
-
-        def keep(chooser: Chooser, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-            self.logits.append(logits.clone())
-            return choose(chooser, logits, rows)
-
-        monkeypatch.setattr(Chooser, "__call__", keep)
-
-    def take(self) -> torch.Tensor | None:
-        """[requests, new tokens, vocabulary]; None on a rank that has none."""
-        found, self.logits = self.logits, []
-        return torch.stack(found, dim=1) if found else None
-
-
 Found = list[tuple[list[Generation], torch.Tensor | None]]
 
 
 def generated(rank: int, world: int, kind: str, config: dict[str, Any], new: int, recomputes: bool) -> Found:
     """What this rank's prompts became, with a cache and without, and their logits. Runs in a worker."""
     with pytest.MonkeyPatch.context() as patch:
-        seen = _Seen(patch)
+        seen = SeenLogits(patch)
         engine = plait.initialize(built(kind), {"train_micro_batch_size_per_gpu": 2, **config}, loss_fn=plait.causal_lm_loss)
         try:
             mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]

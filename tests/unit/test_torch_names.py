@@ -179,6 +179,21 @@ def test_function_modes_that_are_on() -> None:
     assert seen[-1] == []  # off where it runs itself
 
 
+def test_operators_that_dispatch_modes_do_not_see() -> None:
+    class Seen(operators.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(operators.operator_name(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Seen():
+        x = torch.zeros(2).sin()
+        with operators.without_dispatch_modes():
+            x.cos()
+        x.exp()
+    assert seen == ["zeros", "sin", "exp"]
+
+
 def test_custom_reduce_scatter() -> None:
     """`fully_shard` calls it in place of the collective."""
     from plait.comm.reduce_scatter import AllToAllReduceScatter

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # One kernel for many tensors. The last takes a float32 factor to tensors of 16 bits without rounding it to theirs.
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
 foreach_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+without_dispatch_modes = torch._C._DisableTorchDispatch
+"""A context in which operators on plain tensors are not seen by dispatch modes."""
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 
 

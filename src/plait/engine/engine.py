@@ -26,6 +26,7 @@ from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
 from plait.inference.generate import generate
 from plait.inference.requests import Generation
+from plait.inference.score import score
 from plait.losses.balance_loss import without_balance_loss
 from plait.losses.loss import Loss, checked_total
 from plait.losses.weight_check import WeightCheck
@@ -163,6 +164,12 @@ class Engine(EngineFacts):
         `inference.generate.generate` for all arguments."""
         self._recover()
         return generate(self.sharded, prompts, **settings)
+
+    def score(self, sequences: Any, **settings: Any) -> list[torch.Tensor]:
+        """Log-probabilities of the tokens of sequences, on the layout that the model is trained on; nothing of the training changes.
+        Collective. See `inference.score.score` for all arguments."""
+        self._recover()
+        return score(self.sharded, sequences, **settings)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

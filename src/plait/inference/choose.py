@@ -6,7 +6,7 @@ tokens follow from its seed and its logits alone, whatever is in the batch besid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,25 @@ ENDS = ("", "length", "stop")
 GOES_ON, LENGTH, STOP = range(3)
 
 
+LogSoftmax = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [rows, vocabulary] to log-probabilities."""
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """In float32."""
+    return torch.log_softmax(logits.float(), dim=-1)
+
+
+def of_tokens(logits: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    """Without the last of `logits` [..., vocabulary] where they are no tokens: the rows that pad an embedding."""
+    return logits if tokenizer is None else logits[..., : len(tokenizer)]
+
+
 class Chooser:
     """Of the requests of one batch. Only the rank that chooses has one."""
 
-    def __init__(self, requests: Sequence[Request], settings: Settings, tokenizer: Any) -> None:
+    def __init__(self, requests: Sequence[Request], settings: Settings, tokenizer: Any, log_softmax: LogSoftmax = log_softmax) -> None:
+        self._log_softmax = log_softmax
         self._settings, self._tokenizer = settings, tokenizer
         self._known = [list(request.token_ids) for request in requests]
         """Of every request: the prompt and the tokens since."""
@@ -31,15 +46,13 @@ class Chooser:
         self._limits = [request.new_tokens for request in requests]
         self._generators = [None if request.seed is None else torch.Generator().manual_seed(request.seed) for request in requests]
         self._processors = [_processors(settings, prompt) for prompt in self._prompts]
-        self._vocabulary = len(tokenizer) if tokenizer is not None else None
         self.ends = [GOES_ON] * len(requests)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """`logits` [rows, vocabulary] of these requests. Returns float64 [3, rows] on the CPU: token, its log probability, and which of
         `ENDS` holds after it. Requests that have ended get padding."""
-        if self._vocabulary is not None and self._vocabulary < logits.shape[-1]:
-            logits = logits[:, : self._vocabulary]  # rows that pad the embedding are no tokens
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        logits = of_tokens(logits, self._tokenizer)
+        logprobs = self._log_softmax(logits)
         if not any(self._processors) and not self._settings.do_sample:
             tokens = logits.argmax(dim=-1).tolist()
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,13 @@ import torch.distributed as dist
 from plait._torch.units import kept_gathered
 from plait.checkpoint.agreement import together
 from plait.errors import InputError
+from plait.inference.canonical.arithmetic import Arithmetic
+from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
+from plait.inference.canonical.call import check, compare, run
 from plait.inference.capacity import ROOM, cache_bytes, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
+from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
+from plait.inference.predictor import Predictor
 from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
 from plait.inference.untouched import untouched
@@ -35,6 +40,7 @@ def generate(
     batch_size: int | None = None,
     prefill_tokens: int | None = None,
     on_token: OnToken | None = None,
+    canonical: bool = False,
     **settings: Any,
 ) -> list[Generation]:
     """What the model adds to each of `prompts`, in their order.
@@ -45,13 +51,16 @@ def generate(
     the next of `seed + 1`; or `seed` has one for each; None takes new ones. `batch_size` requests are decoded at once (all), and prompts
     are read in pieces of `prefill_tokens` (whole). `on_token(request, token)` is called on the ranks that have the request.
 
+    `canonical`: logits and log-probabilities are the same bits as those of `score(..., canonical=True)` on every layout and in every batch,
+    and slower; see docs/generation.md.
+
     Parameters that are sharded are gathered once where they fit, and in every forward elsewhere. Training goes on as if nothing had
     happened. Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
     """
     model, mesh = sharded.model, sharded.mesh
 
-    def prepared() -> tuple[list[Request], Settings, bool]:
-        _check_model(sharded)
+    def prepared() -> tuple[list[Request], Settings, bytes]:
+        check_model(sharded)
         found = settings_of(model, settings, generation_config, pad=getattr(tokenizer, "pad_token_id", None))
         if found.stop_strings and tokenizer is None:
             raise InputError("stop_strings needs tokenizer=, to see what tokens say")
@@ -59,16 +68,28 @@ def generate(
             if value is not None and value < 1:
                 raise InputError(f"{name} = {value} must be at least 1")
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
-        return requests, found, _fits(sharded, requests, batch_size, found.use_cache)
+        longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
+        hashed = check(sharded, longest=longest) if canonical else b""
+        return requests, found, bytes([_fits(sharded, requests, batch_size, found.use_cache)]) + hashed
 
-    (requests, found, _), brought = together(
-        prepared, lambda result: bytes([result[2]]), device=mesh.device, doing="generate", raising=InputError
-    )
+    (requests, found, _), brought = together(prepared, lambda result: result[2], device=mesh.device, doing="generate", raising=InputError)
+    compare([row[1:] for row in brought])
     gathers = is_sharded(model)
     holds = gathers and all(row[0] for row in brought)
-    requests = _of_first_rank(sharded, requests)
+    arithmetic = Arithmetic(model, sharded.region, keeps=holds or not gathers) if canonical else None
+    requests = of_first_rank(sharded, requests)
     use_cache = found.use_cache and _keeps(model, requests)
-    decoder = Decoder(sharded, found, tokenizer=tokenizer, use_cache=use_cache, prefill_tokens=prefill_tokens, on_token=on_token)
+    predictor = Predictor(sharded, arithmetic or nullcontext)
+    decoder = Decoder(
+        sharded,
+        predictor,
+        found,
+        tokenizer=tokenizer,
+        use_cache=use_cache,
+        prefill_tokens=prefill_tokens,
+        on_token=on_token,
+        log_softmax=canonical_log_softmax if canonical else log_softmax,
+    )
     answers = [Answer() for _ in requests]
 
     def work() -> Iterator[None]:
@@ -81,37 +102,13 @@ def generate(
         stack.enter_context(sharded.evaluating())
         if holds:
             stack.enter_context(kept_gathered(model))
-        _run(work(), decoder.idle, _anybody(sharded, apart=not gathers))
+        run(predictor, work(), apart=not gathers, arithmetic=arithmetic)
     sharded.waits.put_back(before)
     return [_generation(request, answer, tokenizer) for request, answer in zip(requests, answers, strict=True)]
 
 
-def _run(work: Iterator[None], idle: Callable[[], None], anybody: Callable[[bool], bool]) -> None:
-    """All forwards of this rank, and idle ones while others have some. `work` yields before each."""
-    nothing = object()
-    busy = next(work, nothing) is not nothing
-    while anybody(busy):
-        if busy:
-            busy = next(work, nothing) is not nothing
-        else:
-            idle()
-
-
-def _anybody(sharded: ShardedModel, *, apart: bool) -> Callable[[bool], bool]:
-    """Whether any of the ranks that gather parameters together has a forward to run."""
-    group = sharded.mesh.group("dp_shard")
-    if apart or group is None:
-        return lambda busy: busy
-
-    def ask(busy: bool) -> bool:
-        flag = torch.tensor(int(busy), dtype=torch.int32, device=sharded.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag)
-
-    return ask
-
-
-def _check_model(sharded: ShardedModel) -> None:
+def check_model(sharded: ShardedModel) -> None:
+    """Raise InputError for a model or a layout that does not go on from texts."""
     model = sharded.model
     refuse_incomplete(model)
     config = getattr(model, "config", None)
@@ -168,7 +165,8 @@ def _keeps(model: torch.nn.Module, requests: Sequence[Request]) -> bool:
     return "attention_mask" in arguments_of(model) or len({len(request.token_ids) for request in requests}) == 1
 
 
-def _of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Request]:
+def of_first_rank(sharded: ShardedModel, requests: list[Request]) -> list[Request]:
+    """The requests of the first of the ranks that hold parts of one model. Collective over them."""
     box = [requests]
     mesh = sharded.mesh
     for axis in ("tp", "pp"):

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from plait.errors import InputError
-from plait.inference.decode import Decoder
+from plait.inference.predictor import Predictor
 from plait.inference.serving.job import Job, Told
 from plait.inference.serving.rows import Rows, started
-from plait.inference.settings import Settings
 from plait.sharded.cache import takes_cache
 from plait.sharded.model import ShardedModel
 
@@ -34,8 +33,7 @@ class Scheduler:
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
         self._sharded, self._tokenizer = sharded, tokenizer
         self._at_once, self._most_waiting = at_once, waiting
-        decoder = Decoder(sharded, Settings(), tokenizer=None, use_cache=True, prefill_tokens=None, on_token=None)
-        self._predict = partial(_predicted, decoder)
+        self._predict = partial(_predicted, Predictor(sharded))
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._batches: list[Rows] = []
@@ -126,7 +124,7 @@ class Scheduler:
             job.tell(Told(error=why))
 
 
-def _predicted(decoder: Decoder, inputs: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
-    logits = decoder.predicted(inputs, cache)
+def _predicted(predictor: Predictor, inputs: dict[str, torch.Tensor], cache: Any) -> torch.Tensor:
+    logits = predictor.last(inputs, cache)
     assert logits is not None  # one process has the output
     return logits

@@ -1,0 +1,106 @@
+"""`score`: what a model on any layout gives to the tokens of whole sequences, as its trainer computes it: in full passes, with no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from plait.checkpoint.agreement import together
+from plait.errors import InputError
+from plait.inference.canonical.arithmetic import Arithmetic
+from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
+from plait.inference.canonical.call import check, compare, run
+from plait.inference.capacity import check_positions, is_sharded
+from plait.inference.choose import LogSoftmax, log_softmax, of_tokens
+from plait.inference.generate import check_model, of_first_rank
+from plait.inference.predictor import Predictor
+from plait.inference.requests import Request, checked_ids, token_ids
+from plait.inference.untouched import untouched
+from plait.sharded.model import ShardedModel
+
+
+def score(
+    sharded: ShardedModel,
+    sequences: Any,
+    *,
+    tokenizer: Any = None,
+    batch_size: int | None = None,
+    canonical: bool = False,
+    vocabulary: bool = False,
+) -> list[torch.Tensor]:
+    """The log-probability of every token but the first of each of `sequences`, [tokens - 1], or with `vocabulary` of every token of the
+    vocabulary in its place, [tokens - 1, vocabulary]; float32 on the CPU (canonical and from float64 logits: float64).
+
+    `sequences` are this data-parallel rank's own, and may be none: token ids, or texts or conversations (with `tokenizer`). Of the ranks
+    that hold parts of one model (tp, pp) the first one's are taken, and all get the results. `batch_size` sequences go through the model at
+    once (all), in the layout and the dtypes that it is trained in. Training goes on as if nothing had happened. `canonical`: the bits
+    follow from the sequence and the weights alone, whatever the layout and the batch, and are those of `generate(..., canonical=True)`.
+    Collective over all ranks. Raises InputError, on all of them, for what one of them cannot do.
+    """
+
+    def prepared() -> tuple[list[Request], bytes]:
+        check_model(sharded)
+        if batch_size is not None and batch_size < 1:
+            raise InputError(f"batch_size = {batch_size} must be at least 1")
+        found = [Request(ids, 0, None) for ids in checked_ids(sharded.model, token_ids(sequences, tokenizer))]
+        longest = max((len(request.token_ids) for request in found), default=0)
+        check_positions(getattr(sharded.model, "config", None), longest, of="its length", remedy="shorten it")
+        return found, check(sharded, longest=longest) if canonical else b""
+
+    mesh = sharded.mesh
+    (requests, _), brought = together(prepared, lambda result: result[1], device=mesh.device, doing="score", raising=InputError)
+    compare(brought)
+    requests, gathers = of_first_rank(sharded, requests), is_sharded(sharded.model)
+    arithmetic = Arithmetic(sharded.model, sharded.region, keeps=not gathers) if canonical else None
+    scorer = _Scorer(
+        Predictor(sharded, arithmetic or nullcontext), tokenizer, canonical_log_softmax if canonical else log_softmax, vocabulary=vocabulary
+    )
+    before = sharded.waits.take()
+    with untouched(sharded.model, mesh.device), sharded.evaluating():
+        run(
+            scorer.predictor,
+            scorer.forwards([request.token_ids for request in requests], batch_size),
+            apart=not gathers,
+            arithmetic=arithmetic,
+        )
+    sharded.waits.put_back(before)
+    return scorer.found
+
+
+class _Scorer:
+    def __init__(self, predictor: Predictor, tokenizer: Any, log_softmax: LogSoftmax, *, vocabulary: bool) -> None:
+        self.predictor, self._tokenizer, self._log_softmax, self._vocabulary = predictor, tokenizer, log_softmax, vocabulary
+        self.found: list[torch.Tensor] = []
+
+    def forwards(self, sequences: list[tuple[int, ...]], batch_size: int | None) -> Iterator[None]:
+        """Yields before every forward. Sequences are padded on the right, where a causal model does not look."""
+        size = batch_size or len(sequences) or 1
+        for first in range(0, len(sequences), size):
+            batch = sequences[first : first + size]
+            yield
+            longest = max(map(len, batch))
+            ids = torch.tensor([[*one, *[0] * (longest - len(one))] for one in batch])
+            mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in batch])
+            inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(longest).expand_as(ids)}
+            if "use_cache" in self.predictor.takes:
+                inputs["use_cache"] = False
+            logits = self.predictor.logits(inputs)
+            for row, one in enumerate(batch):
+                self.found.append(self._of_sequence(None if logits is None else logits[row, : len(one) - 1], one))
+
+    def _of_sequence(self, logits: torch.Tensor | None, sequence: tuple[int, ...]) -> torch.Tensor:
+        """From logits [tokens - 1, vocabulary], which one rank has."""
+        form = torch.zeros(2, dtype=torch.int64)
+        found = torch.empty(0)
+        if logits is not None:
+            found = self._log_softmax(of_tokens(logits, self._tokenizer))
+            if not self._vocabulary:
+                found = found.gather(1, torch.tensor(sequence[1:], device=found.device).unsqueeze(1))[:, 0]
+            form = torch.tensor([found.shape[-1], int(found.dtype == torch.float64)])
+        width, is_double = self.predictor.shared(form).tolist()
+        shape = (len(sequence) - 1, width) if self._vocabulary else (len(sequence) - 1,)
+        box = found if logits is not None else torch.empty(shape, dtype=torch.float64 if is_double else torch.float32)
+        return self.predictor.shared(box.contiguous())
