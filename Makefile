@@ -17,6 +17,7 @@
 #   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/faults.md)
 #   make coverage-docs docs/coverage.md from the last test runs
 #   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; resumes where it was stopped)
+#   make combinations  docs/combinations.md: long sequences and experts with all they go with, against one process (ten minutes, two cores)
 #   make lock          requirements.lock from what .venv holds now
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.
@@ -24,7 +25,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -103,6 +104,9 @@ coverage-docs: environment
 
 model-types: environment
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.model_types $(ARGS)
+
+combinations: environment
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(RUN) -m tools.combinations $(ARGS)
 
 lock:
 	bash tools/lock.sh $(RUN)

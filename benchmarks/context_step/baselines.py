@@ -6,12 +6,7 @@ quiet machine is needed for ratios that mean something. Run: python -m benchmark
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
+from benchmarks.common.side_by_side import side_by_side
 
 RANKS, KINDS = 2, ("ulysses", "all-gather-kv", "ring")
 FIELDS = {
@@ -64,7 +60,7 @@ def attend(_module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: to
     return Exchange.apply(output, 2, 1).transpose(1, 2).contiguous(), None
 
 
-def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], object]:
+def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
     """A step in plain torch."""
     from transformers import AttentionInterface
 
@@ -77,31 +73,33 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], object]:
     targets = F.pad(ids, (0, 1), value=-100)[:, 1:][:, own]
     positions = torch.arange(ids.shape[1])[None, own]
 
-    def step() -> None:
+    def step() -> float:
         logits = made(input_ids=ids[:, own], position_ids=positions).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / (ids.shape[1] - 1)
         loss.backward()
         gradients = [p.grad for p in made.parameters() if p.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), loss.detach().reshape(1)])
         dist.all_reduce(flat)
-        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, total in zip(gradients, flat[:-1].split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return float(flat[-1])
 
     return step
 
 
-def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], object]:
+def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
     """A step of Plait."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "parallel": {"cp": RANKS, "context": kind},
     }
     engine = plait.initialize(model(), config, loss_fn=plait.causal_lm_loss)
-    return lambda: engine.train_batch({"input_ids": ids, "labels": ids})
+    return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
 
 
 def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
@@ -110,29 +108,6 @@ def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2))
     steps = {"torch by hand": by_hand(rank, ids), **{kind: by_plait(kind, ids) for kind in KINDS}}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            if index:  # the first one warms up
-                times[name].append(time.perf_counter() - began)
-    if rank == 0:
-        results = {}
-        for name, values in times.items():
-            ratios = [ours / theirs for ours, theirs in zip(values, times["torch by hand"], strict=True)]
-            results[name] = {"milliseconds": round(1e3 * statistics.median(values), 1), "ratio": round(statistics.median(ratios), 3)}
-            print(f"{name:14s} {results[name]}")
-        target = Path(__file__).parents[1] / "results" / "context_step.json"
-        document = {
-            "rounds": rounds,
-            "tokens": tokens,
-            "ranks": RANKS,
-            "torch": torch.__version__,
-            "cores": os.cpu_count(),
-            "results": results,
-        }
-        target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    side_by_side(steps, "context_step", rounds=rounds, tokens=tokens)
     dist.barrier()
     dist.destroy_process_group()

@@ -78,6 +78,7 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
         "qwen3": wide,
         "gemma": wide,
         "gemma2": {**wide, "sliding_window": 64},
+        "gemma3_text": {**wide, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * ((layers or 2) // 2)},
         "phi3": {**llama_like, "pad_token_id": 0},
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},
         "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **gpt2_like},

@@ -1,5 +1,5 @@
-"""Training of mixture-of-experts models, and the same in one process with Transformers' eager experts and its own loss. Imported by
-workers."""
+"""Training of models with experts and without, and the same in one process with Transformers' eager experts and its own loss. Imported
+by workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.verify.keep_float64 import keeping_float64
 from plait.verify.parity import Trace, compare, engine_trace, reference_trace, worst
-from tests.parity import cases
+from tests.parity import cases, context_parallel
 
 CLIPPING, STEPS = 0.5, 2
 Routed = Literal["spread", "one", "unused"]
@@ -95,6 +95,15 @@ class Case:
     kind: str = "eager"
     balanced: Literal["micro_batch", "global"] = "micro_batch"
     z_loss: float = 0.0
+    data: context_parallel.Data | Literal["ragged"] = "ragged"
+    """Rows of 16 tokens or so, as for parts of sequences; or of different lengths, with a micro-batch without targets."""
+    layers: int = 0
+    """Of the model; 0: as many as its sizes say."""
+    kv_heads: int = 0
+    """The same for key-value heads."""
+    window: bool = False
+    """Of sliding attention, shorter than a part of a sequence."""
+    attention: Literal["eager", "sdpa"] = "eager"
 
     @property
     def world(self) -> int:
@@ -109,7 +118,11 @@ class Case:
         """For a test's id."""
         parts = [self.family, f"dp{self.dp}", *(f"{axis}{size}" for axis, size in self.degrees), f"zero{self.stage}", self.routed]
         said = (("balance", self.balance), ("global", self.balanced == "global"), ("z", self.z_loss), ("bias", self.rate))
-        parts += [word for word, on in (*said, ("unmasked", not self.mask)) if on]
+        parts += [
+            word for word, on in (*said, ("unmasked", not self.mask), ("window", self.window), ("sdpa", self.attention == "sdpa")) if on
+        ]
+        parts += [f"{name}{count}" for name, count in (("layers", self.layers), ("kv", self.kv_heads)) if count]
+        parts += [self.data] if self.data != "ragged" else []
         return "-".join([*parts, *(key for key, _ in self.more)])
 
 
@@ -128,15 +141,13 @@ def configured(case: Case) -> dict[str, Any]:
 
 def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu") -> nn.Module:
     """With real weights, the same on every rank."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = AutoConfig.for_model(case.family, vocab_size=cases.VOCABULARY, **tokens, **SIZES[case.family])
-    config.output_router_logits = case.balance
-    config.use_cache = False
+    config = model_config(case)
+    experts = {"experts_implementation": case.kind} if case.family in SIZES else {}
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation=case.kind).to(dtype)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=case.attention, **experts).to(dtype)
     if device == "cpu":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -144,10 +155,32 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, device: str = "cpu"
                     parameter.mul_(20)
                 elif "experts" in name:
                     parameter.mul_(4)
+                elif name.endswith(".sinks"):
+                    parameter.mul_(50)
     for router in routers(model):
         if case.routed != "spread":
             router.register_forward_hook(all_to_first if case.routed == "one" else never_to_second)
     return model.train()
+
+
+def model_config(case: Case) -> Any:
+    """Transformers' configuration."""
+    from transformers import AutoConfig
+
+    if case.family not in SIZES:
+        config = cases.transformers_config(case.family, tied=False, layers=case.layers or None)
+        if case.kv_heads:
+            config.num_key_value_heads = case.kv_heads
+    else:
+        sizes = {**SIZES[case.family]}
+        sizes |= {key: value for key, value in (("num_hidden_layers", case.layers), ("num_key_value_heads", case.kv_heads)) if value}
+        tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        config = AutoConfig.for_model(case.family, vocab_size=cases.VOCABULARY, **tokens, **sizes)
+        config.output_router_logits = case.balance
+    if case.window:
+        config.sliding_window = context_parallel.WINDOW
+    config.use_cache = False
+    return config
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -168,7 +201,9 @@ def never_to_second(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def steps(case: Case, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
-    """Micro-batches of other lengths and numbers of targets; one has none."""
+    """Micro-batches of other lengths and numbers of targets; of `ragged` ones, one has none."""
+    if case.data != "ragged":
+        return context_parallel.steps(case.data, micro_batches)
     keys = ("attention_mask",) if case.mask else ()
     return cases.ragged_steps(micro_batches, steps=STEPS, keys=keys)
 

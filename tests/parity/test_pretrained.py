@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, Trainer, TrainingArguments
 
 import plait
 from plait.errors import InputError
+from plait.model.experts import BIAS
 from plait.parallel.materialise import is_meta
 from plait.sharded.pretrained import weights_of
 from plait.verify.parity import whole
-from tests.parity import trainers
+from tests.parity import experts, trainers
 from tests.pool import Pool
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -60,6 +62,33 @@ def test_each_rank_reads_its_slices(pool: Pool, tmp_path: Path) -> None:
     real = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     own = Trainer(real, trainers.arguments(TrainingArguments, str(tmp_path)), eval_dataset=trainers.samples(5)).evaluate()
     assert pool.run(2, evaluated, str(tmp_path)) == pytest.approx([own["eval_loss"]] * 2, abs=1e-5)
+
+
+def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    """What a released folder's experts are on different ranks. Runs in a worker."""
+    found = []
+    for stage in (0, 1, 3):
+        config = CONFIG | {"zero_optimization": {"stage": stage}, "parallel": {"ep": 2}}
+        model = plait.initialize(plait.from_pretrained(folder, use_cache=False), config).model
+        biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(BIAS)}
+        found.append({name: whole(tensor) for name, tensor in model.named_parameters()} | biases)
+    return found
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "mixtral" else [pytest.mark.proof]) for name in experts.SIZES])
+def test_each_rank_reads_its_experts(pool: Pool, tmp_path: Path, family: str) -> None:
+    """Of a folder as it is released, in which each expert has tensors of its own (all but GPT-OSS), in several files."""
+    model = experts.build(experts.Case(family), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    wanted = {name: parameter.float() for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        if name.endswith(BIAS):
+            wanted[name] = buffer.uniform_().float()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
+    stored = {name for file in tmp_path.glob("*.safetensors") for name in safe_open(file, "pt").keys()}  # noqa: SIM118
+    assert any(".experts.1." in name for name in stored) or family == "gpt_oss"
+    for layouts in pool.run(2, experts_of_others, str(tmp_path)):
+        for found in layouts:
+            assert found.keys() == wanted.keys() and all(torch.equal(found[name].float(), tensor) for name, tensor in wanted.items())
 
 
 def test_what_is_built(tmp_path: Path) -> None:

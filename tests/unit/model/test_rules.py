@@ -112,7 +112,7 @@ def test_names_of_transformers_4_are_understood() -> None:
     assert [rule.style for rule in rules_for(model).rules] == ["colwise_gather_output", "rowwise_split_input"]
 
 
-@pytest.mark.parametrize(("kind", "style"), [("qwen2_moe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")])
+@pytest.mark.parametrize(("kind", "style"), [("olmoe", "moe_tp_experts"), ("deepseek_v2", "mla_kv_a_proj")])
 def test_styles_that_plait_does_not_apply_are_refused_by_family_and_name(kind: str, style: str) -> None:
     with pytest.raises(
         ModelError, match=rf"Transformers' plan of {kind} has styles that Plait does not apply: .*'{style}'.*parallel.tp = 1"

@@ -25,7 +25,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.compile import Compile
 from plait.parallel.containers import entries, rebuilt
 from plait.parallel.context import interface, visible
-from plait.parallel.context.families import refuse_unknown_model
+from plait.parallel.context.families import WITHOUT_DOCUMENTS, refuse_unknown_model
 from plait.parallel.context.interface import PartialAttention
 from plait.parallel.context.kinds import Kind, Place
 from plait.parallel.context.layout import SequenceLayout
@@ -105,10 +105,10 @@ class ContextParallel(Technique):
             ledger = ledger.add_traffic(collective, count)
         return ledger
 
-    def part(self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False) -> dict[str, Any]:
+    def part(self, batch: Any, layout: SequenceLayout, *, keeps_cache: bool = False, family: str = "") -> dict[str, Any]:
         """A rank's part of a micro-batch that is `explicit`: what has a row for each token is cut, and `attention_mask` says what each may
         see. `labels`, which a loss would shift at the wrong end, are left out. `keeps_cache`: the model keeps a cache unless it is told
-        otherwise. Raises InputError for a batch that cannot be cut."""
+        otherwise. `family`: its `config.model_type`. Raises InputError for a batch that cannot be cut."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
             raise InputError("parallel.cp: a batch is a mapping with `input_ids` [batch, seq]; a batch in another form cannot be cut")
@@ -122,6 +122,12 @@ class ContextParallel(Technique):
                 raise InputError(
                     "parallel.cp: position_ids begin anew within a row, and Transformers takes that for documents only where no cache is "
                     "made, which model.config.use_cache = True does; set it to False (documents do not see each other), on every layout"
+                )
+            if family in WITHOUT_DOCUMENTS:
+                raise InputError(
+                    f"parallel.cp: position_ids begin anew within a row, and Transformers' {family} pays no heed to them where it masks "
+                    "attention: in one process documents of a row see each other, and parts of a sequence would separate them; give each "
+                    "document a row of its own"
                 )
             length = starts.shape[1]
             alone = torch.arange(length, layout.padded(length), device=starts.device)  # what is added sees itself
@@ -185,7 +191,8 @@ class SequenceParts(StepHook):
         """Labels are shifted and positions written already."""
         self._compare(batch)
         config = getattr(self.model, "config", None)
-        return self.technique.part(batch, self.layout, keeps_cache=bool(getattr(config, "use_cache", False)))
+        keeps_cache, family = bool(getattr(config, "use_cache", False)), str(getattr(config, "model_type", ""))
+        return self.technique.part(batch, self.layout, keeps_cache=keeps_cache, family=family)
 
     def _compare(self, batch: Any) -> None:
         """The first batch is the same on all ranks: each cuts its part from what it is given, and a loader may give them different rows."""

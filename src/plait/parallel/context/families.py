@@ -16,9 +16,11 @@ from plait.parallel.context.kinds import Kind
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"),
-    *("mixtral", "qwen3_moe", "deepseek_v3"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"),
 )
 """`config.model_type` of the causal language models that are compared with one process."""
+WITHOUT_DOCUMENTS = ("gpt_oss",)
+"""Those whose masks Transformers makes without `position_ids`: documents in one row see each other, which one process does not tell."""
 KERNELS = ("sdpa", "eager")
 """What computes attention: SDPA's kernels, or products and a softmax."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope")

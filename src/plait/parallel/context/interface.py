@@ -68,10 +68,11 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention function: query [batch, heads, tokens, head_dim], key and value [batch, kv_heads, tokens, ...] of this rank's
-    tokens; returns [batch, tokens, heads, width]. `attention_mask` is what `visible.as_mask` made."""
+    tokens; returns [batch, tokens, heads, width]. `attention_mask` is what `visible.as_mask` made, `s_aux` [heads] are attention sinks."""
     chosen: PartialAttention | None = getattr(module, _ATTRIBUTE, None)
     if chosen is None:
         raise ModelError(
@@ -89,12 +90,12 @@ def attend(
         output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     else:
         rule = Rule(scale=float(scale), window=sliding_window, softcap=softcap, fused=chosen.fused)
-        output = attention(chosen.kind, query, key, value, of_mask(attention_mask), chosen.place, rule)
+        output = attention(chosen.kind, query, key, value, of_mask(attention_mask), chosen.place, rule, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _refuse_what_is_not_cut(module: nn.Module, dropout: float, other: dict[str, Any]) -> None:
-    reason = next((f"`{name}`" for name in ("s_aux", "position_bias") if other.get(name) is not None), None)
+    reason = "`position_bias`" if other.get("position_bias") is not None else None
     if dropout:
         reason = f"dropout of {dropout:g}"
     causal = other.get("is_causal")

@@ -101,10 +101,24 @@ def merged(one: Found | None, other: Found | None) -> Found | None:
     return output / total.clamp(min=torch.finfo(total.dtype).tiny).unsqueeze(-1), largest + torch.log(total)
 
 
-def finished(found: Found | None, query: torch.Tensor) -> Found:
-    """The output in the dtype of the queries, contiguous."""
+def finished(found: Found | None, query: torch.Tensor, sinks: torch.Tensor | None = None) -> Found:
+    """The output in the dtype of the queries, contiguous, of a softmax over all keys. `sinks` [heads] is the score of one more key of each
+    head, whose value is 0: it counts here, once, after the parts of the sequence are put together."""
     assert found is not None  # each token sees itself
-    return found[0].to(query.dtype).contiguous(), found[1].contiguous()
+    output, denominator = found
+    if sinks is not None:
+        total = torch.logaddexp(denominator, sinks.to(denominator.dtype)[:, None])
+        output, denominator = output * torch.exp(denominator - total).unsqueeze(-1), total
+    return output.to(query.dtype).contiguous(), denominator.contiguous()
+
+
+def sink_gradient(sinks: torch.Tensor | None, grad: torch.Tensor, found: Found) -> torch.Tensor | None:
+    """Of `sinks` [heads], from these queries. `grad` is of the output; `found` is what `finished` returned."""
+    if sinks is None:
+        return None
+    weights = torch.exp(sinks.to(found[1].dtype)[:, None] - found[1])
+    expected = (grad.to(weights.dtype) * found[0].to(weights.dtype)).sum(-1)
+    return -(weights * expected).sum((0, 2)).to(sinks.dtype)
 
 
 @dataclass(frozen=True)

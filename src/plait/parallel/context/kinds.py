@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from plait.comm.reduce_scatter import reduce_scatter
-from plait.parallel.context.kernel import Gradients, Piece, Rule, attend, attend_backward, finished, merged, wide
+from plait.parallel.context.kernel import Gradients, Piece, Rule, attend, attend_backward, finished, merged, sink_gradient, wide
 from plait.parallel.context.layout import SequenceLayout
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
@@ -34,13 +34,21 @@ class Place:
 
 
 def attention(
-    kind: Kind, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place, rule: Rule
+    kind: Kind,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    place: Place,
+    rule: Rule,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Outputs [batch, heads, tokens, width] of this rank's queries. `starts`: see `visible`, of these; under `ulysses` of all."""
+    """Outputs [batch, heads, tokens, width] of this rank's queries. `starts`: see `visible`, of these; under `ulysses` of all. `sinks`
+    [heads]: see `kernel.finished`; their gradient is of this rank's queries, or heads."""
     if kind == "ulysses":
-        return _ulysses(query, key, value, starts, place, rule)
+        return _ulysses(query, key, value, starts, place, rule, sinks)
     function = _Gathered if kind == "all-gather-kv" else _Ring
-    return function.apply(query, key, value, starts, place, rule)
+    return function.apply(query, key, value, starts, place, rule, sinks)
 
 
 def kv_copies(kv_heads: int, ranks: int) -> int:
@@ -54,18 +62,25 @@ def kv_copies(kv_heads: int, ranks: int) -> int:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place, rule: Rule
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor | None,
+        place: Place,
+        rule: Rule,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         whole_key, whole_value = _gathered(key, value, place)
-        found = [finished(attend(piece, rule), query) for piece in _pieces(query, whole_key, whole_value, starts, place)]
+        found = [finished(attend(piece, rule), query, sinks) for piece in _pieces(query, whole_key, whole_value, starts, place)]
         output = torch.cat([one for one, _ in found], 2)
-        ctx.save_for_backward(query, key, value, output, torch.cat([one for _, one in found], 2), starts)
+        ctx.save_for_backward(query, key, value, output, torch.cat([one for _, one in found], 2), starts, sinks)
         ctx.place, ctx.rule = place, rule
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, denominator, starts = ctx.saved_tensors
+        query, key, value, output, denominator, starts, sinks = ctx.saved_tensors
         place: Place = ctx.place
         grad = grad.contiguous()
         whole = _gathered(key, value, place)
@@ -79,7 +94,8 @@ class _Gathered(torch.autograd.Function):
         own = both.new_empty(key.shape[0], *both.shape[1:2], key.shape[2], both.shape[3])
         reduce_scatter(own, stacked, place.group)
         grad_key, grad_value = own.split([key.shape[3], value.shape[3]], -1)
-        return into.query.to(query.dtype), grad_key, grad_value, None, None, None
+        grad_sinks = sink_gradient(sinks, grad, (output, denominator))
+        return into.query.to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
 
 
 def _gathered(key: torch.Tensor, value: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,22 +121,29 @@ def _pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place, rule: Rule
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor | None,
+        place: Place,
+        rule: Rule,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         chunks = place.layout.chunks(query.shape[2])
         found: list[Any] = [None] * len(chunks)
         for source, both in _going_round(torch.cat([key, value], -1), place):
             for index, _, piece in _pairs(query, both, key.shape[3], starts, place, source):
                 found[index] = merged(found[index], attend(piece, rule))
-        done = [finished(one, query) for one in found]
+        done = [finished(one, query, sinks) for one in found]
         output = torch.cat([one for one, _ in done], 2)
-        ctx.save_for_backward(query, key, value, output, torch.cat([one for _, one in done], 2), starts)
+        ctx.save_for_backward(query, key, value, output, torch.cat([one for _, one in done], 2), starts, sinks)
         ctx.place, ctx.rule = place, rule
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, denominator, starts = ctx.saved_tensors
+        query, key, value, output, denominator, starts, sinks = ctx.saved_tensors
         place: Place = ctx.place
         grad, width = grad.contiguous(), key.shape[3]
         chunks = place.layout.chunks(query.shape[2])
@@ -136,7 +159,8 @@ class _Ring(torch.autograd.Function):
             travelling = _Exchange(here if travelling is None else here.add_(travelling), place).wait()
         assert travelling is not None
         grad_key, grad_value = travelling.to(key.dtype).split([width, value.shape[3]], -1)
-        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None
+        grad_sinks = sink_gradient(sinks, grad, (output, denominator))
+        return grad_query.to(query.dtype), grad_key, grad_value, None, None, None, grad_sinks
 
 
 def _going_round(own: torch.Tensor, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
@@ -188,13 +212,20 @@ class _Exchange:
 
 
 def _ulysses(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, place: Place, rule: Rule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    place: Place,
+    rule: Rule,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    own = None if sinks is None else sinks.chunk(place.layout.ranks)[place.layout.rank]
     copies = kv_copies(key.shape[1], place.layout.ranks)
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = (_Exchanged.apply(x, place, True) for x in (query, key, value))
-    return _Exchanged.apply(_AllTokens.apply(query, key, value, starts, rule), place, False)
+    return _Exchanged.apply(_AllTokens.apply(query, key, value, starts, rule, own), place, False)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -224,16 +255,24 @@ class _AllTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, rule: Rule
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor | None,
+        rule: Rule,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        output, denominator = finished(attend(Piece(query, key, value, 0, 0, starts), rule), query)
-        ctx.save_for_backward(query, key, value, output, denominator, starts)
+        output, denominator = finished(attend(Piece(query, key, value, 0, 0, starts), rule), query, sinks)
+        ctx.save_for_backward(query, key, value, output, denominator, starts, sinks)
         ctx.rule = rule
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, denominator, starts = ctx.saved_tensors
+        query, key, value, output, denominator, starts, sinks = ctx.saved_tensors
+        grad, found = grad.contiguous(), (output, denominator)
         into = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (query, key, value)))
-        attend_backward(Piece(query, key, value, 0, 0, starts), ctx.rule, grad.contiguous(), (output, denominator), into)
-        return into.query.to(query.dtype), into.key.to(key.dtype), into.value.to(value.dtype), None, None
+        attend_backward(Piece(query, key, value, 0, 0, starts), ctx.rule, grad, found, into)
+        grads = into.query.to(query.dtype), into.key.to(key.dtype), into.value.to(value.dtype)
+        return *grads, None, None, sink_gradient(sinks, grad, found)

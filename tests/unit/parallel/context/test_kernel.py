@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.parallel.context import kernel
-from plait.parallel.context.kernel import Gradients, Piece, Rule, attend, attend_backward, finished, merged
+from plait.parallel.context.kernel import Gradients, Piece, Rule, attend, attend_backward, finished, merged, sink_gradient
 from plait.parallel.context.layout import SequenceLayout
 
 LENGTH = 16
@@ -26,6 +26,33 @@ def at_once(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: R
     if rule.window:
         seen = seen & (at > at[:, None] - rule.window)
     return torch.softmax(scores.masked_fill(~seen[:, None], -torch.inf), -1) @ value.repeat_interleave(groups, 1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1000.0])
+def test_a_sink_counts_once(size: float) -> None:
+    """A softmax over all keys and one more, whose value is 0, from halves of the keys; its gradient is a sum over halves of the queries."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, LENGTH, 5, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sinks = (torch.randn(4, dtype=torch.float64) * size).requires_grad_()
+    rule, at = Rule(0.3), torch.arange(LENGTH)
+    scores = (query @ key.transpose(-1, -2) * 0.3).masked_fill(at > at[:, None], -torch.inf)
+    weights = torch.softmax(torch.cat([scores, sinks[:, None, None].expand(2, 4, LENGTH, 1)], -1), -1)
+    expected = weights[..., :-1] @ value
+    grad = torch.randn_like(expected)
+    *gradients, of_sinks = torch.autograd.grad(expected, (query, key, value, sinks), grad)
+    into, total = Gradients(*(torch.zeros_like(x) for x in (query, key, value))), torch.zeros_like(sinks)
+    with torch.no_grad():
+        for rows in (slice(0, 8), slice(8, 16)):
+            halves = [Piece(query[:, :, rows], key[:, :, a:b], value[:, :, a:b], rows.start, a, None) for a, b in ((8, 16), (0, 8))]
+            found = finished(merged(attend(halves[0], rule), attend(halves[1], rule)), query, sinks)
+            torch.testing.assert_close(found[0], expected[:, :, rows], rtol=1e-11, atol=1e-12)
+            own, whole = grad[:, :, rows].contiguous(), Piece(query[:, :, rows], key, value, rows.start, 0, None)
+            attend_backward(whole, rule, own, found, into.rows(rows.start, rows.stop))
+            gradient = sink_gradient(sinks, own, found)
+            assert gradient is not None
+            total += gradient
+    for mine, right in zip((into.query, into.key, into.value, total), (*gradients, of_sinks), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["", "large scores"])

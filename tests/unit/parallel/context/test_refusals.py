@@ -109,6 +109,15 @@ def test_documents_with_a_cache() -> None:
     assert own["position_ids"].tolist() == [[2, 0, 1, 2]] and own["attention_mask"][0, 0, :, 0].tolist() == [0, 3, 3, 3]
 
 
+def test_documents_that_one_process_does_not_separate() -> None:
+    """GPT-OSS's masks are made without positions."""
+    ids, positions = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None]
+    technique = ContextParallel()
+    with pytest.raises(InputError, match="Transformers' gpt_oss pays no heed to them .* a row of its own"):
+        technique.part({"input_ids": ids, "position_ids": positions % 3}, technique.layout(2, 0), family="gpt_oss")
+    assert technique.part({"input_ids": ids, "position_ids": positions}, technique.layout(2, 0), family="gpt_oss")["use_cache"] is False
+
+
 def test_labels_of_padding() -> None:
     ids = torch.ones(2, 8, dtype=torch.int64)
     mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()

@@ -1,0 +1,141 @@
+"""Time of a training step with experts on different processes: Plait's dispatch beside `all_to_all_single` written by hand, on 2 CPU
+processes with their own samples.
+
+The same Mixtral in float32, AdamW, batches and torch threads; their rounds are interleaved, and a ratio is that of one round. Both have to
+come to the same losses. A quiet machine is needed for ratios that mean something. Run: python -m benchmarks.expert_step [rounds] [tokens]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import plait
+from benchmarks.common.side_by_side import side_by_side
+
+RANKS, EXPERTS, TOP_K = 2, 8, 2
+HERE = EXPERTS // RANKS
+FIELDS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "vocab_size": 4096,
+    "sliding_window": None,
+    "use_cache": False,
+}
+KINDS = ("eager", "grouped_mm")
+"""How Transformers computes the experts of a rank."""
+
+
+def model(kind: str = "eager") -> Any:
+    """The same weights each time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("mixtral", max_position_embeddings=2**16, **FIELDS)
+    return AutoModelForCausalLM.from_config(config, experts_implementation=kind)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to the ranks of their experts, or back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.counts = received, sent
+        arrived = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return Exchange.apply(grad, *ctx.counts), None, None
+
+
+def routed(module: nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A layer of experts, of which `module` has this rank's: [tokens, hidden], [tokens, k], [tokens, k]."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=EXPERTS)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    sent, received = counts.view(RANKS, HERE).sum(1).tolist(), theirs.view(RANKS, HERE).sum(1).tolist()
+    arrived = Exchange.apply(hidden[order // TOP_K], sent, received)
+    pieces = arrived.split(theirs.tolist())  # by rank, then by expert
+    computed: list[Any] = [None] * len(pieces)
+    for expert in range(HERE):
+        own = [rank * HERE + expert for rank in range(RANKS)]
+        x = torch.cat([pieces[index] for index in own])
+        gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, -1)  # type: ignore[index]
+        y = F.linear(F.silu(gate) * up, module.down_proj[expert])  # type: ignore[index]
+        for index, part in zip(own, y.split([len(pieces[index]) for index in own]), strict=True):
+            computed[index] = part
+    returned = Exchange.apply(torch.cat(computed), received, sent) * weights.flatten()[order, None]
+    return torch.zeros_like(hidden).index_add(0, order // TOP_K, returned)
+
+
+def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
+    """A step in plain torch."""
+    made = model()
+    layers = [layer.mlp.experts for layer in made.model.layers]
+    for module in layers:
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(parameter.detach()[rank * HERE : (rank + 1) * HERE].clone()))
+        module.forward = partial(routed, module)
+    split = {parameter for module in layers for parameter in module.parameters()}
+    shared = [parameter for parameter in made.parameters() if parameter not in split]
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
+
+    def step() -> float:
+        logits = made(input_ids=ids).logits
+        count = RANKS * (ids.shape[1] - 1)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / count
+        loss.backward()
+        gradients = [parameter.grad for parameter in shared if parameter.grad is not None]
+        own = [parameter.grad for parameter in split if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+        sums = torch.stack([torch.nn.utils.get_total_norm(own).square(), loss.detach()])
+        dist.all_reduce(sums)
+        norm = (sums[0] + torch.nn.utils.get_total_norm(gradients).square()).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(made.parameters(), 1.0, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(sums[1])
+
+    return step
+
+
+def by_plait(kind: str, ids: torch.Tensor) -> Callable[[], float]:
+    """A step of Plait."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel": {"ep": RANKS},
+    }
+    engine = plait.initialize(model(kind), config, loss_fn=plait.causal_lm_loss)
+    return lambda: float(engine.train_batch({"input_ids": ids, "labels": ids}))
+
+
+def worker(rank: int, rounds: int, tokens: int, port: int) -> None:
+    """Runs on every rank; rank 0 prints and writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    ids = torch.randint(0, FIELDS["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(2 + rank))
+    steps = {"torch by hand": by_hand(rank, ids), **{f"plait, {kind}": by_plait(kind, ids) for kind in KINDS}}
+    side_by_side(steps, "expert_step", rounds=rounds, tokens=tokens)
+    dist.barrier()
+    dist.destroy_process_group()

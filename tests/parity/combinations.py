@@ -1,0 +1,159 @@
+"""One space of everything that long sequences and experts go with, and a sample of it that no person chose: kinds of context parallelism,
+documents and masks, ZeRO stages, tensor and sequence parallelism, pipelines and their schedules, experts and where they are, recomputation.
+Imported by workers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from tests.parity.experts import SIZES, Case
+
+SEED, COUNT = 2020, 320
+DENSE = ("llama", "mistral", "gemma2", "gemma3_text")
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "mixtral")
+"""Families whose windows a configuration sets alone."""
+RING, ULYSSES, GATHERED = ("context", "ring"), ("context", "ulysses"), ("context", "all-gather-kv")
+FULL, SELECTIVE, SEQUENCE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"}), ("sequence_parallel", True)
+CP2, CP4, TP2, EP2, PP2 = ("cp", 2), ("cp", 4), ("tp", 2), ("ep", 2), ("pp", 2)
+TWO_STAGES_A_RANK = ("interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+TWO_PART_BACKWARD = ("interleaved-zero-bubble", "zbv")
+SCHEDULES = ("1f1b", "gpipe", *TWO_STAGES_A_RANK)
+
+ADVERSARIAL: dict[str, tuple[Case, ...]] = {
+    "one valid token on one shard": (
+        Case("llama", more=(RING,), degrees=(CP2,), data="one_target"),
+        Case("mixtral", degrees=(CP2, EP2), balance=True, data="one_target", more=(ULYSSES,)),
+        Case("qwen3_moe", 1, (CP2, EP2), dp=2, data="one_target", more=(GATHERED,)),
+        Case("deepseek_v3", 3, (CP2, EP2), dp=2, data="one_target", rate=0.01, more=(RING,)),
+    ),
+    "a document across a border": (
+        Case("mistral", degrees=(CP4,), data="packed", window=True, more=(RING,)),
+        Case("gemma3_text", degrees=(CP4,), data="packed", window=True, more=(GATHERED, FULL)),
+        Case("mixtral", degrees=(CP2, TP2, EP2), balance=True, data="packed", more=(ULYSSES, SEQUENCE)),
+        Case("deepseek_v3", degrees=(CP2, PP2), data="packed", more=(GATHERED,)),
+    ),
+    "experts without a token": (
+        Case("mixtral", 3, (EP2,), dp=2, balance=True, routed="unused", data="padded"),
+        Case("qwen2_moe", 1, (CP2, ("ep", 4)), dp=2, balance=True, routed="unused", data="packed", more=(RING,)),
+        Case("deepseek_v3", degrees=(TP2, EP2), rate=0.01, routed="unused", data="uneven", more=(SEQUENCE,)),
+    ),
+    "all tokens to one expert": (
+        Case("mixtral", 2, (CP2, ("ep", 4)), dp=2, balance=True, routed="one", data="packed", more=(ULYSSES, FULL)),
+        Case("qwen3_moe", degrees=(TP2, EP2), balance=True, routed="one", data="padded", more=(SEQUENCE, SELECTIVE)),
+        Case("deepseek_v3", degrees=(CP2, PP2, EP2), rate=0.01, routed="one", data="one_target", more=(RING,)),
+    ),
+    "an uneven sequence": (
+        Case("llama", degrees=(CP4,), data="uneven", more=(GATHERED,)),
+        Case("gemma2", 3, (CP2,), dp=2, data="uneven", window=True, more=(RING, SELECTIVE)),
+        Case("mixtral", degrees=(CP2, TP2), balance=True, data="uneven", more=(ULYSSES, SEQUENCE)),
+    ),
+    "fewer key-value heads than ranks of cp": (
+        Case("llama", degrees=(CP2,), kv_heads=1, data="packed", more=(ULYSSES,)),
+        Case("llama", degrees=(CP4,), kv_heads=2, data="uneven", more=(ULYSSES, FULL)),
+        Case("mixtral", degrees=(CP4, ("ep", 4)), kv_heads=1, balance=True, data="border", more=(ULYSSES,)),
+        Case("qwen3_moe", degrees=(CP4,), kv_heads=1, balance=True, data="causal", more=(RING,)),
+    ),
+}
+"""Named for what is hard about them."""
+
+
+def label(case: Case) -> str:
+    """A case's name, with the values of its settings."""
+    more = dict(case.more)
+    pipeline, recompute = more.get("pipeline", {}).get("schedule", ""), more.get("recompute", {}).get("mode", "")
+    parts = [case.name, more.get("context", ""), pipeline, recompute, case.kind if case.family in SIZES else ""]
+    return " ".join(part for part in parts if part)
+
+
+def features(case: Case) -> dict[str, str]:
+    """The axes of the space, and where on each a case is."""
+    axes, more = dict(case.degrees), dict(case.more)
+    stage, pipeline = f"stage {case.stage}", more.get("pipeline", {}).get("schedule", "1f1b")
+    loss = " and ".join(word for word, on in (("balance", case.balance), ("z", case.z_loss)) if on) or "none"
+    return {
+        "family": case.family,
+        "processes": str(case.world),
+        "context parallelism": f"{more['context']}, {axes['cp']}" if "cp" in axes else "none",
+        "rows": case.data.replace("_", " "),
+        "window": "sliding" if case.window else "none",
+        "ZeRO": f"{stage} over {case.dp}",
+        "tensor parallelism": f"{axes['tp']}{', sequence parallelism' if 'sequence_parallel' in more else ''}" if "tp" in axes else "none",
+        "pipeline": f"{pipeline}, {axes['pp']}" if "pp" in axes else "none",
+        "experts on different processes": str(axes.get("ep", 1)) if case.family in SIZES else "no experts",
+        "routing": {"spread": "by scores", "one": "all to one expert", "unused": "an expert without tokens"}[case.routed]
+        if case.family in SIZES
+        else "no experts",
+        "losses of routers": f"global {loss}" if case.balanced == "global" else loss,
+        "recomputation": more.get("recompute", {}).get("mode", "none"),
+    }
+
+
+def sampled(count: int = COUNT, seed: int = SEED) -> list[Case]:
+    """Different cases of the space, those of fewer ranks first."""
+    random, found = Random(seed), dict[str, Case]()
+    while len(found) < count:
+        case = _drawn(random)
+        if _fits(case):
+            found.setdefault(label(case), case)
+    return sorted(found.values(), key=lambda case: case.world)
+
+
+def everything() -> list[Case]:
+    """The sample, and what is adversarial."""
+    return [*(case for group in ADVERSARIAL.values() for case in group), *sampled()]
+
+
+def _drawn(random: Random) -> Case:
+    """One of the product of all axes, refused combinations included."""
+    family = random.choice((*DENSE, *SIZES))
+    experts = family in SIZES
+    world = random.choice((2, 2, 4, 4, 4, 8))
+    shapes = [(tp, cp, pp, world // (tp * cp * pp)) for tp in (1, 2, 4) for cp in (1, 2, 4) for pp in (1, 2) if world % (tp * cp * pp) == 0]
+    tp, cp, pp, dp = random.choice([shape for shape in shapes if shape[1] > 1 or experts])
+    ep = random.choice((1, 2, 4)) if experts else 1
+    degrees = tuple((axis, degree) for axis, degree in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep)) if degree > 1)
+    schedule = random.choice(SCHEDULES) if pp > 1 else ""
+    more: list[tuple[str, Any]] = [random.choice((GATHERED, RING, ULYSSES))] if cp > 1 else []
+    more += [SEQUENCE] if tp > 1 and random.random() < 0.5 else []
+    more += [("pipeline", {"schedule": schedule})] if schedule else []
+    more += random.choice(((), (FULL,), (SELECTIVE,)))
+    more += [("loss_chunk_tokens", 7)] if random.random() < 0.2 else []
+    balance, balanced, z_loss = random.choice(
+        ((False, "micro_batch", 0.0), (True, "micro_batch", 0.0), (True, "global", 0.0), (True, "micro_batch", 0.01))
+    )
+    return Case(
+        family,
+        random.choice((0, 1, 2, 3)),
+        degrees,
+        balance and experts and family != "deepseek_v3",
+        random.choice(("spread", "spread", "one", "unused")) if experts else "spread",
+        0.01 if family == "deepseek_v3" and random.random() < 0.5 else 0.0,
+        tuple(more),
+        dp,
+        kind=random.choice(("eager", "batched_mm")),
+        balanced=balanced if balance and experts and family != "deepseek_v3" else "micro_batch",
+        z_loss=z_loss if experts else 0.0,
+        data=random.choice(("ragged", "causal", "packed", "packed", "padded", "uneven", "one_target", "border")),
+        layers=4 if schedule in TWO_STAGES_A_RANK else 0,
+        kv_heads=random.choice((1, 2, 4)) if family in ("llama", "mixtral", "qwen3_moe") and tp == 1 else 0,
+        window=family in WINDOWED and random.random() < 0.5,
+        attention="eager" if family in ("gemma2", "gpt_oss") else random.choice(("eager", "sdpa")),
+    )
+
+
+def _fits(case: Case) -> bool:
+    """Whether it is not refused, by rules that are tests of their own."""
+    axes = dict(case.degrees)
+    ep, schedule = axes.get("ep", 1), dict(case.more).get("pipeline", {}).get("schedule", "")
+    heads_here = 4 // axes.get("tp", 1)
+    rules = (
+        case.dp * axes.get("cp", 1) * axes.get("tp", 1) % ep == 0,
+        case.family != "qwen3_moe" or 6 % ep == 0,
+        ep == 1 or schedule not in TWO_PART_BACKWARD,
+        dict(case.more).get("context") != "ulysses" or heads_here % axes.get("cp", 1) == 0,
+        not (case.rate and case.z_loss),  # the reference computes one or the other
+        not ("cp" in axes and case.family == "gpt_oss" and case.data == "packed"),
+        case.stage < 3 or schedule not in TWO_PART_BACKWARD,
+    )
+    return all(rules)
