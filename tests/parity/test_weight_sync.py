@@ -93,6 +93,8 @@ def unchanged(rank: int, world: int, times: int, layout: str) -> None:
             seen.append((made.content, generator.predict({"input_ids": ids}).logits))
     one = plait.generate(generator, [[5, 3, 8]], max_new_tokens=4)
     assert [len(row.token_ids) for row in one] == [4]
+    trainers, generators = (plait.score(of, [[5, 3, 8, 1]], canonical=True, vocabulary=True) for of in (engine.sharded, generator))
+    assert all(map(torch.equal, trainers, generators))
     engine.close()
     generator.close()
 

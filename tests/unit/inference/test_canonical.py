@@ -225,6 +225,22 @@ def test_scores(engine: Any) -> None:
             engine.score(**{"sequences": texts, **bad})
 
 
+def test_training_goes_on_as_if_nothing_had_been_scored() -> None:
+    ids = torch.tensor([[1, 2, 3, 4], [7, 5, 3, 2]])
+    losses = []
+    for scores in (False, True):
+        model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+        engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2}, loss_fn=plait.causal_lm_loss)
+        found = []
+        for _ in range(3):
+            found.append(engine.train_batch({"input_ids": ids, "labels": ids}).loss)
+            if scores:
+                engine.score(ids, canonical=True)
+        losses.append(found)
+        engine.close()
+    assert losses[0] == losses[1]
+
+
 def test_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(message: str) -> None:
         for canonical_call in (engine.generate, engine.score):
@@ -243,7 +259,7 @@ def test_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(engine.module.config, "_attn_implementation", "eager")
         refused('attention "eager"')
     with monkeypatch.context() as patch:
-        patch.setattr(exact_products.torch, "matmul", lambda a, b: (a.float() @ b.float()).double())
+        patch.setattr(exact_products.torch, "matmul", lambda a, b, out: out.copy_(a.float() @ b.float()))
         refused("products of integers in float64 are not exact")
     with monkeypatch.context() as patch:
         patch.setattr(self_test, "elementwise", lambda function, tensors: function(tensors[0]) + 1e-3 * torch.arange(len(tensors[0])))
@@ -255,3 +271,34 @@ def test_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         call.compare([b"a", b"a", b"b"])
     engine.module.model.norm.register_forward_hook(lambda *args: args[-1].cumsum(-1))
     refused("aten.cumsum.default")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "named"),
+    [
+        ("mixtral", {}, "a mixture of experts"),
+        ("llama", {"compile": {"enabled": True}}, "torch.compile"),
+        (
+            "llama",
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
+            "on cpu",
+        ),
+        ("adapted", {}, "adapters"),
+    ],
+)
+def test_what_is_not_proven_is_named(kind: str, config: dict[str, Any], named: str) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = cases.build("llama", tied=False, dtype=torch.float32, device="cpu")
+    if kind == "mixtral":
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=11, num_local_experts=2, **shape))
+    if kind == "adapted":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1, **config}, loss_fn=plait.causal_lm_loss)
+    try:
+        with pytest.raises(InputError, match=f"not proven with .*{named}"):
+            engine.score([[1, 2]], canonical=True)
+    finally:
+        engine.close()

@@ -22,8 +22,13 @@ def elementwise(function: Callable[..., torch.Tensor], tensors: Sequence[torch.T
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     count = shape.numel()
     padding = -count % _REGISTERS
-    flat = [torch.cat([tensor.expand(shape).reshape(-1), tensor.new_ones(padding)]) for tensor in tensors]
+    flat = [_in_a_row(tensor.expand(shape), padding) for tensor in tensors]
     pieces = [function(*(one[start : start + _PIECE] for one in flat)) for start in range(0, count, _PIECE)]
     if not pieces:
         return function(*(tensor.expand(shape) for tensor in tensors))
-    return torch.cat(pieces)[:count].view(shape)
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count].view(shape)
+
+
+def _in_a_row(tensor: torch.Tensor, padding: int) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return torch.cat([flat, flat.new_ones(padding)]) if padding else flat

@@ -46,9 +46,9 @@ def split(x: torch.Tensor, exponent: torch.Tensor, *, bits: int, slices: int) ->
     """Integers, in float64, of `x` [..., n] float64: x = 2^exponent (s0 2^-bits + s1 2^-2bits + ...) and a rest."""
     rest, found = x * power_of_two(-exponent), []
     for _ in range(slices):
-        rest = rest * math.ldexp(1.0, bits)
+        rest.mul_(math.ldexp(1.0, bits))
         found.append(torch.round(rest))
-        rest = rest - found[-1]
+        rest.sub_(found[-1])
     return found
 
 
@@ -65,14 +65,17 @@ def leading_last(parts: list[torch.Tensor]) -> torch.Tensor:
 def level_sums(left: torch.Tensor, right: torch.Tensor, *, slices: int) -> torch.Tensor:
     """[slices, ..., rows, columns]: for every level the exact sum of the products of slices whose numbers add up to it."""
     terms = left.shape[-1] // slices
-    return torch.stack(
-        [torch.matmul(left[..., : (level + 1) * terms], right[..., (slices - 1 - level) * terms :].mT) for level in range(slices)]
-    )
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    found = left.new_empty(slices, *batch, left.shape[-2], right.shape[-2])
+    for level in range(slices):
+        torch.matmul(left[..., : (level + 1) * terms], right[..., (slices - 1 - level) * terms :].mT, out=found[level])
+    return found
 
 
 def rounded(levels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, bits: int) -> torch.Tensor:
-    """The product [..., rows, columns] in float64 from `level_sums` and the exponents [..., rows, 1] and [..., columns, 1]."""
+    """The product [..., rows, columns] in float64 from `level_sums`, whose memory it takes, and the exponents [..., rows, 1] and
+    [..., columns, 1]."""
     total = levels[-1]
     for level in range(len(levels) - 2, -1, -1):
-        total = levels[level] + total * math.ldexp(1.0, -bits)
-    return total * power_of_two(rows - 2 * bits) * power_of_two(columns).mT
+        total.mul_(math.ldexp(1.0, -bits)).add_(levels[level])
+    return total.mul_(power_of_two(rows - 2 * bits)).mul_(power_of_two(columns).mT)

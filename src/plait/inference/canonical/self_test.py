@@ -14,7 +14,7 @@ from plait.inference.canonical.attention import attention
 from plait.inference.canonical.elementwise import elementwise
 
 _FUNCTIONS = (torch.exp, torch.log, torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.erf, torch.rsqrt, F.silu, F.gelu, F.softplus)
-_PLACES = ((0, 1), (5, 8), (31, 64), (3, 100), (17, 1017))
+_PLACES = ((0, 1), (1, 65), (5, 8), (31, 64), (3, 100), (17, 1017))
 """Parts of a vector that are computed alone."""
 
 
