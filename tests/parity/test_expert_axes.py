@@ -33,7 +33,7 @@ CASES = [
 ]
 FOUR = [
     Case("mixtral", 3, (CP2, EP2), balance=True, routed="one", dp=2, more=(RING,)),
-    Case("qwen3_moe", 2, (TP2, EP2), balance=True, dp=2, more=(SELECTIVE,)),
+    Case("qwen3_moe", 2, (TP2, EP2), balance=True, routed="one", dp=2, more=(SELECTIVE,)),
 ]
 MORE = [
     Case("mixtral", 1, (CP2, ("ep", 4)), balance=True, dp=2, more=(ULYSSES,), mask=False),
