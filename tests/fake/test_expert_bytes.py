@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from plait.parallel.pipeline.account import facts_of_rank
 
+RECORDED = Path(__file__).parents[2] / "benchmarks/results/deepseek_v3.json"
 SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 256,
@@ -91,10 +95,16 @@ def test_holds_and_sends_its_account(degrees: dict[str, int], stage: int, rank: 
 @pytest.mark.proof
 @pytest.mark.parametrize("rank", [0, 640, 2047])
 def test_deepseek_v3(rank: int) -> None:
-    """671 billion parameters in the published layout: 16 stages, 64 ranks with different experts, ZeRO stage 1 (arXiv:2412.19437)."""
+    """671 billion parameters in the published layout: 16 stages, 64 ranks with different experts, ZeRO stage 1 (arXiv:2412.19437); and what
+    is recorded of it."""
     found, ledger = single_rank_run({}, {"pp": 16, "dp_shard": 128, "ep": 64}, stage=1, rank=rank, length=4096)
     measured = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
     assert measured == {kind: int(ledger.memory[kind][0]) for kind in measured}
+    sent: Counter[str] = Counter()
+    for one in found.traffic:
+        sent[one.axis] += one.wire_bytes
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))["bytes_of_rank"][str(rank)]
+    assert {**measured, "sent": dict(sent)} == recorded
 
 
 def test_grouped_products_in_float32() -> None:
