@@ -72,7 +72,6 @@ IGNORED: tuple[tuple[str, dict[str, Kind]], ...] = (
             ),
             "bf16.immediate_grad_update": "flag",
             "optimizer.legacy_fusion": "flag",
-            "optimizer.params.torch_adam": "flag",
             "disable_python_gc": "flag",
             "use_data_before_expert_parallelism": "flag",
             **_each("pipeline", "pipe_partitioned grad_partitioned use_reentrant", "flag"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from plait.config.dialects.deepspeed import REFUSED, TABLE, Key
 from plait.config.dialects.table_values import asks_for_nothing, type_problem
 from plait.config.schema.provenance import Status
 from plait.errors import ConfigError
+from plait.optim.optimizer import build_optimizer
 from tests.unit.config.cases import load, resolved, status_of
 
 
@@ -166,9 +168,18 @@ def test_compile_disable_is_enabled_negated() -> None:
 
 
 def test_parameters_of_the_optimizer_that_mean_nothing_are_not_handed_on() -> None:
-    config = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True, "max_grad_norm": 0, "_why": "x"}}})
+    config = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "max_grad_norm": 0, "_why": "x"}}})
     assert config.optimizer is not None
     assert config.optimizer.params == {"lr": 1e-3}
+
+
+@pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"torch_adam": True}, 0.01), ({"torch_adam": True, "weight_decay": 0.2}, 0.2)])
+def test_torch_adam_of_a_file_brings_torchs_weight_decay(params: dict[str, Any], decay: float) -> None:
+    """DeepSpeed 0.19.8 builds torch.optim.AdamW then, with that class's own default."""
+    spec = load({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, **params}}}).optimizer
+    assert spec is not None
+    made = build_optimizer(spec, [("a", torch.nn.Parameter(torch.zeros(2)))])
+    assert type(made) is torch.optim.AdamW and made.param_groups[0]["weight_decay"] == decay
 
 
 def test_secrets_are_not_shown() -> None:
