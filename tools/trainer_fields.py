@@ -1,4 +1,4 @@
-"""Write the table of docs/trainer.md that says what becomes of every field of `TrainingArguments`.
+"""Write the tables of docs/trainer.md that say what becomes of every field of `TrainingArguments`, `SFTConfig` and `DPOConfig`.
 
 Run: PYTHONPATH=src:. python tools/trainer_fields.py [--write]; tests/unit/hf/test_fields.py holds the document to it.
 """
@@ -12,32 +12,37 @@ from pathlib import Path
 from transformers import Seq2SeqTrainingArguments
 
 from benchmarks.common.table import markdown
-from plait.hf.fields import FIELDS, SEQ2SEQ
+from plait.hf.fields import FIELDS, SEQ2SEQ, TRL, Field
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "trainer.md"
-BEGIN, END = "<!-- tools/trainer_fields.py -->\n", "<!-- end -->\n"
+END = "<!-- end -->\n"
 
 
-def table() -> str:
-    """The table, as markdown, in the order of Transformers."""
+def tables() -> dict[str, str]:
+    """By their first lines in the document, as markdown: that of Transformers in its order, that of TRL in Plait's."""
     known = FIELDS | SEQ2SEQ
+    theirs = {field.name: known[field.name] for field in fields(Seq2SeqTrainingArguments) if field.name in known}
+    return {"<!-- tools/trainer_fields.py -->\n": _table(theirs), "<!-- tools/trainer_fields.py: TRL -->\n": _table(TRL)}
+
+
+def _table(known: dict[str, Field]) -> str:
     rows = []
-    for field in fields(Seq2SeqTrainingArguments):
-        entry = known.get(field.name)
-        if entry is not None:
-            what = "" if entry.what == "as in Transformers" else entry.what
-            rows.append((f"`{field.name}`", entry.effect, f"{what}; {entry.remedy}" if entry.remedy else what))
+    for name, entry in known.items():
+        what = "" if entry.what in ("as in Transformers", "as in TRL") else entry.what
+        rows.append((f"`{name}`", entry.effect, f"{what}; {entry.remedy}" if entry.remedy else what))
     return markdown(("field", "effect", "what it does, or why not and what to do instead"), rows)
 
 
 def written(text: str) -> str:
-    """The document with the table."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}{table()}\n{END}{rest.split(END, 1)[1]}"
+    """The document with the tables."""
+    for begin, table in tables().items():
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{table}\n{END}{rest.split(END, 1)[1]}"
+    return text
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
         DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
     else:
-        print(table())
+        print(*tables().values(), sep="\n\n")

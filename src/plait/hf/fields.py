@@ -232,7 +232,7 @@ TRL: dict[str, Field] = {
             *("dataset_num_proc", "eos_token", "pad_token", "max_length", "truncation_mode", "shuffle_dataset", "pad_to_multiple_of"),
             *("packing", "packing_strategy", "padding_free", "eval_packing", "completion_only_loss", "assistant_only_loss", "loss_type"),
             *("disable_dropout", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing", "beta"),
-            *("use_weighting", "discopop_tau", "precompute_ref_batch_size", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+            *("use_weighting", "discopop_tau"),
         ),
         Field("honoured", _AS_TRL),
     ),
@@ -244,6 +244,9 @@ TRL: dict[str, Field] = {
     "sync_ref_model": Field(
         "refused", "it mixes the trained weights into the reference's, which has not been run with Plait", "leave it out"
     ),
+    "precompute_ref_batch_size": Field("noted", "it belongs to precompute_ref_log_probs"),
+    "ref_model_mixup_alpha": Field("noted", "it belongs to sync_ref_model"),
+    "ref_model_sync_steps": Field("noted", "it belongs to sync_ref_model"),
     "activation_offloading": Field(
         "refused",
         "its hooks have not been run with Plait",
