@@ -104,6 +104,11 @@ def watch_folder() -> Path | None:
     return Path(folder) if folder and Path(folder).is_dir() else None
 
 
+def launchers_variable(name: str, default: str) -> str:
+    """A variable that a launcher set for a library, in lower case."""
+    return os.environ.get(name, default).lower()
+
+
 @contextmanager
 def without_variable(name: str) -> Iterator[None]:
     """A variable that a launcher set, hidden from a library that would act on it."""

@@ -10,7 +10,8 @@ from plait.model.described import require_transformers
 require_transformers("plait.hf")
 
 from plait.hf.arguments import Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
+from plait.hf.loop_accelerator import Accelerator  # noqa: E402
 from plait.hf.mixin import TrainerMixin  # noqa: E402
 from plait.hf.trainer import Seq2SeqTrainer, Trainer, wrap  # noqa: E402
 
-__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerMixin", "TrainingArguments", "wrap"]
+__all__ = ["Accelerator", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainerMixin", "TrainingArguments", "wrap"]

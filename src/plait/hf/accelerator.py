@@ -48,6 +48,7 @@ class Accelerator(accelerate.Accelerator):
     backward_of: Callable[[torch.Tensor], None]
     _alone: bool
     _own_counts: bool
+    _begins = "train() or evaluate() of the Trainer does it"
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator, resolved: Resolved, *, rank: int, seed: int) -> Accelerator:
@@ -138,12 +139,15 @@ class Accelerator(accelerate.Accelerator):
             process_index=0,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             dispatch_batches=False,
-            use_seedable_sampler=True,
-            data_seed=self.seed,
             non_blocking=self.non_blocking,
+            **self._order(),
         )
         self._dataloaders.append(prepared)
         return prepared
+
+    def _order(self) -> dict[str, Any]:
+        """How `accelerate.data_loader.prepare_data_loader` orders shuffled samples: by the seed and the epoch."""
+        return {"use_seedable_sampler": True, "data_seed": self.seed}
 
     # ---- models and steps -----------------------------------------------------------------------------------------------------------
 
@@ -172,7 +176,7 @@ class Accelerator(accelerate.Accelerator):
         if self.layout.dp == 1:
             return None
         if self.engine is None:
-            raise InputError("the Trainer's accelerator gathers over the ranks of a layout once train() or evaluate() has begun")
+            raise InputError(f"the accelerator gathers over the ranks of a layout once the model is sharded: {self._begins}")
         return self.engine.mesh.group(*SAMPLE_AXES)
 
     def gather(self, tensor: Any) -> Any:

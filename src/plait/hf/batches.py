@@ -64,6 +64,11 @@ class Rounds:
         """How many ranks have a batch of their own at a position of the epoch that was read."""
         return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
 
+    @property
+    def present_last(self) -> int:
+        """How many have at the last position of an epoch that was read to its end."""
+        return self._last[1] if self._last is not None else self.ranks
+
 
 class StreamPart(IterableDataset[Any]):
     """A rank's part of an iterable data set, which every rank reads in full."""
@@ -108,6 +113,11 @@ class StreamPart(IterableDataset[Any]):
     def present(self, position: int) -> int:
         """As `Rounds.present`."""
         return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
+
+    @property
+    def present_last(self) -> int:
+        """As `Rounds.present_last`."""
+        return self._last[1] if self._last is not None else self.ranks
 
 
 class EpochOrder:

@@ -40,6 +40,8 @@ class Guard(StepHook):
         self._in_buckets = parts.hooks.of(Reducer) is not None
         self.backwards = 0
         """Of the step so far."""
+        self.reduced = False
+        """Whether the gradients of the step so far are sums over all ranks already."""
 
     def release(self) -> None:
         """The model is passed to another owner, or the handle is closed."""
@@ -60,6 +62,7 @@ class Guard(StepHook):
     def backward(self) -> Iterator[None]:
         """Around every backward of the handle's own."""
         self.backwards += 1
+        self.reduced = False
         WATCH.phase(BACKWARD)
         with self.running("step"), self._parts.hooks.backward():
             yield
@@ -87,7 +90,7 @@ class Guard(StepHook):
         drop_gradients(self._parts.model)
         for forget in self._parts.hooks.drop_gradients:
             forget()
-        self.backwards = 0
+        self.backwards, self.reduced = 0, False
 
     def check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an update that does not do what it seems to."""

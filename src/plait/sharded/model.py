@@ -131,9 +131,12 @@ class ShardedModel:
                     begin.backward()
 
     def finish_reduction(self) -> None:
-        """After the last backward of a step: gradients are the sums over all ranks. Collective."""
+        """After the last backward of a step: gradients are the sums over all ranks. A second call does nothing. Collective."""
+        if self.guard.reduced:
+            return
         for finish in self.hooks.finish_reduction:
             finish()
+        self.guard.reduced = True
 
     def grad_norm(self) -> torch.Tensor:
         """Global norm of the gradients, each element counted once whatever the layout; float64, 0-dimensional. Collective."""
@@ -199,6 +202,7 @@ class ShardedModel:
         self.guard.check_update(stepper.optimizer)
         WATCH.phase(board.UPDATE)
         self.finish_reduction()
+        self.guard.reduced = False
         scale = self.loss_scale
         outcome = stepper(divisor=divisor, loss=loss, error=self.error_of_numbers(step, own_loss))
         end = StepEnd(skipped=outcome.skipped, rescaled=self.loss_scale / scale, waited_seconds=self.waits.take())

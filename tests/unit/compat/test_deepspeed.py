@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", 
         (lambda: deepspeed.initialize(config=CONFIG), "not NoneType"),
         (lambda: deepspeed.initialize(model=MODEL), "needs a configuration"),
         (lambda: deepspeed.initialize(model=deepspeed.PipelineModule([MODEL]), config=CONFIG), "loss_fn"),
-        (lambda: deepspeed.PipelineModule([MODEL], partition_method="uniform"), "predicted time"),
+        (lambda: deepspeed.PipelineModule([MODEL], partition_method="random"), "predicted time"),
         (lambda: deepspeed.PipelineModule([MODEL], activation_checkpoint_interval=2), "use 1"),
         (lambda: deepspeed.PipelineModule([MODEL], topology=object()), "topology"),
         (lambda: deepspeed.init_distributed(rank=3), "rank is 0 here"),
@@ -47,6 +47,12 @@ def test_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(InputError) as error:
         call()
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["uniform", "type:transformer"])
+def test_where_stages_are_cut_changes_no_number(method: str) -> None:
+    with pytest.warns(UserWarning, match="changes nothing: stages are balanced by predicted time"):
+        deepspeed.PipelineModule([MODEL], partition_method=method)
 
 
 def test_no_batch_size_and_unknown_keys() -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from plait._torch.operators import tree_map
+from plait.cluster.topology import place
 from plait.compat.deepspeed.refused import refuse_given
-from plait.errors import InputError
+from plait.errors import InputError, warn
 from plait.model.pipeline_module import LayerSpec, TiedLayerSpec
 from plait.model.pipeline_module import PipelineModule as PlaitPipelineModule
 
@@ -47,10 +48,13 @@ class PipelineModule(PlaitPipelineModule):
         refuse_given("PipelineModule", _REMEDIES, topology=topology, seed_fn=seed_fn)
         if seed_layers or base_seed != 1234:
             raise InputError(f"deepspeed.PipelineModule(seed_layers=, base_seed=): leave them out: {_REMEDIES['seed_fn']}")
-        if partition_method != "parameters":
+        if partition_method.lower() not in ("parameters", "uniform") and not partition_method.lower().startswith("type:"):
             raise InputError(
-                f"deepspeed.PipelineModule(partition_method={partition_method!r}): stages are balanced by predicted time; leave it out"
+                f"deepspeed.PipelineModule(partition_method={partition_method!r}): DeepSpeed has 'parameters', 'uniform' and 'type:...', "
+                "and stages are balanced by predicted time; leave it out"
             )
+        if partition_method.lower() != "parameters" and place().rank == 0:
+            warn(f"PipelineModule(partition_method={partition_method!r}) changes nothing: stages are balanced by predicted time")
         if activation_checkpoint_interval not in (0, 1):
             raise InputError(
                 f"deepspeed.PipelineModule(activation_checkpoint_interval={activation_checkpoint_interval}): layers are recomputed one by "

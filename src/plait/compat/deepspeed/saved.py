@@ -209,28 +209,28 @@ class SavedState:
         free_gathered(self.module)
 
 
-def refuse_shards_as_weights(model: nn.Module) -> None:
+_OF_ENGINE = "engine.module_state_dict() on every process (and save it in one), engine.save_16bit_model(folder)"
+
+
+def refuse_shards_as_weights(model: nn.Module, *, remedy: str = _OF_ENGINE) -> None:
     """Let `model.state_dict()` raise InputError where it would return parts of weights to code that is not Plait's: what it saves would be
-    the part of one rank. So does `torch.save` of a parameter."""
+    the part of one rank. So does `torch.save` of a parameter. `remedy`: what to call instead."""
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
         if not sharded or _is_asked_by_plait():
             return
         if not all(map(is_full_here, sharded.values())):
-            raise InputError(
-                "engine.module.state_dict(): each process holds a part of the weights; call engine.module_state_dict() on every process "
-                "(and save it in one), engine.save_16bit_model(folder), or use ZeRO stage 0"
-            )
+            raise InputError(f"state_dict() of the model: each process holds a part of the weights; call {remedy}, or use ZeRO stage 0")
         state.update({name: local_tensor(value) for name, value in sharded.items()})
 
     model.register_state_dict_post_hook(refuse)
-    _MESHES.update(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    _MESHES.update((parameter.device_mesh, remedy) for parameter in model.parameters() if isinstance(parameter, DTensor))
     copyreg.pickle(DTensor, _pickled)
 
 
-_MESHES: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
-"""Those over which models of this package are sharded."""
+_MESHES: weakref.WeakKeyDictionary[DeviceMesh, str] = weakref.WeakKeyDictionary()
+"""Those over which such models are sharded, and what to call instead."""
 
 
 def _pickled(tensor: DTensor) -> Any:
@@ -240,7 +240,7 @@ def _pickled(tensor: DTensor) -> Any:
     if tensor.device_mesh in _MESHES:
         raise InputError(
             f"a tensor of shape {tuple(tensor.shape)}, of which this process holds a part, cannot be saved or sent: the others' would be "
-            "missing; call engine.module_state_dict(), engine.save_checkpoint, or read it inside of zero.GatheredParameters(parameters)"
+            f"missing; call {_MESHES[tensor.device_mesh]}"
         )
     return tensor.__reduce_ex__(2)
 

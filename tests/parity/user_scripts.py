@@ -1,0 +1,116 @@
+"""Scripts of the kind people have, in tests/scripts, none of which imports Plait: what to change in each, and how it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+DEEPSPEED_PYTHON = os.environ.get("PLAIT_DEEPSPEED_PYTHON", "")
+"""The Python of an environment that has DeepSpeed beside Plait's packages."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """One of them."""
+
+    name: str
+    theirs: str
+    """The lines that are changed: one import, one argument, or one call."""
+    ours: str
+    """What stands there instead."""
+    rtol: float = 1e-5
+    peer: str = "torch"
+    """Which environment its author has: "torch" for this one, or "deepspeed"."""
+
+    @property
+    def path(self) -> Path:
+        """The script as its author wrote it."""
+        return SCRIPTS / f"{self.name}.py"
+
+    def changed(self, folder: Path) -> Path:
+        """The script on Plait."""
+        text = self.path.read_text(encoding="utf-8")
+        assert text.count(self.theirs) == 1, f"{self.name}: {self.theirs!r} is there {text.count(self.theirs)} times"
+        assert "plait" not in text.replace("Imports no Plait", ""), self.name
+        found = folder / self.path.name
+        found.write_text(text.replace(self.theirs, self.ours), encoding="utf-8")
+        return found
+
+
+def _ddp(name: str, line: str = "from torch.nn.parallel import DistributedDataParallel as DDP\n") -> Script:
+    return Script(name, line, line.replace("torch.nn.parallel", "plait.compat.torch"))
+
+
+def _deepspeed(name: str) -> Script:
+    return Script(f"deepspeed_{name}", "import deepspeed\n", "import plait.compat.deepspeed as deepspeed\n", rtol=2e-5, peer="deepspeed")
+
+
+def _trainer(name: str, trainer: str = "Trainer") -> Script:
+    return Script(f"trainer_{name}", f"from transformers import {trainer}\n", f"from plait.hf import {trainer}\n")
+
+
+def _trl(name: str, method: str) -> Script:
+    line = f"from trl import {method}Config, {method}Trainer\n"
+    return Script(f"trl_{name}", line, f"import plait.hf\n{line}\n{method}Trainer = plait.hf.wrap({method}Trainer)\n")
+
+
+_ZERO_3 = 'import plait\n\n    plait.parallelize(model, {"zero_optimization": {"stage": 3}})\n'
+_BY_LAYERS = """for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+"""
+_PLAN = """for layer in model.model.layers:
+    parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), {**column, **row})
+"""
+ALL = (
+    _ddp("ddp_convnet"),
+    _ddp("ddp_accumulation", "from torch.nn.parallel import DistributedDataParallel\n"),
+    _ddp("ddp_gpt"),
+    _ddp("ddp_unused"),
+    *(
+        Script(f"accelerate_{name}", "from accelerate import Accelerator\n", "from plait.hf import Accelerator\n")
+        for name in ("classifier", "no_trainer", "tokens", "lora")
+    ),
+    *(_deepspeed(name) for name in ("pipeline", "zero_init", "own_optimizer", "resume", "llama")),
+    Script("fsdp2_gpt", _BY_LAYERS, _ZERO_3),
+    Script("fsdp2_accumulation", "shard(model)\n    optimizer", f"{_ZERO_3}    optimizer"),
+    Script("torch_tensor_parallel", _PLAN, 'import plait\n\nplait.parallelize(model, {"parallel": {"tp": 2}})\n'),
+    *(_trainer(name) for name in ("run_clm", "lora", "subclass", "classifier", "stream")),
+    _trainer("seq2seq", "Seq2SeqTrainer"),
+    _trl("chat", "SFT"),
+    _trl("preferences", "DPO"),
+)
+
+
+def launched(command: Sequence[str], script: Path, folder: Path, *, seconds: int = 300, **more: str) -> dict[int, list[Any]]:
+    """What every rank of a script printed after RESULT, by rank. It is run in `folder`; `more`: of the environment."""
+    folder.mkdir(exist_ok=True)
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true", **more}
+    done = subprocess.run([*command, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    # Ranks may print into one line.
+    found = [json.JSONDecoder().raw_decode(part)[0] for part in done.stdout.split("RESULT ")[1:]]
+    assert len(found) == 2, done.stdout[-2000:]
+    return {rank: rest for rank, *rest in found}
+
+
+def on_plait(script: Script, folder: Path) -> dict[int, list[Any]]:
+    """The changed script on two processes."""
+    return launched([sys.executable, "-m", "plait", "launch", "--nproc-per-node", "2"], script.changed(folder), folder / "ours")
+
+
+def on_peer(script: Script, folder: Path) -> dict[int, list[Any]]:
+    """The script as it is on two processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if script.peer != "deepspeed":
+        return launched([sys.executable, *torchrun], script.path, folder / "theirs")
+    path = f"{Path(DEEPSPEED_PYTHON).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja
+    return launched([DEEPSPEED_PYTHON, *torchrun], script.path, folder / "theirs", PATH=path, DS_ACCELERATOR="cpu", PYTHONPATH="")

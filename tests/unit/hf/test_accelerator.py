@@ -1,0 +1,147 @@
+"""What `plait.hf.Accelerator` refuses, in one process without a launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DataLoaderConfiguration
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradScalerKwargs, ProjectConfiguration
+from torch import nn
+
+from plait.errors import ConfigError, InputError
+from plait.hf import Accelerator
+from tests.parity.trainers import launched_alone
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    before = dict(os.environ)
+    with launched_alone():
+        yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"split_batches": True}, "batch size of a rank"),
+        ({"rng_types": ["torch"]}, "rng_types"),
+        ({"dynamo_backend": "inductor"}, '"compile": {"enabled": true}'),
+        ({"mixed_precision": "fp8"}, "no, bf16, fp16"),
+        ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches=True"),
+        ({"dataloader_config": DataLoaderConfiguration(even_batches=False)}, "each sample once"),
+        ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "save_state(folder)"),
+        ({"kwargs_handlers": [GradScalerKwargs(init_scale=4.0)]}, '"fp16"'),
+        ({"plait_config": {"parallel": {"pp": 1}}, "deepspeed_plugin": object()}, "leave one of them out"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as error:
+        Accelerator(cpu=True, **arguments)
+    assert words in str(error.value)
+
+
+def test_plugins_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match='"stage": 3'):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(InputError, match="ACCELERATE_USE_FSDP"):
+        Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "field"),
+    [
+        ({"bf16": {"enabled": True}}, {"mixed_precision": "fp16"}, "bf16.enabled"),
+        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        ({"optimizer": {"type": "AdamW", "params": {}}}, {}, "optimizer"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, {}, "scheduler"),
+        ({"parallel": {"loss_chunk_tokens": 8}}, {}, "parallel.loss_chunk_tokens"),
+        ({"experts": {"z_loss": 0.1}}, {}, "experts.z_loss"),
+        ({"parallel": {"optimizer_in_backward": True}, "gradient_clipping": 0}, {}, "parallel.optimizer_in_backward"),
+    ],
+)
+def test_a_file_that_contradicts(config: dict[str, Any], arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Accelerator(cpu=True, plait_config=config, **arguments)
+    assert field in {problem.field for problem in error.value.problems}
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+def test_layouts_without_a_loss_to_call(monkeypatch: pytest.MonkeyPatch, axis: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=rf"parallel\.{axis}.*plait\.hf\.Trainer"):
+        Accelerator(cpu=True, plait_config={"parallel": {axis: 2}})
+
+
+def test_the_file_of_a_deepspeed_plugin() -> None:
+    """DeepSpeed need not be installed."""
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, deepspeed_plugin=plugin, mixed_precision="bf16")
+    assert accelerator.resolved.data_parallel.stage == 2 and accelerator.resolved.batch.accumulation == 3
+    assert accelerator.resolved.precision.compute == "bfloat16" and accelerator.mixed_precision == "bf16"
+
+
+def test_what_is_prepared() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="of 0 of the models"):
+        accelerator.prepare(optimizer)
+    with pytest.raises(InputError, match="one model with one optimizer"):
+        accelerator.prepare(model, optimizer, torch.optim.SGD(model.parameters(), lr=0.1))
+    for call in (accelerator.prepare_model, accelerator.prepare_optimizer):
+        with pytest.raises(InputError, match=r"accelerator\.prepare\(model, optimizer"):
+            call(model if call == accelerator.prepare_model else optimizer)
+    with pytest.raises(InputError, match="no model is trained yet"):
+        accelerator.backward(torch.zeros(()))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        before = model[0].weight.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(before, model[0].weight) and model[0].weight.grad is not None
+        with pytest.raises(InputError, match="if accelerator.sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        with pytest.raises(InputError, match="1.weight \\(2 trained"):
+            accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
+        with pytest.raises(InputError, match="Euclidean"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+        for call, given in ((accelerator.clip_grad_value_, (model.parameters(), 1.0)), (accelerator.unscale_gradients, ())):
+            with pytest.raises(InputError, match="clip_grad_norm_"):
+                call(*given)
+        with pytest.warns(UserWarning, match="drops the gradients of 2 micro-batches"):
+            optimizer.zero_grad()
+        assert model[0].weight.grad is None
+    with pytest.raises(InputError, match=r"accelerator\.load_state"):
+        optimizer.load_state_dict({})
+    with pytest.raises(InputError, match="not needed"):
+        accelerator.join_uneven_inputs([model])
+    accelerator.free_memory()
+
+
+def test_a_norm_that_contradicts_the_file() -> None:
+    accelerator = Accelerator(cpu=True, plait_config={"gradient_clipping": 0.3})
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    for _ in range(2):
+        assert float(accelerator.clip_grad_norm_(model.parameters(), 0.3)) == pytest.approx(3**0.5)
+    with pytest.raises(InputError, match="after accelerator.clip_grad_norm_"):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert float((model.weight.detach() - before).norm()) == pytest.approx(0.1 * 0.3 * (2 / 3) ** 0.5, rel=1e-4)
+    accelerator.free_memory()
