@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
-import warnings
+from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError
 from plait.hf.fields import FIELDS, TRL, examined
-from tests.parity import adapted, trainers, words
+from tests.parity import adapted, trainers, trl_runs, words
 from tests.parity.trainers import close, zero
 from tests.pool import Pool
 
@@ -23,43 +21,17 @@ pytestmark = pytest.mark.proof  # importing TRL takes ten seconds
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens")
 
 
-def run(kind: Any, folder: str, *, lora: bool, **settings: Any) -> dict[str, Any]:
-    """Train with TRL's own default of recomputed blocks and plain SGD, whose weights follow the gradients themselves, evaluate, save."""
-    from trl import SFTConfig
+def made(wrap: Callable[[type], type], folder: str, *, lora: bool, **settings: Any) -> Any:
+    """With TRL's own default of recomputed blocks and plain SGD, whose weights follow the gradients themselves."""
+    from trl import SFTConfig, SFTTrainer
 
-    trainer = kind(
+    return wrap(SFTTrainer)(
         model=adapted.model() if lora else trainers.model(),
         args=trainers.arguments(SFTConfig, folder, bf16=False, dataset_num_proc=None, optim="sgd", **settings),
         train_dataset=words.texts(),
         eval_dataset=words.texts(),
         processing_class=words.tokenizer(),
     )
-    trainer.train()
-    evaluated = trainer.evaluate()
-    trainer.save_model(f"{folder}/model")
-    found = trainers.result(trainer, evaluated, f"{folder}/model")
-    found["metrics"] = {"eval_loss": evaluated["eval_loss"], "eval_samples": trainers.SAMPLES}
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    return found | {name: [row[name] for row in rows] for name in METRICS}
-
-
-@cache
-def native(dp: int, *, lora: bool) -> dict[str, Any]:
-    from trl import SFTTrainer
-
-    with tempfile.TemporaryDirectory() as folder, trainers.launched_alone():
-        return run(SFTTrainer, folder, lora=lora, gradient_accumulation_steps=2 * dp)
-
-
-def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, lora: bool) -> dict[str, Any]:
-    """Runs in a worker."""
-    with trainers.launched(rank, world), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl
-
-        from plait.hf import wrap
-
-        return run(wrap(trl.SFTTrainer), folder, lora=lora, deepspeed=config)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +45,8 @@ def on_plait(rank: int, world: int, config: dict[str, Any], folder: str, lora: b
     ],
 )
 def test_supervised_fine_tuning_is_one_process(pool: Pool, tmp_path: Path, dp: int, config: dict[str, Any], lora: bool) -> None:
-    wanted = native(dp, lora=lora)
-    found = pool.run(2, on_plait, config, str(tmp_path), lora)[0]
+    wanted = trl_runs.native(made, METRICS, dp, lora=lora)
+    found = pool.run(2, trl_runs.on_plait, made, METRICS, config, str(tmp_path), lora)[0]
     close(found, wanted)
     assert found["num_tokens"] == wanted["num_tokens"]
     if dp == 1:  # TRL takes the mean over micro-batches, which ranks have at once
@@ -84,7 +56,7 @@ def test_supervised_fine_tuning_is_one_process(pool: Pool, tmp_path: Path, dp: i
 def refused(rank: int, world: int, folder: str) -> str:
     """Runs in a worker."""
     with pytest.raises(ConfigError) as raised:
-        on_plait(rank, world, {"parallel": {"pp": 2}}, folder, lora=False)
+        trl_runs.on_plait(rank, world, made, METRICS, {"parallel": {"pp": 2}}, folder, lora=False)
     return str(raised.value)
 
 

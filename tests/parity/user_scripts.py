@@ -82,7 +82,7 @@ ALL = (
     Script("fsdp2_gpt", _BY_LAYERS, _ZERO_3),
     Script("fsdp2_accumulation", "shard(model)\n    optimizer", f"{_ZERO_3}    optimizer"),
     Script("torch_tensor_parallel", _PLAN, 'import plait\n\nplait.parallelize(model, {"parallel": {"tp": 2}})\n'),
-    *(_trainer(name) for name in ("run_clm", "lora", "subclass", "classifier", "stream")),
+    *(_trainer(name) for name in ("run_clm", "lora", "subclass", "classifier", "vision", "stream")),
     _trainer("seq2seq", "Seq2SeqTrainer"),
     _trl("chat", "SFT"),
     _trl("preferences", "DPO"),
