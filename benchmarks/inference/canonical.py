@@ -78,7 +78,7 @@ def main() -> None:
             rows[name] = row = measured(size, dtype)
             print(f"{name:30} {row['slowdown']}  without it {row['default']}, with it {row['canonical']}", flush=True)
             assert not row["canonical"]["different"]
-    RESULT.write_text(json.dumps({"machine": facts("torch", "transformers"), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            RESULT.write_text(json.dumps({"machine": facts("torch", "transformers"), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

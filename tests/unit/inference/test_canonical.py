@@ -278,11 +278,6 @@ def test_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("mixtral", {}, "a mixture of experts"),
         ("llama", {"compile": {"enabled": True}}, "torch.compile"),
-        (
-            "llama",
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
-            "on cpu",
-        ),
         ("adapted", {}, "adapters"),
     ],
 )
