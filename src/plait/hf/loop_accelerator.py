@@ -175,6 +175,13 @@ class Accelerator(LoopCheckpoints, RanksAccelerator):
         made._is_accelerate_prepared = True
         return made
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader of the rest of an epoch, in that epoch's order; `dataloader` itself goes on with the next one."""
+        made = super().skip_first_batches(dataloader, num_batches)
+        made.iteration = dataloader.iteration
+        dataloader.iteration += 1
+        return made
+
     def _order(self) -> dict[str, Any]:
         return {"use_seedable_sampler": self.use_seedable_sampler, "data_seed": self.dataloader_config.data_seed}
 
