@@ -10,7 +10,8 @@ from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import find_model
-from plait.planner.search import Request, plan
+from plait.planner.request import Request
+from plait.planner.search import plan
 from plait.units import GIB
 
 

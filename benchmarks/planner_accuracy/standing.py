@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plait.planner.calibrate import Calibration, merged, uncalibrated
-from plait.planner.search import Choice, Request, price, price_space, space_of
+from plait.planner.calibrate import Calibration, uncalibrated
+from plait.planner.choice import Choice, price
+from plait.planner.request import Request, space_of
+from plait.planner.search import price_space
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ def standing(request: Request, layout: Mapping[str, Any], *, calibration: Calibr
     """Where `layout` stands among all candidates that fit, priced as they are; it need not be one of them."""
     calibration = calibration or uncalibrated()
     space = space_of(request)
-    seconds, needed = price_space(request, space, merged(calibration))
-    fitting = seconds[needed <= float(request.cluster.device.memory_bytes)]
+    priced = price_space(request, space, calibration)
+    fitting = priced.seconds[priced.needed <= float(request.cluster.device.memory_bytes)]
     choice = price(request, [layout], calibration=calibration)[0]
     return Standing(choice, int((fitting < choice.seconds * (1 - 1e-9)).sum()) + 1, len(fitting))

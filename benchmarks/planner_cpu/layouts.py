@@ -10,7 +10,7 @@ from plait.engine.calibration import ON_CPU
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, from_config
-from plait.planner.search import Request
+from plait.planner.request import Request
 
 BATCH = 8
 

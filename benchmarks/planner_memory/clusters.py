@@ -13,7 +13,8 @@ from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, find_model
 from plait.planner.output import config_of
-from plait.planner.search import Request, plan
+from plait.planner.request import Request
+from plait.planner.search import plan
 
 STANDINGS = ("gpt3-175b", "turing-nlg-530b", "llama-2-70b")
 TRIED = [

@@ -8,7 +8,7 @@ from typing import Any
 from plait.cli.planning.dry_run import DryRun, dry_run
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
-from plait.planner.search import Request
+from plait.planner.request import Request
 
 LENGTH = 320
 """No size of the models, so that bytes of one are not taken for the other's."""
@@ -36,6 +36,11 @@ CASES: list[Case] = [
     ("llama", {"micro": 2}, False),
     ("llama", {"micro": 2}, True),
     ("llama", {"micro": 2, "steps": 3}, False),
+    ("llama", {"micro": 2, "chunk": 128}, False),
+    ("llama", {"micro": 2, "tp": 4, "sp": True, "steps": 2, "chunk": 64}, False),
+    ("llama", {"micro": 4, "pp": 2, "steps": 4, "schedule": "gpipe", "chunk": 128}, False),
+    ("llama", {"micro": 4, "pp": 2, "steps": 6, "schedule": "interleaved-zero-bubble", "chunk": 128}, False),
+    ("qwen2", {"micro": 4, "shard": 4, "stage": 3, "chunk": 512}, False),
     ("llama", {"micro": 2, "tp": 2}, False),
     ("llama", {"micro": 2, "tp": 4, "sp": True}, False),
     ("llama", {"micro": 2, "shard": 4, "stage": 1}, False),
@@ -46,6 +51,9 @@ CASES: list[Case] = [
     ("llama", {"micro": 8, "tp": 2, "recompute": "full"}, True),
     ("llama", {"micro": 8, "recompute": "selective"}, True),
     ("llama", {"micro": 8, "tp": 2, "sp": True, "recompute": "selective"}, True),
+    ("llama", {"micro": 8, "recompute": "full", "every": 2}, True),
+    ("llama", {"micro": 8, "tp": 2, "recompute": "full", "every": 3}, True),
+    ("llama", {"micro": 4, "pp": 2, "steps": 4, "recompute": "selective", "every": 2}, True),
     ("llama", {"micro": 4, "pp": 2, "steps": 4}, True),
     ("llama", {"micro": 4, "pp": 2, "steps": 4, "recompute": "selective"}, True),
     ("llama", {"micro": 2, "pp": 4, "steps": 8}, False),
@@ -93,13 +101,16 @@ def compare(case: Case) -> list[Compared]:
     name, what, small = case
     fields = MODELS[name] | ({"vocab_size": 512} if small else {})
     pp, tp, dp = what.get("pp", 1), what.get("tp", 1), what.get("shard", 1) * what.get("replicate", 1)
-    world, micro, steps = pp * tp * dp, what["micro"], what.get("steps", 1)
+    cp, length = what.get("cp", 1), what.get("length", LENGTH)
+    world, micro, steps = pp * tp * cp * dp, what["micro"], what.get("steps", 1)
     parallel: dict[str, Any] = {"pp": pp, "tp": tp, "dp_shard": what.get("shard", 1), "dp_replicate": what.get("replicate", 1)}
+    parallel |= {"cp": cp, "context": what.get("context", "all-gather-kv")}
     parallel["sequence_parallel"] = what.get("sp", False)
     if pp > 1:
         parallel["pipeline"] = {"schedule": what.get("schedule", "1f1b")}
     if "recompute" in what:
-        parallel["recompute"] = {"mode": what["recompute"]}
+        parallel["recompute"] = {"mode": what["recompute"], "every": what.get("every", 1)}
+    parallel["loss_chunk_tokens"] = what.get("chunk", 0)
     tree = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
@@ -109,9 +120,9 @@ def compare(case: Case) -> list[Compared]:
         "optimizer": {"type": "AdamW"},
         "parallel": parallel,
         "model": {"config": fields},
-        "data": {"sequence_length": LENGTH},
+        "data": {"sequence_length": length},
     }
-    request = Request(Model(from_config(fields), {"config": fields}), cluster("cpu", world), micro * steps * dp, LENGTH)
+    request = Request(Model(from_config(fields), {"config": fields}), cluster("cpu", world), micro * steps * dp, length)
     ranks = [0] if pp == 1 else [0, world // pp * (pp - 1)]
     return [Compared(case, dry_run(request, tree, rank=rank, full_step=True, quiet=True)) for rank in ranks]
 

@@ -19,8 +19,8 @@ from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.planner.hardware import cluster
 from plait.planner.job import Layouts
 from plait.planner.models import Model, from_config
-from plait.planner.own import kept_bytes
-from plait.planner.search import Request, job_of
+from plait.planner.own import kept_bytes, logits_bytes
+from plait.planner.request import Request, job_of
 from tests.covers import cover
 from tests.fake.worlds import FakeWorld
 
@@ -57,7 +57,8 @@ def test_bytes_of_a_block_and_of_the_loss(fake_world: FakeWorld, kind: str, tp: 
     request = Request(Model(from_config(fields), {"config": fields}), cluster("h100", 8), SAMPLES, LENGTH)
     job = replace(job_of(request, Layouts(tp=np.array([tp]), sp=np.array([int(sp)]), micro_batch=SAMPLES)))
     tokens = SAMPLES * LENGTH
-    none, operators, full, logits = (float(np.ravel(value)[0]) * tokens for value in kept_bytes(job))
+    none, operators, full = (float(np.ravel(value)[0]) * tokens for value in kept_bytes(job))
+    logits = float(np.ravel(logits_bytes(job))[0])
     for predicted, mode in ((none, "none"), (operators, "selective"), (full, "full")):
         assert predicted == pytest.approx(found.modes[mode].kept[1], rel=0.02), mode
     measured = found.modes["none"]

@@ -112,7 +112,7 @@ def test_planner() -> None:
     from plait.parallel.precision.mixed_precision import Precision
     from plait.parallel.tensor.tensor_parallel import TensorParallel
     from plait.planner.job import Layouts
-    from plait.planner.search import job_of, states_of
+    from plait.planner.request import job_of, states_of
     from tests.unit.planner.small_models import real_facts, request_for
 
     for states in FORMS:

@@ -40,8 +40,8 @@ def dryrun(
     as_json: Json = False,
 ) -> None:
     """Build and step one rank of a layout without peers and GPUs: memory, traffic and operators. Exit code 1 if none fits."""
-    from plait.cli.planning.dry_run import dry_run, own_layout, print_dry_run
-    from plait.cli.planning.request import read_request
+    from plait.cli.planning.dry_run import dry_run, print_dry_run
+    from plait.cli.planning.request import own_layout, read_request
     from plait.cli.planning.show import print_nothing_fits
     from plait.planner import output
     from plait.planner import search as searching
@@ -58,6 +58,7 @@ def dryrun(
         seq=seq,
         precision=precision,
         fix=fix,
+        as_it_is=True,
     )
     if own_layout(file, asked.tree):
         said, tree = f"{file} fixes its layout, which is run as it is; nothing was searched", asked.base

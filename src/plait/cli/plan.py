@@ -84,7 +84,7 @@ def plan(
     from plait.observe.report.plan import Story, plan_page
     from plait.planner import explain, output
     from plait.planner import search as searching
-    from plait.planner.space import parse_fixed
+    from plait.planner.fixed import parse_fixed
 
     if file == Path(_NAMES) and not file.exists():
         print(json.dumps(names_as_json())) if as_json else print_names()

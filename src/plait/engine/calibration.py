@@ -21,11 +21,12 @@ from plait.comm.measure import measure_group
 from plait.engine.device_rates import measure_addition, measure_products
 from plait.engine.timed_steps import TimedSteps, time_steps
 from plait.planner.calibration_runs import DeviceRates, calibration_layouts
+from plait.planner.choice import price
 from plait.planner.hardware import Cluster
 from plait.planner.history import Measured, facts_of, layout_facts
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
-from plait.planner.search import Request, price
+from plait.planner.request import Request
 from plait.units import MIB, dtype_of
 
 ON_CPU: Mapping[str, Any] = {

@@ -31,6 +31,7 @@ from plait.config.resolving.resolve import Resolved
 from plait.dryrun.dry_model import handed_on, rows_are_sequences
 from plait.dryrun.storage_tracker import LiveStorages
 from plait.errors import InputError, ModelError
+from plait.losses.chunked_loss import ChunkedCausalLMLoss, deferred
 from plait.losses.loss import causal_lm_loss
 from plait.model.experts import find_experts
 from plait.optim.fake_states import make_states
@@ -128,7 +129,8 @@ def run_single_rank(
             inside.enter_context(rows_are_sequences())
             materialise.allocate(model, mesh.device)
             parts = attach_all(resolved.techniques, parts, mesh)
-            run = _Run(ShardedModel(parts, mesh, resolved, forward=default_forward), samples, length, watch)
+            forward = deferred(default_forward, model) if resolved.loss_chunk_tokens else default_forward
+            run = _Run(ShardedModel(parts, mesh, resolved, forward=forward), samples, length, watch)
             built = time.perf_counter()
             tell(f"one step: {resolved.batch.accumulation} micro-batches of {samples} x {length} tokens on {mesh.device.type}")
             make_states(run.optimizer)
@@ -161,7 +163,8 @@ class _Run:
     def step(self) -> SingleRankRun:
         """A full step and its measurements."""
         sharded, model = self.sharded, self.sharded.model
-        count = sharded.config.batch.accumulation
+        count, chunk = sharded.config.batch.accumulation, sharded.config.loss_chunk_tokens
+        loss = ChunkedCausalLMLoss(chunk_tokens=chunk) if chunk else causal_lm_loss
         ids = torch.zeros(self.samples * count, self.length, dtype=torch.int64, device=next(model.parameters()).device)
         pieces = micro_batches({"input_ids": ids, "labels": ids.clone()}, count=count, size=self.samples)
         pieces = [sharded.hooks.prepared(piece) for piece in pieces]
@@ -169,7 +172,7 @@ class _Run:
             predict_messages(model, sharded.parts, sharded.pipeline, pieces[0])
         with delivered_at_once(), self.watch.step():
             with self.watch.phase("micro-batches"):
-                sharded.train_microbatches(pieces, lambda output, piece: causal_lm_loss(output, piece)[0], loss_fn=causal_lm_loss)
+                sharded.train_microbatches(pieces, lambda output, piece: loss(output, piece)[0], loss_fn=loss)
             with self.watch.phase("reduction"):
                 sharded.finish_reduction()
             gradients = storage_bytes(p.grad for p in model.parameters() if p.grad is not None)

@@ -104,8 +104,8 @@ class _Chunked(torch.autograd.Function):
             for position, part in enumerate(found):
                 before = sums[position]
                 # Halves lose digits when many are added up.
-                wide = part.float() if part.dtype in (torch.float16, torch.bfloat16) and hidden.numel() > piece.numel() else part
-                sums[position] = wide if before is None else before.add_(part)
+                widens = before is None and part.dtype in (torch.float16, torch.bfloat16) and hidden.numel() > piece.numel()
+                sums[position] = part.float() if widens else part if before is None else before.add_(part)
         kept = [None if total is None else total.to(p.dtype) for total, p in zip(sums, ctx.parameters, strict=True)]
         return gradient, None, None, None, None, *kept
 

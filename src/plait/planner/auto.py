@@ -18,16 +18,19 @@ from plait.config.schema.config import Config
 from plait.errors import InputError, Problem, refuse
 from plait.planner.calibrate import Calibration
 from plait.planner.hardware import Cluster
-from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.models import Model, find_model, from_config
-from plait.planner.offers import RECOMPUTE_INDEX, RECOMPUTE_NAMES, SCHEDULE_INDEX, SCHEDULE_NAMES
+from plait.planner.offers import RECOMPUTE_FIXED, RECOMPUTE_INDEX, RECOMPUTE_NAMES, SCHEDULE_INDEX, SCHEDULE_NAMES
 from plait.planner.output import config_of
-from plait.planner.search import Plan, Request, plan
+from plait.planner.request import Request
+from plait.planner.search import Plan, plan
 
 FIELDS: dict[str, tuple[str, Any]] = {
     "parallel.tp": ("tp", 1),
     "parallel.pp": ("pp", 1),
     "parallel.sequence_parallel": ("sp", False),
+    "parallel.cp": ("cp", 1),
+    "parallel.ep": ("ep", 1),
     "parallel.dp_replicate": ("dp_replicate", "auto"),
     "parallel.dp_shard": ("dp_shard", "auto"),
     "parallel.recompute.mode": ("recompute", "none"),
@@ -40,6 +43,9 @@ FIELDS: dict[str, tuple[str, Any]] = {
 DETAILS: dict[str, tuple[str, str]] = {
     "parallel.pipeline.schedule": ("schedule", "parallel.pp"),
     "parallel.pipeline.stages_per_rank": ("vpp", "parallel.pp"),
+    "parallel.context": ("context", "parallel.cp"),
+    "parallel.recompute.every": ("every", "parallel.recompute.mode"),
+    "parallel.loss_chunk_tokens": ("loss_chunk", "parallel.recompute.mode"),
     "zero_optimization.offload_optimizer.device": ("offload", "zero_optimization.stage"),
 }
 """Path in a file to the field of a layout, and the path of which it is a detail: left out, it is chosen where that one is."""
@@ -150,9 +156,8 @@ def fixed_by(file: File) -> dict[str, int]:
         if at_path(file.tree, path) in (None, "auto") or value in (None, "auto"):
             continue
         if name == "recompute":
-            named = [name for name in RECOMPUTE_INDEX if name != "attention"]
-            if value not in named:
-                problems.append(Problem(path, value, "not a mode that a plan can keep", f'use "auto" or {", ".join(named)}'))
+            if value not in RECOMPUTE_FIXED:
+                problems.append(Problem(path, value, "not a mode that a plan can keep", f'use "auto" or {", ".join(RECOMPUTE_FIXED)}'))
                 continue
             value = RECOMPUTE_INDEX[value]
         fixed[name] = int(value)
@@ -178,6 +183,12 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
     if pipeline.blocks_per_stage is not None and "pp" not in fixed:
         rule = "it fixes the stages, which parallel.pp leaves open"
         problems.append(Problem("parallel.pipeline.blocks_per_stage", None, rule, "give parallel.pp, or leave it out"))
+    if "context" in config.parallel.model_fields_set and fixed.get("cp") != 1:
+        fixed["context"] = CONTEXT.index(config.parallel.context)
+    if "loss_chunk_tokens" in config.parallel.model_fields_set:
+        fixed["loss_chunk"] = config.parallel.loss_chunk_tokens
+    if "every" in config.parallel.recompute.model_fields_set:
+        fixed["every"] = config.parallel.recompute.every
     if "device" in offload.model_fields_set:
         fixed["offload"] = int(offload.device != "none")
     return problems
@@ -189,7 +200,7 @@ def _defaults(file: File) -> dict[str, int]:
     if found.get("recompute") is not None:
         found["recompute"] = RECOMPUTE.index("none")
     open_paths = asks(file.tree)
-    plain = {"schedule": SCHEDULES.index("1f1b"), "vpp": 1, "offload": 0}
+    plain = {"schedule": SCHEDULES.index("1f1b"), "vpp": 1, "context": 0, "every": 1, "loss_chunk": 0, "offload": 0}
     fixed = fixed_by(file)
     for name, owner in DETAILS.values():
         if name not in fixed and owner not in open_paths:
@@ -224,10 +235,15 @@ def layout_of(resolved: Resolved) -> dict[str, Any]:
         "schedule": schedules.get(pipeline.schedule, pipeline.schedule) if several else SCHEDULES[0],
         "tp": at.tp,
         "sp": int(resolved.tensor_parallel.sequence_parallel),
+        "cp": at.cp,
+        "context": CONTEXT.index(resolved.context_parallel.context),
+        "ep": at.ep,
         "dp_replicate": at.dp_replicate,
         "dp_shard": at.dp_shard,
         "stage": resolved.data_parallel.stage,
         "recompute": modes.get(resolved.recompute.mode, resolved.recompute.mode),
+        "every": resolved.recompute.every,
+        "loss_chunk": resolved.loss_chunk_tokens,
         "micro_batch": resolved.batch.micro_batch_size,
         "accumulation": resolved.batch.accumulation,
         "offload": int(resolved.optimizer_offload.device != "none"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from plait.planner.constants import Rates
 from plait.planner.hardware import PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job
+from plait.planner.job import RECOMPUTE, Job, recompute_share
 
 _TILE = (128, 256)
 """Rows and columns of a product that one multiprocessor computes at a time: the usual tile of cuBLAS from Ampere on."""
@@ -63,10 +63,10 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
     attention, attention_backward = _attention(job, rates)
     elementwise = _elementwise(job, rates)
     forward = products + attention + elementwise
-    kind = np.asarray(at.recompute)
+    kind, operators = np.asarray(at.recompute), 0.5 * products + elementwise
     again = np.select(
-        [kind == RECOMPUTE.index("selective"), kind == RECOMPUTE.index("full"), kind == RECOMPUTE.index("operators")],
-        [attention, forward, 0.5 * products + elementwise],
+        [kind == RECOMPUTE.index(name) for name in RECOMPUTE[1:]],
+        [attention, forward, operators, at.kept_operators * operators + (1 - at.kept_operators) * forward],
         0.0,
     )
     launches = 1 + 0.15 * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
@@ -79,17 +79,18 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         products_backward=2 * products,
         attention_backward=attention_backward,
         elementwise_backward=2 * elementwise,
-        again=again * at.recompute_share,
+        again=again * recompute_share(job),
     )
 
 
 def head_cost(job: Job, rates: Rates) -> Numbers:
     """Head and loss, forward and backward, of a micro-batch: three products in 16 bits, and the logits that pass through memory."""
     tokens, columns = job.tokens, job.model.vocab / job.layouts.tp
-    flops = 6 * tokens * job.model.hidden * columns
-    products = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
+    products = 6 + 2 * (np.asarray(job.layouts.loss_chunk) > 0)  # in chunks the backward computes the logits again
+    flops = products * tokens * job.model.hidden * columns
+    seconds = flops / (job.other_flops * rates.by_family("gemm", job.device) * _speed(job, rates))
     moved = 2 * job.framework.logits * tokens * columns  # each of the buffers is written and read
-    return products + moved / (memory_rate(job, rates))
+    return seconds + moved / (memory_rate(job, rates))
 
 
 def optimizer_seconds(job: Job, rates: Rates, parameters: Numbers) -> Numbers:

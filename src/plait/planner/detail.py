@@ -14,10 +14,12 @@ import numpy as np
 
 from plait.parallel.schedules.timeline import Timeline
 from plait.planner.calibrate import Calibration, merged, uncalibrated
+from plait.planner.choice import Choice, layouts_of
 from plait.planner.estimate import lower_end
 from plait.planner.hardware import only
 from plait.planner.memory import MOMENTS, TERMS, memory_bytes
-from plait.planner.search import Choice, Request, estimate_of, job_of, layouts_of, price_space, space_of, states_of
+from plait.planner.request import Request, estimate_of, job_of, space_of, states_of
+from plait.planner.search import price_space
 from plait.planner.simulate import RANK_TERMS, timeline_of
 from plait.planner.step import TERMS as TERM_MEANINGS
 
@@ -111,9 +113,10 @@ _WIDEST, _SLOWEST = 2.5, 30.0
 
 def sample(request: Request, *, fixed: Mapping[str, int] | None = None, calibration: Calibration | None = None) -> Sample:
     """At most `_COLUMNS` x `_ROWS` of all candidates, spread over what they cost."""
-    rates = merged(calibration or uncalibrated())
-    space = space_of(request, fixed)
-    seconds, needed = price_space(request, space, rates)
+    calibration = calibration or uncalibrated()
+    rates, space = merged(calibration), space_of(request, fixed)
+    priced = price_space(request, space, calibration)
+    seconds, needed = priced.seconds, priced.needed
     room = float(request.cluster.device.memory_bytes)
     depth = np.log(seconds / seconds.min()) / np.log(_SLOWEST)
     inside = np.flatnonzero((needed < _WIDEST * room) & (depth < 1))
@@ -122,8 +125,8 @@ def sample(request: Request, *, fixed: Mapping[str, int] | None = None, calibrat
     order = np.lexsort((seconds[inside], cell))
     chosen = inside[order[np.concatenate([[True], np.diff(cell[order]) != 0])]] if len(inside) else inside
     if not len(chosen):
-        return Sample((), space.size, space.size)
-    at = space.layouts.take(chosen)
+        return Sample((), len(seconds), len(seconds))
+    at = priced.layouts.take(chosen)
     terms = estimate_of(request, at, rates).step.terms
     groups = np.stack([sum(np.broadcast_to(terms[name], len(chosen)) for name in names) for names in COSTS.values()])
     largest = groups.argmax(axis=0)
@@ -139,4 +142,4 @@ def sample(request: Request, *, fixed: Mapping[str, int] | None = None, calibrat
         )
         for i, index in enumerate(chosen)
     )
-    return Sample(points, space.size, space.size - len(inside))
+    return Sample(points, len(seconds), len(seconds) - len(inside))

@@ -8,10 +8,12 @@ from typing import Any
 
 from plait.errors import ConfigError
 from plait.planner.calibrate import Calibration
-from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.choice import Choice
+from plait.planner.fixed import written
+from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.offers import RECOMPUTE_NAMES
-from plait.planner.search import Choice, Plan, Request, Shortage, plan
-from plait.planner.space import written
+from plait.planner.request import Request
+from plait.planner.search import Plan, Shortage, plan
 from plait.planner.step import TERMS
 from plait.units import GIB
 
@@ -29,21 +31,40 @@ class Comparison:
     """(term, seconds of the winner, seconds of the other), the largest difference first."""
 
 
-def describe(layout: Mapping[str, object]) -> str:
+def describe(layout: Mapping[str, Any]) -> str:
     """`tp 4 + sp, dp_shard 16, ZeRO 2, micro-batch 2 x 8`."""
     at = {name: int(value) for name, value in layout.items() if isinstance(value, int | float)}
     chunks = f" x {at['vpp']}" if at["vpp"] > 1 else ""
     parts = [f"pp {at['pp']} ({SCHEDULES[at['schedule']]}{chunks})"] if at["pp"] > 1 else []
     parts += [f"tp {at['tp']}" + (" + sp" if at["sp"] else "")] if at["tp"] > 1 else []
+    parts += [f"cp {at['cp']} ({CONTEXT[at['context']]})"] if at["cp"] > 1 else []
+    parts += [f"ep {at['ep']}"] if at["ep"] > 1 else []
     parts += [
         f"dp {at['dp_replicate']} x {at['dp_shard']}"
         if at["dp_replicate"] > 1 and at["dp_shard"] > 1
         else f"dp {at['dp_replicate'] * at['dp_shard']}"
     ]
     parts += [f"ZeRO {at['stage']}", f"micro-batch {at['micro_batch']} x {at['accumulation']}"]
-    parts += [f"recompute {RECOMPUTE_NAMES[RECOMPUTE[at['recompute']]]}"] if at["recompute"] else []
+    parts += [_recomputation(layout)] if at["recompute"] else []
+    parts += [f"loss in chunks of {at['loss_chunk']}"] if at["loss_chunk"] else []
     parts += ["optimizer on the host"] if at["offload"] else []
     return ", ".join(parts)
+
+
+def ties_of(found: Plan) -> str:
+    """Which of the best may as well be the fastest, in a sentence; empty where one is faster than what two layouts are known to."""
+    if found.ties < 2:
+        return ""
+    furthest = found.best[found.ties - 1].seconds / found.best[0].seconds - 1
+    return f"1 to {found.ties} are ties: {furthest:.1%} between them is less than what the times of two layouts are known to"
+
+
+def _recomputation(layout: Mapping[str, Any]) -> str:
+    kind, every = RECOMPUTE[int(layout["recompute"])], int(layout["every"])
+    if kind == "budget":
+        return f"recompute by a budget ({layout['kept_operators']:.0%} of the blocks selective, the others full)"
+    of = f" of every {every}{ {2: 'nd', 3: 'rd'}.get(every, 'th') } block" if every > 1 else ""
+    return f"recompute {RECOMPUTE_NAMES[kind]}{of}"
 
 
 def why(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.planner.architecture import Architecture
 from plait.planner.frameworks import Framework
@@ -18,8 +19,11 @@ from plait.planner.hardware import PRECISIONS, Device, Numbers, mapped
 
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "dualpipev")
 """`none` is a single stage."""
-RECOMPUTE = ("none", "selective", "full", "operators")
-"""`selective` computes the attention's core again, `full` the full block, `operators` all but attention and every second product."""
+CONTEXT = ("all-gather-kv", "ring", "ulysses")
+"""How attention sees other parts of a sequence, by the names of `parallel.context`."""
+RECOMPUTE = ("none", "selective", "full", "operators", "budget")
+"""`selective` computes the attention's core again, `full` the full block, `operators` all but attention and every second product, and with
+`budget` some blocks do the one and others the other."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Layouts:
     tp: Numbers = 1
     sp: Numbers = 0
     cp: Numbers = 1
+    context: Numbers = 0
+    """Index into CONTEXT, with cp."""
     ep: Numbers = 1
     dp_replicate: Numbers = 1
     dp_shard: Numbers = 1
@@ -41,12 +47,16 @@ class Layouts:
     """ZeRO stage."""
     recompute: Numbers = 0
     """Index into RECOMPUTE."""
-    recompute_share: Numbers = 1.0
-    """Share of the layers that recompute."""
+    every: Numbers = 1
+    """Of a stage's blocks every n-th recomputes, the first included. Of a published run the inverse of the share of blocks that do."""
+    kept_operators: Numbers = 0.0
+    """With `budget`: share of the blocks that keep the results of operators; the others recompute in full."""
     offload: Numbers = 0
     """1: optimizer states and their step on the host; a share between is possible."""
     offload_activations: Numbers = 0.0
     """Share of the activations that are kept on the host."""
+    loss_chunk: Numbers = 0
+    """Tokens of which head and loss are computed at a time; 0: of all."""
     micro_batch: Numbers = 1
     accumulation: Numbers = 1
     """Micro-batches of a step on one data-parallel rank."""
@@ -95,9 +105,20 @@ class Job:
     values."""
 
     @property
+    def is_plait(self) -> NDArray[np.bool_]:
+        """Whether Plait runs it, by its own rules of groups and messages; with compiled blocks and with experts too."""
+        return np.asarray(self.framework.name) == "plait"
+
+    @property
     def tokens(self) -> Numbers:
         """Tokens of a micro-batch on one rank."""
         return self.layouts.micro_batch * self.sequence / self.layouts.cp
+
+    @property
+    def loss_tokens(self) -> Numbers:
+        """Tokens of which the logits exist at a time on one rank."""
+        chunk = np.asarray(self.layouts.loss_chunk)
+        return np.where(chunk > 0, np.minimum(chunk, self.tokens), self.tokens)
 
     @property
     def element_bytes(self) -> Numbers:
@@ -132,6 +153,15 @@ class Job:
             sequence=change(self.sequence),
             precision=change(self.precision),
         )
+
+
+def recompute_share(job: Job) -> Numbers:
+    """Share of the fullest stage's blocks that recompute."""
+    every = job.layouts.every
+    if not job.own:
+        return 1 / every
+    layers = stage_layers(job)[0]
+    return np.ceil(layers / every) / layers
 
 
 def stage_layers(job: Job) -> tuple[Numbers, Numbers, Numbers]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from plait.planner.constants import Rates
 from plait.planner.hardware import FAMILIES, PRECISIONS, Numbers
-from plait.planner.job import RECOMPUTE, Job, stage_layers
-from plait.planner.own import kept_bytes
+from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
+from plait.planner.own import kept_bytes, logits_bytes
 from plait.planner.peak import MOMENTS as OWN_MOMENTS
 from plait.planner.peak import RANKS, States, moments
 from plait.planner.pipeline import in_flight, in_flight_last
@@ -74,8 +74,9 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks:
     single = np.asarray(at.pp) == 1
     factor = (1.0 if job.own else rates["memory:activations"]) * (1 - at.offload_activations)
     keeps_all = np.asarray(at.recompute) == RECOMPUTE.index("none")
-    working = np.where(keeps_all, 0.0, per_layer) * np.minimum(1, at.recompute_share) + 4 * job.tokens * job.model.hidden
-    kept = at.recompute_share * per_checkpoint + (1 - at.recompute_share) * per_layer
+    share = recompute_share(job)
+    working = np.where(keeps_all, 0.0, per_layer) * np.minimum(1, share) + 4 * job.tokens * job.model.hidden
+    kept = share * per_checkpoint + (1 - share) * per_layer
     first_kept = first_layers * kept * np.where(single, 1.0, in_flight(at)) * factor
     last_kept = last_layers * kept * np.where(single, 1.0, in_flight_last(at)) * factor
     logits = _logits(job, rates)
@@ -175,18 +176,19 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
 def _logits(job: Job, rates: Rates) -> Numbers:
     """Bytes of head and loss at their peak, for one micro-batch."""
     if job.own:
-        return job.tokens * kept_bytes(job)[3]
+        return logits_bytes(job)
     columns = job.model.vocab / np.where(np.asarray(job.framework.whole_logits) > 0, 1, job.layouts.tp)
-    return job.framework.logits * job.tokens * columns * rates["memory:logits"]
+    return job.framework.logits * job.loss_tokens * columns * rates["memory:logits"]
 
 
 def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     """(bytes that a layer's forward keeps, bytes that it keeps where it recomputes), for one micro-batch."""
     if job.own:
-        none, operators, full, _ = kept_bytes(job)
+        none, operators, full = kept_bytes(job)
         attention_alone = np.asarray(none)  # what attention's core keeps is small with one kernel
-        kinds = np.broadcast_arrays(*(np.asarray(x, float) for x in (none, attention_alone, full, operators, job.layouts.recompute)))
-        return job.tokens * none, job.tokens * np.choose(kinds[4].astype(int), kinds[:4])
+        mixed = full + job.layouts.kept_operators * (operators - full)
+        of_kind = (none, attention_alone, full, operators, mixed)
+        return job.tokens * none, job.tokens * np.choose(np.asarray(job.layouts.recompute).astype(int), np.broadcast_arrays(*of_kind))
     model, at, framework = job.model, job.layouts, job.framework
     hidden, width, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     sequence = np.where(np.asarray(at.sp) > 0, at.tp, 1)
@@ -205,8 +207,11 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     whole, split = whole * low, split * low
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
-    operators = job.tokens * (8 * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp
+    operators = np.minimum(every, job.tokens * (8 * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp)
     kept = np.choose(
-        np.asarray(at.recompute), np.broadcast_arrays(every, job.tokens * (whole + split), checkpoint, np.minimum(operators, every))
+        np.asarray(at.recompute),
+        np.broadcast_arrays(
+            every, job.tokens * (whole + split), checkpoint, operators, checkpoint + at.kept_operators * (operators - checkpoint)
+        ),
     )
     return every, kept

@@ -1,7 +1,4 @@
-"""What this version runs, read from the configuration's own schema and the table of refused pairs: the search proposes nothing else.
-
-Context and expert parallelism are priced, because published runs use them, and are not proposed.
-"""
+"""What this version runs, read from the configuration's own schema and the table of refused pairs: the search proposes nothing else."""
 
 from __future__ import annotations
 
@@ -25,8 +22,10 @@ SCHEDULE_NAMES = {
     "dualpipev": "dualpipev",
 }
 """Schedules that are priced, by the names of `parallel.schedules.schedule`. Others are priced for published runs alone."""
-RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention"}
+RECOMPUTE_NAMES = {"none": "none", "full": "full", "operators": "selective", "selective": "attention", "budget": "budget"}
 """What is priced, by the names of `parallel.recompute.mode`, which has no mode for attention's core alone."""
+RECOMPUTE_FIXED = ("none", "full", "selective")
+"""Those that a file can fix; how much a budget recomputes is known once a plan has chosen it."""
 SCHEDULE_INDEX = {name: SCHEDULES.index(priced) for priced, name in SCHEDULE_NAMES.items()}
 RECOMPUTE_INDEX = {RECOMPUTE_NAMES[priced]: index for index, priced in enumerate(RECOMPUTE)}
 """Their numbers in a layout, by those names."""
@@ -76,7 +75,7 @@ EVERYTHING = Offers(True, SCHEDULES[1:], RECOMPUTE, True)
 def offered(*, compiled: bool = False) -> Offers:
     """The layouts that a configuration of this version can contain and its engine runs."""
     whole = Offers(True, tuple(SCHEDULE_NAMES), ("none",), "offload_optimizer" in ZeroSection.model_fields, compiled)
-    kinds = ("none", "full") if compiled else ("none", "full", "operators")
+    kinds = ("none", "full") if compiled else ("none", "full", "operators", "budget")
     return Offers(
         pipeline=whole.refusal(tp=1, pp=2) is None,
         schedules=whole.schedules,

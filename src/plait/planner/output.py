@@ -18,13 +18,16 @@ from plait.config.dialects.overrides import apply_override
 from plait.config.reading.source import Document
 from plait.errors import InputError
 from plait.files import write_result
+from plait.planner.choice import Choice
 from plait.planner.estimate import lower_end
 from plait.planner.history import facts_of, layout_facts
-from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.job import CONTEXT, RECOMPUTE, SCHEDULES
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.offers import RECOMPUTE_NAMES, SCHEDULE_NAMES
-from plait.planner.search import Choice, Plan, Request
+from plait.planner.request import Request
+from plait.planner.search import Plan
 from plait.planner.step import TERMS
+from plait.units import GIB
 
 
 def config_of(request: Request, choice: Choice, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = No
         "train_micro_batch_size_per_gpu": int(at["micro_batch"]),
         "gradient_accumulation_steps": int(at["accumulation"]),
         "zero_optimization.stage": int(at["stage"]),
-        **{f"parallel.{name}": int(at[name]) for name in ("pp", "dp_replicate", "dp_shard", "tp")},
+        **{f"parallel.{name}": int(at[name]) for name in ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")},
         "parallel.sequence_parallel": bool(at["sp"]),
         "parallel.recompute.mode": RECOMPUTE_NAMES[RECOMPUTE[int(at["recompute"])]],
         "zero_optimization.offload_optimizer.device": "cpu" if at["offload"] else "none",
@@ -56,6 +59,14 @@ def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = No
         "compile.enabled": request.compile,
         "data.sequence_length": request.sequence,
     }
+    if at["cp"] > 1:
+        planned["parallel.context"] = CONTEXT[int(at["context"])]
+    if at["every"] > 1:
+        planned["parallel.recompute.every"] = int(at["every"])
+    if choice.budget is not None:
+        planned["parallel.recompute.budget_gib"] = round(choice.budget / GIB, 2)
+    if at["loss_chunk"]:
+        planned["parallel.loss_chunk_tokens"] = int(at["loss_chunk"])
     if at["pp"] > 1:
         planned |= {
             "parallel.pipeline.schedule": SCHEDULE_NAMES[choice.schedule],
@@ -74,6 +85,8 @@ def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = No
 
 
 _UNSAID: dict[str, Any] = {
+    "parallel.cp": 1,
+    "parallel.ep": 1,
     "parallel.recompute.mode": "none",
     "zero_optimization.offload_optimizer.device": "none",
     "fp16.enabled": False,
@@ -117,8 +130,9 @@ def sidecar_of(plan: Plan, choice: Choice) -> dict[str, Any]:
 
 def choice_as_json(choice: Choice) -> dict[str, Any]:
     """A choice as plain values."""
-    layout = {name: value for name, value in choice.layout.items() if name not in ("recompute_share", "offload_activations", "ep")}
-    layout |= {"schedule": SCHEDULES[int(layout["schedule"])], "recompute": RECOMPUTE_NAMES[RECOMPUTE[int(layout["recompute"])]]}
+    layout = {name: value for name, value in choice.layout.items() if name != "offload_activations"}
+    names = {"schedule": SCHEDULES, "context": CONTEXT, "recompute": [RECOMPUTE_NAMES[name] for name in RECOMPUTE]}
+    layout |= {name: words[int(layout[name])] for name, words in names.items()}
     return {
         "layout": layout,
         "step": {
@@ -149,6 +163,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     return {
         "candidates": plan.candidates,
         "fitting": plan.fitting,
+        "ties": plan.ties,
         "best": [choice_as_json(choice) for choice in plan.best],
         "excluded": [{"region": e.region, "rule": e.rule} for e in plan.excluded],
         "do_not_fit": [

@@ -54,10 +54,10 @@ def hidden_width(job: Job) -> Numbers:
     return _widths(job).hidden
 
 
-def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """(none, operators, full, logits) for a token: what a block keeps in each mode, and head and loss at their peak."""
-    model, at, a = job.model, job.layouts, _widths(job)
-    h, tp = model.hidden, at.tp
+def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers]:
+    """(none, operators, full) for a token: what a block keeps in each mode."""
+    at, a, h = job.layouts, _widths(job), job.model.hidden
+    tp = at.tp
     sharded, several = np.asarray(at.sp) > 0, np.asarray(tp) > 1
     residual = 2 * a.hidden
     none = _attention_kept(job) + _mlp_kept(job)
@@ -68,9 +68,21 @@ def kept_bytes(job: Job) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     else:
         split = 4 * a.query + 2 * a.key + 2 * a.inner + 4 * a.heads
         operators = split + np.where(several, residual + np.where(sharded, 2 * h, 0), 4 * h)
-    # Whole: float32 log-probabilities and two gradients of them. Split: the logits, them in float32, less their largest, exponentials.
-    logits = np.where(several, 14 / tp, 12) * model.vocab + _norm_kept(job)
-    return none, operators, residual, logits
+    return none, operators, residual
+
+
+def logits_bytes(job: Job) -> Numbers:
+    """Head and loss at their peak. Whole: float32 log-probabilities and two gradients of them. Split over tp: the logits, them in float32,
+    less their largest, exponentials. A loss in chunks has those of one, and the gradient of what goes into the head."""
+    tp, tokens = np.asarray(job.layouts.tp), job.tokens
+    in_chunks = np.asarray(job.layouts.loss_chunk) > 0
+    logits = np.where(tp > 1, 14 / tp, 12) * job.model.vocab * job.loss_tokens
+    return logits + (_norm_kept(job) + np.where(in_chunks, 2 * job.model.hidden, 0)) * tokens
+
+
+def head_sums_bytes(job: Job, *, width: Numbers) -> Numbers:
+    """For an element of the head: its gradient of a chunk, and the sum of those before in float32. Nothing where there is one chunk."""
+    return np.where(job.loss_tokens < job.tokens, width + 4, 0)
 
 
 def _norm_kept(job: Job) -> Numbers:
@@ -84,7 +96,8 @@ def _attention_kept(job: Job) -> Numbers:
     several = np.asarray(job.layouts.tp) > 1
     if job.whole_attention:  # queries, keys and values are gathered, and attention's output is split
         return _norm_kept(job) + 8 * a.query + 4 * a.heads + np.where(several, 2 * a.query / job.layouts.tp, 0)
-    return _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
+    kept = _norm_kept(job) + 4 * a.query + 4 * a.key + 4 * a.heads + 6 * model.qk_norm * (a.query + a.key)
+    return kept + np.where(np.asarray(job.layouts.cp) > 1, 2 * a.query, 0)  # there the output is kept in two orders
 
 
 def _mlp_kept(job: Job) -> Numbers:
@@ -102,9 +115,18 @@ def block_backward(job: Job) -> tuple[Working, ...]:
     return (
         Working(kept + _mlp_kept(job) + 4 * a.inner + 2 * a.hidden, h * a.inner),
         Working(kept + norm, matrices),
-        Working(kept + 2 * a.hidden + 4 * a.query + 4 * a.key, matrices + h * model.heads * model.head_dim / job.layouts.tp),
+        Working(kept + 2 * a.hidden + _attention_backward(job), matrices + h * model.heads * model.head_dim / job.layouts.tp),
         Working(norm, every),
     )
+
+
+def _attention_backward(job: Job) -> Numbers:
+    """Bytes a token while attention's gradients are made. Between the parts of sequences they are added up in float32: of keys and values
+    of the full sequence, which are gathered, or of a part, of which the next one arrives."""
+    a, cp = _widths(job), np.asarray(job.layouts.cp)
+    whole = 4 * a.query + 4 * a.key
+    gathered, ring, ulysses = 6 * a.query + 26 * a.key * cp, 6 * a.query + 32 * a.key, 8 * a.query + 16 * a.key
+    return np.where(cp > 1, np.choose(np.asarray(job.layouts.context), np.broadcast_arrays(gathered, ring, ulysses)), whole)
 
 
 def kept_while_recomputed(job: Job) -> tuple[Numbers, Numbers]:
@@ -125,13 +147,15 @@ def deferred_bytes(job: Job) -> Numbers:
 
 def deferred_bytes_of_ends(job: Job) -> Numbers:
     """The same of head and last norm: the logits' gradient, what the norm kept, and as much of its gradients."""
-    return 2 * job.model.vocab / job.layouts.tp + 2 * _norm_kept(job)
+    in_chunks = np.asarray(job.layouts.loss_chunk) > 0  # whose loss computes the gradients of the head's weights with those of its input
+    return np.where(in_chunks, 0, 2 * job.model.vocab / job.layouts.tp) + 2 * _norm_kept(job)
 
 
 def kept_of_ends(job: Job) -> Numbers:
     """Bytes a token that loss and last norm keep for their backward."""
     model, a = job.model, _widths(job)
-    return 4 * model.vocab / job.layouts.tp + (2 if job.whole_attention else 6) * a.hidden + 2 * model.hidden
+    logits = np.where(np.asarray(job.layouts.loss_chunk) > 0, 0, 4 * model.vocab / job.layouts.tp)
+    return logits + (2 if job.whole_attention else 6) * a.hidden + 2 * model.hidden
 
 
 def last_norm_backward(job: Job) -> Numbers:

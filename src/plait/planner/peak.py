@@ -20,11 +20,13 @@ from plait.planner.own import (
     block_backward,
     deferred_bytes,
     deferred_bytes_of_ends,
+    head_sums_bytes,
     hidden_width,
     kept_bytes,
     kept_of_ends,
     kept_while_recomputed,
     last_norm_backward,
+    logits_bytes,
     reduces_on_host,
 )
 
@@ -87,9 +89,13 @@ class _Rank:
     job: Job
     held: Terms
     units: Units
-    kept: Numbers
-    """By a block, for its backward."""
+    kept: tuple[Numbers, Numbers]
+    """For its backward by a block that recomputes and by one that does not."""
+    spent: Numbers
+    """Of what a block that recomputes kept, what it has no more use for in its backward, and still holds."""
     logits: Numbers
+    head_sums: Numbers
+    """Gradients of the head, added up over the chunks of a loss."""
     boundary: Numbers
     """Boundary activations that the rank's stages received and sent, and keep until the gradient has passed."""
     ahead: Numbers
@@ -108,23 +114,27 @@ class _Rank:
 
 def _rank(job: Job, held: Terms, units: Units) -> _Rank:
     at = job.layouts
-    none, operators, full, logits = (np.asarray(value) * job.tokens for value in kept_bytes(job))
-    kept = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(none, none, full, operators))
+    none, operators, full = (np.asarray(value) * job.tokens for value in kept_bytes(job))
+    kind = np.asarray(at.recompute).astype(int)
+    kept = np.choose(kind, np.broadcast_arrays(none, none, full, operators, full + at.kept_operators * (operators - full)))
     shards = np.asarray(at.dp_shard)
     # In a block that computes itself again a stage's input is what the block keeps.
-    whole_blocks = np.asarray(at.recompute) == RECOMPUTE.index("full")
-    spent = np.choose(np.asarray(at.recompute).astype(int), np.broadcast_arrays(0.0, 0.0, *kept_while_recomputed(job)[::-1]))
+    whole_blocks = kind == RECOMPUTE.index("full")
+    by_operators, by_all = kept_while_recomputed(job)
+    spent = np.choose(kind, np.broadcast_arrays(0.0, 0.0, by_all, by_operators, by_operators))
     message = np.where(np.asarray(at.pp) > 1, 2 * job.tokens * hidden_width(job), 0)
     width = np.where(units.sharded, units.width, _REDUCED)
-    worst = [(width * moment.weights, moment.token_bytes * job.tokens + spent * job.tokens) for moment in block_backward(job)]
+    worst = [(width * moment.weights, moment.token_bytes * job.tokens) for moment in block_backward(job)]
     shape = np.broadcast_shapes(*(np.shape(a + b) for a, b in worst))
     most = np.argmax(np.stack([np.broadcast_to(a + b, shape) for a, b in worst]), axis=0)
     return _Rank(
         job=job,
         held=held,
         units=units,
-        kept=(1 - at.recompute_share) * none + at.recompute_share * kept,
-        logits=logits,
+        kept=(kept, none),
+        spent=spent * job.tokens,
+        logits=logits_bytes(job),
+        head_sums=head_sums_bytes(job, width=units.width) * units.head,
         boundary=np.where(whole_blocks, np.asarray(at.vpp), 2 * np.asarray(at.vpp) - 1) * message,
         ahead=message,
         shards=shards,
@@ -157,7 +167,7 @@ def moments(job: Job, held: Terms, units: Units) -> Iterator[tuple[int, Terms]]:
 def _parts(rank: _Rank) -> Iterator[tuple[str, Terms]]:
     units = rank.units
     layers, flight = units.layers, units.in_flight
-    alone = layers * rank.kept + rank.boundary
+    alone = _kept(rank, layers) + rank.boundary
     deepest = flight * alone + rank.ahead + units.losses * kept_of_ends(rank.job) * rank.job.tokens
     adds_up = _adds_up(rank)
     # The first backward of as many micro-batches as are in flight finds nothing added up yet.
@@ -188,7 +198,7 @@ def _loss(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tuple[s
     headed = np.asarray(rank.units.head) > 0
     if not np.any(headed):
         return
-    loss = {"gradients": added, "gathered": _gathered(rank, left=rank.units.layers, ahead=0), "activations": activations}
+    loss = {"gradients": added + rank.head_sums, "gathered": _gathered(rank, left=rank.units.layers, ahead=0), "activations": activations}
     yield "loss", _where(headed, loss | {"logits": rank.logits})
 
 
@@ -204,6 +214,13 @@ def _backward(rank: _Rank, activations: Numbers, added: Numbers) -> Iterator[tup
     yield from _block(rank, activations, added, done=1, last=False)
     if np.any(_reduces(rank, last=False)):
         yield from _ends(rank, activations, added, last=False)
+
+
+def _kept(rank: _Rank, blocks: Numbers) -> Numbers:
+    """By the first `blocks`, of one micro-batch."""
+    again, whole = rank.kept
+    recomputing = np.ceil(blocks / rank.job.layouts.every)
+    return recomputing * again + (blocks - recomputing) * whole
 
 
 def _where(there: Numbers, part: Terms) -> Terms:
@@ -256,11 +273,13 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
     head = units.width * units.head
     freed = last | (rank.stage == 3)
-    stays = activations - (done + 1) * rank.kept
+    left = units.layers - 1 - done
+    stays = activations - (_kept(rank, units.layers) - _kept(rank, left))
+    working = rank.block_working + np.where(left % rank.job.layouts.every == 0, rank.spent, 0.0)
     before = np.where(reduces & (done > 0), _REDUCED * units.block, 0.0)  # the row of the block before is still there
     gathered = _gathered(rank, left=units.layers - np.where(freed, done, 0), ahead=2) + before
     grads = added + np.where(reduces, done * change, 0.0) + head + rank.block_weights
-    terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": rank.block_working}
+    terms = {"gradients": grads, "gathered": gathered, "activations": stays, "working": working}
     yield "backward of a block", _where(there, terms)
     if not np.any(there & reduces):
         return
@@ -285,6 +304,6 @@ def _ends(rank: _Rank, activations: Numbers, added: Numbers, *, last: bool) -> I
         "gradients": _shard_bytes(rank) + again,
         "gathered": np.where(freed, 0.0, _gathered(rank, left=units.layers, ahead=0))
         + _buffers(rank, units.root, added=np.where(sums, added, 0)),
-        "activations": np.maximum(activations - units.layers * rank.kept, 0.0),
+        "activations": np.maximum(activations - _kept(rank, units.layers), 0.0),
     }
     yield "reduction of embedding and head", _where(_reduces(rank, last), terms)

@@ -293,7 +293,7 @@ def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]
         "dp_shard": shard,
         "stage": stage,
         "recompute": kind,
-        "recompute_share": share,
+        "every": 1 / share,
         "offload": int("cpu offload" in text and "activation" not in text),
         "offload_activations": offloaded,
     }, assumed
@@ -321,6 +321,8 @@ def _recompute(row: Row, model: Architecture) -> tuple[float, int, float, list[s
     offload = 0.5 if "activation offload" in text else 0.0
     full, none = RECOMPUTE.index("full"), RECOMPUTE.index("none")
     layers = re.search(r"(\d+) layers", text)
+    if layers and not int(layers[1]):
+        return 1.0, none, offload, notes
     if layers:
         return min(int(layers[1]) / model.layers, 1.0), full, offload, notes
     if "other layer" in text or "2nd" in text:

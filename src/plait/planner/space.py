@@ -6,35 +6,27 @@ many micro-batches as stages. What merely does not fit in memory is not left out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
-from plait.planner.hardware import FAMILIES, Cluster
-from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
-from plait.planner.offers import RECOMPUTE_INDEX, SCHEDULE_INDEX, Offers
+from plait.planner.hardware import Cluster
+from plait.planner.job import CONTEXT, SCHEDULES, Layouts
+from plait.planner.offers import SPLIT_BACKWARD, Offers
+from plait.planner.relief import Relief, Reliefs, reliefs_of, relieved, relieves
 from plait.planner.splits import Split
 
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_MOST_MICRO_BATCH = 64
 _MOST_CHUNKS = 8
-
-FIXABLE = ("tp", "pp", "sp", "vpp", "schedule", "dp_replicate", "dp_shard", "stage", "recompute", "offload", "micro_batch", "accumulation")
-"""Fields that a user can fix (`tp=4`, `stage=3`, `recompute=full`)."""
-_OTHER_NAMES = {"zero": "stage", "mbs": "micro_batch", "micro-batch": "micro_batch", "dp-shard": "dp_shard", "dp-replicate": "dp_replicate"}
-
-
-_WORDS = {
-    "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
-    "recompute": RECOMPUTE_INDEX,
-}
-"""Values with names, as a configuration writes them."""
-_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "offload": (0, 1)}
-_MOST_DIGITS = 9
-"""Of a degree or a count; arrays hold no more."""
+_MOST_TP = _MOST_CP = 64
+LONG_SEQUENCE = 16_384
+"""Tokens from which on sequences are cut over cp. Shorter ones train with data parallelism, which sends less."""
 
 
 @dataclass(frozen=True)
@@ -50,42 +42,46 @@ class Space:
     """Candidates and what was excluded."""
 
     layouts: Layouts
-    size: int
+    number: NDArray[np.int64]
+    """Of the layout that a candidate is, whatever its relief."""
+    reliefs: Reliefs
     excluded: tuple[Excluded, ...]
 
+    @property
+    def size(self) -> int:
+        """Candidates."""
+        return len(self.number)
 
-def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:
-    """`tp=4`, `stage=3`, `recompute=full`, `dp_shard=8` to numbers. Raises ConfigError for what is none."""
-    found: dict[str, int] = {}
-    for text in (part.strip() for whole in texts for part in whole.split(",")):
-        name, _, value = (part.strip() for part in text.partition("="))
-        key = _OTHER_NAMES.get(name, name)
-        if key not in FIXABLE or not value:
-            raise ConfigError(
-                Problem(text, None, "not a field of a layout with a value", f"use one of {', '.join(FIXABLE)}, for example tp=4")
-            )
-        words = _WORDS.get(key)
-        if words is not None:
-            if value not in words:
-                raise ConfigError(Problem(name, value, "not a value of it", f"use {', '.join(words)}"))
-            number = words[value]
+    def proposed(self, fits: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which candidates are: the optimizer on the host where a layout does not fit with it on the device."""
+        on_host = np.asarray(self.layouts.offload) > 0
+        return ~on_host | ~self._of_layouts(fits & ~on_host)
+
+    def _of_layouts(self, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Of every candidate, whether one of the same layout is among `which`."""
+        return np.bincount(self.number, weights=which, minlength=int(self.number.max()) + 1)[self.number] > 0
+
+    def between(self, seconds: NDArray[np.float64], fits: NDArray[np.bool_], *, within: float = 1.3) -> Layouts | None:
+        """The other candidates of layouts that fit with relief and not without, and may become nearly as fast as the fastest that fits:
+        without relief they take at most `within` times its seconds. None where there are none."""
+        if not fits.any():
+            return None
+        on_host = np.asarray(self.layouts.offload) > 0
+        first = np.concatenate([[True], np.diff(self.number) != 0])  # of a layout's candidates the lightest
+        open_ = first & ~fits & (seconds <= within * seconds[fits].min())
+        here, there = self._of_layouts(fits & ~on_host), self._of_layouts(fits & on_host)
+        device, host = (self.reliefs.between(on_host=place) for place in (False, True))
+        if np.all(on_host):
+            parts = [(open_ & there, device)]
         else:
-            if value.lower() in ("true", "false", "yes", "no"):
-                value = str(int(value.lower() in ("true", "yes")))
-            number = int(value) if value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS else -1
-            least, most = _BOUNDS.get(key, (1, 10**_MOST_DIGITS - 1))
-            if not least <= number <= most:
-                raise ConfigError(Problem(name, value, f"not a whole number from {least} to {most}", "write for example tp=4"))
-        if found.get(key, number) != number:
-            raise ConfigError(Problem(name, value, "is asked for a second time, with another value", "keep one of them"))
-        found[key] = number
-    return found
+            parts = [(open_ & here, device), (open_ & ~here & there, host)]
+        found = [relieved(self.layouts.take(np.flatnonzero(chosen)), some) for chosen, some in parts if chosen.any() and some]
+        return joined(found) if found else None
 
 
-def written(fixed: Mapping[str, int]) -> str:
-    """What `parse_fixed` reads, as a user writes it."""
-    words = {key: {value: name for name, value in table.items()} for key, table in _WORDS.items()}
-    return ", ".join(f"{key}={words.get(key, {}).get(value, value)}" for key, value in fixed.items())
+def joined(parts: Sequence[Layouts]) -> Layouts:
+    """One after the other."""
+    return Layouts(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Layouts)})
 
 
 def divisors(count: int) -> list[int]:
@@ -95,36 +91,74 @@ def divisors(count: int) -> list[int]:
 
 
 def build_space(
-    model: Architecture, cluster: Cluster, *, global_batch: int, offers: Offers, split: Split, fixed: Mapping[str, int] | None = None
+    model: Architecture,
+    cluster: Cluster,
+    *,
+    global_batch: int,
+    sequence: int,
+    offers: Offers,
+    split: Split,
+    fixed: Mapping[str, int] | None = None,
 ) -> Space:
     """Every candidate that the rules allow. Raises ConfigError where there is none, with every rule that excluded some."""
-    fixed = fixed or {}
-    excluded: dict[str, Excluded] = {}
-    columns: dict[str, list[Any]] = {f.name: [] for f in fields(Layouts)}
-    world = cluster.devices
-    for tp in _tensor_degrees(model, cluster, split, fixed, excluded):
-        for pp in _stages(model, world // tp, offers, fixed, excluded):
+    asked = _Asked(
+        model,
+        cluster,
+        global_batch,
+        sequence,
+        offers,
+        split,
+        fixed or {},
+        {},
+        {f.name: [] for f in fields(Layouts)},
+        [],
+        reliefs_of(offers, cluster.device, fixed or {}),
+    )
+    world, excluded, columns = cluster.devices, asked.excluded, asked.columns
+    for tp in _tensor_degrees(asked):
+        for pp in _stages(asked, world // tp):
             refusal = offers.refusal(tp=tp, pp=pp)
             if refusal is not None:
                 _note(excluded, f"tp = {tp}" if pp == 1 else f"tp = {tp} with pp = {pp}", refusal)
                 continue
-            _add(columns, model, cluster, tp, pp, global_batch, offers, split, fixed, excluded)
+            for cp in _context_degrees(asked, tp, world // (tp * pp)):
+                _add(asked, tp, pp, cp)
     if not columns["tp"]:
         problems = [Problem(e.region, None, e.rule, "change it, or let the search choose") for e in excluded.values()]
         raise ConfigError(*(problems or [Problem("layout", None, "no candidate is left", "fix fewer values")]))
     layouts = Layouts(**{name: np.concatenate(parts) for name, parts in columns.items()})
-    return Space(layouts, len(layouts.tp), tuple(excluded.values()))
+    return Space(layouts, np.concatenate(asked.numbers), asked.reliefs, tuple(excluded.values()))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a space is built for, and what there is of it so far."""
+
+    model: Architecture
+    cluster: Cluster
+    global_batch: int
+    sequence: int
+    offers: Offers
+    split: Split
+    fixed: Mapping[str, int]
+    excluded: dict[str, Excluded]
+    columns: dict[str, list[Any]]
+    numbers: list[NDArray[np.int64]]
+    reliefs: Reliefs
+
+    def allowed(self, name: str, values: Iterable[int]) -> list[int]:
+        """Of a field's values those that are not fixed to another."""
+        return [value for value in values if self.fixed.get(name, value) == value]
 
 
 def _note(excluded: dict[str, Excluded], region: str, rule: str) -> None:
     excluded.setdefault(region, Excluded(region, rule))
 
 
-def _tensor_degrees(
-    model: Architecture, cluster: Cluster, split: Split, fixed: Mapping[str, int], excluded: dict[str, Excluded]
-) -> list[int]:
-    widest = min(cluster.devices, max(int(cluster.device.domain), int(cluster.device.devices_per_node)))
-    wanted = [fixed["tp"]] if "tp" in fixed else [2**k for k in range(11) if 2**k <= min(widest, 64)]
+def _tensor_degrees(asked: _Asked) -> list[int]:
+    model, cluster, split, fixed, excluded = asked.model, asked.cluster, asked.split, asked.fixed, asked.excluded
+    domain = max(int(cluster.device.domain), int(cluster.device.devices_per_node))
+    wanted = [fixed["tp"]] if "tp" in fixed else [tp for tp in divisors(cluster.devices) if tp <= min(domain, _MOST_TP)]
     found = []
     for tp in wanted:
         region = f"tp = {tp}"
@@ -132,8 +166,10 @@ def _tensor_degrees(
             _note(excluded, region, f"{cluster.devices} devices and {cluster.devices} % {tp} = {cluster.devices % tp}")
         elif tp > 1 and split.tensor:
             _note(excluded, "tp > 1" if "tp" not in fixed else region, split.tensor)
+        elif domain % tp and tp % domain and cluster.devices > domain:
+            _note(excluded, region, f"{domain} devices have fast links to each other, and a group of {tp} would lie in two such domains")
         elif tp > 1 and model.heads % tp and not split.whole_attention:
-            works = ", ".join(str(d) for d in divisors(int(model.heads)) if d <= widest and cluster.devices % d == 0)
+            works = ", ".join(str(d) for d in divisors(int(model.heads)) if d <= domain and cluster.devices % d == 0)
             _note(excluded, region, f"num_attention_heads is {model.heads} and {model.heads} % {tp} = {model.heads % tp}; use {works}")
         elif model.kv_heads % tp and tp % model.kv_heads and not split.whole_attention:
             _note(excluded, region, f"num_key_value_heads is {model.kv_heads}, which neither divides {tp} nor is divided by it")
@@ -142,7 +178,8 @@ def _tensor_degrees(
     return found
 
 
-def _stages(model: Architecture, ranks: int, offers: Offers, fixed: Mapping[str, int], excluded: dict[str, Excluded]) -> list[int]:
+def _stages(asked: _Asked, ranks: int) -> list[int]:
+    model, offers, fixed, excluded = asked.model, asked.offers, asked.fixed, asked.excluded
     if not offers.pipeline:
         rule = offers.refusal(tp=1, pp=2) or "this version runs no pipeline"
         if fixed.get("pp", 1) > 1:
@@ -195,30 +232,64 @@ def _shards(dp: int, fixed: Mapping[str, int]) -> list[tuple[int, int, int]]:
     return [entry for entry in found if all(fixed.get(name, value) == value for name, value in zip(names, entry, strict=True))]
 
 
-def _add(
-    columns: dict[str, list[Any]],
-    model: Architecture,
-    cluster: Cluster,
-    tp: int,
-    pp: int,
-    global_batch: int,
-    offers: Offers,
-    split: Split,
-    fixed: Mapping[str, int],
-    excluded: dict[str, Excluded],
-) -> None:
-    dp = cluster.devices // (tp * pp)
-    if global_batch % dp:
-        below, above = global_batch // dp * dp, (global_batch // dp + 1) * dp
+def _context_degrees(asked: _Asked, tp: int, ranks: int) -> list[int]:
+    fixed, split, excluded = asked.fixed, asked.split, asked.excluded
+    if fixed.get("cp", 2) > 1 and split.context:
+        _note(excluded, "cp > 1", split.context)
+        return asked.allowed("cp", [1])
+    if asked.offers.compiled:
+        _note(excluded, "cp > 1", "parts of sequences are not proven under torch.compile")
+        return asked.allowed("cp", [1])
+    if "cp" not in fixed:
+        if asked.sequence < LONG_SEQUENCE:
+            return [1]
+        return [cp for cp in divisors(ranks) if cp <= _MOST_CP and cp & (cp - 1) == 0 and asked.sequence // cp >= LONG_SEQUENCE // 8]
+    cp = fixed["cp"]
+    if ranks % cp:
+        _note(excluded, f"cp = {cp} with tp = {tp}", f"{ranks} devices are left for it and {ranks} % {cp} = {ranks % cp}")
+        return []
+    return [cp]
+
+
+def _contexts(asked: _Asked, tp: int, cp: int) -> list[int]:
+    """Kinds, as indices into CONTEXT."""
+    if cp == 1:
+        return [0]
+    heads, kv = (max(int(count) // (1 if asked.split.whole_attention else tp), 1) for count in (asked.model.heads, asked.model.kv_heads))
+    if "context" in asked.fixed:
+        if CONTEXT[asked.fixed["context"]] == "ulysses" and heads % cp:
+            rule = f"a rank of tp has {heads} heads and {heads} % {cp} = {heads % cp}"
+            _note(asked.excluded, f"ulysses with tp = {tp} and cp = {cp}", rule)
+            return []
+        return [asked.fixed["context"]]
+    # Of the account's bytes a ring waits for the gradients of keys and values, and ulysses for all. Gathered keys and values are waited for
+    # three times, and held in full.
+    fewer = heads % cp == 0 and heads + lcm(kv, cp) < kv * cp
+    return [CONTEXT.index("ulysses" if fewer else "ring")]
+
+
+def _expert_degrees(asked: _Asked, tp: int, ranks: int) -> list[int]:
+    """Of a stage of `ranks`."""
+    experts = int(asked.model.experts)
+    degrees = [d for d in divisors(experts) if ranks % d == 0] if experts and not asked.offers.compiled else [1]
+    if tp > 1 and asked.split.with_experts:
+        _note(asked.excluded, "tp > 1 with ep < tp", "every rank of tp would compute all tokens of the experts that it has")
+        degrees = [d for d in degrees if d % tp == 0]
+    return asked.allowed("ep", degrees)
+
+
+def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
+    model, cluster, fixed, excluded, offers = asked.model, asked.cluster, asked.fixed, asked.excluded, asked.offers
+    dp = cluster.devices // (tp * pp * cp)
+    batch = asked.global_batch
+    if batch % dp:
+        below, above = batch // dp * dp, (batch // dp + 1) * dp
         working = f"{below} or {above}" if below else f"{above}"
-        _note(
-            excluded,
-            f"tp x pp = {tp * pp}",
-            f"a batch of {global_batch} over {dp} data-parallel ranks: {global_batch} % {dp} = {global_batch % dp}; use {working}",
-        )
+        region = f"tp x pp = {tp * pp}" if cp == 1 else f"tp x pp x cp = {tp * pp * cp}"
+        _note(excluded, region, f"a batch of {batch} over {dp} data-parallel ranks: {batch} % {dp} = {batch % dp}; use {working}")
         return
-    per_rank = global_batch // dp
-    micros = [fixed["micro_batch"]] if "micro_batch" in fixed else [b for b in MICRO_BATCHES if b <= per_rank and per_rank % b == 0]
+    per_rank = batch // dp
+    micros = [fixed["micro_batch"]] if "micro_batch" in fixed else [b for b in divisors(per_rank) if b <= _MOST_MICRO_BATCH]
     micros = [b for b in micros if per_rank % b == 0 and fixed.get("accumulation", per_rank // b) == per_rank // b]
     if not micros:
         _note(excluded, f"micro_batch = {fixed.get('micro_batch', 'any')} with dp = {dp}", f"a rank's {per_rank} samples do not divide so")
@@ -227,56 +298,49 @@ def _add(
     if not enough:
         _note(excluded, f"pp = {pp} with dp = {dp}", f"a rank has {per_rank} samples, fewer micro-batches than the {pp} stages")
         return
-    if tp > 1 and split.sequence:
-        _note(excluded, "sp", split.sequence)
-    sequence = [value for value in ((0, 1) if tp > 1 and not split.sequence else (0,)) if fixed.get("sp", value) == value]
-    recompute = [RECOMPUTE.index(name) for name in offers.recompute]
-    recompute = [kind for kind in recompute if fixed.get("recompute", kind) == kind]
-    on_host = offers.offload and int(cluster.device.family) != FAMILIES.index("cpu")  # a CPU's memory is the host's already
-    offload = [value for value in ((0, 1) if on_host else (0,)) if fixed.get("offload", value) == value]
-    schedules, shards = _schedules(model, pp, offers, fixed), _shards(dp, fixed)
-    if not (schedules and shards and sequence and recompute and offload):
-        return
-    axes = [np.arange(len(schedules)), np.arange(len(shards)), sequence, recompute, offload, enough]
-    mesh: list[Any] = list(np.meshgrid(*axes, indexing="ij"))
-    grid = [part.ravel() for part in mesh]
-    schedule, chunk = (np.array(x)[grid[0]] for x in zip(*schedules, strict=True))
-    stage, replicate, shard = (np.array(x)[grid[1]] for x in zip(*shards, strict=True))
-    count = len(grid[0])
-    values = {
-        "pp": np.full(count, pp),
-        "schedule": schedule,
-        "vpp": chunk,
-        "tp": np.full(count, tp),
-        "sp": grid[2],
-        "cp": np.ones(count, int),
-        "ep": np.ones(count, int),
-        "dp_replicate": replicate,
-        "dp_shard": shard,
-        "stage": stage,
-        "recompute": grid[3],
-        "recompute_share": np.ones(count),
-        "offload": grid[4],
-        "offload_activations": np.zeros(count),
-        "micro_batch": grid[5],
-        "accumulation": per_rank // grid[5],
+    if tp > 1 and asked.split.sequence:
+        _note(excluded, "sp", asked.split.sequence)
+    sequence = asked.allowed("sp", (0, 1) if tp > 1 and not asked.split.sequence else (0,))
+    ends = asked.reliefs.ends
+    lists: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
+        ("schedule", "vpp"): _schedules(model, pp, offers, fixed),
+        ("stage", "dp_replicate", "dp_shard"): _shards(dp, fixed),
+        ("sp",): [(value,) for value in sequence],
+        ("context",): [(kind,) for kind in _contexts(asked, tp, cp)],
+        ("ep",): [(degree,) for degree in _expert_degrees(asked, tp, dp * cp * tp)],
+        ("micro_batch",): [(size,) for size in enough],
+        tuple(f.name for f in fields(Relief)): [tuple(vars(relief).values()) for relief in ends],
     }
-    keep = _runnable(values, pp, offers)
+    if not all(lists.values()):
+        return
+    grid = np.meshgrid(*(np.arange(len(entries)) for entries in lists.values()), indexing="ij")
+    count = grid[0].size
+    values: dict[str, Any] = {"pp": np.full(count, pp), "tp": np.full(count, tp), "cp": np.full(count, cp)}
+    for (names, entries), index in zip(lists.items(), grid, strict=True):
+        for name, column in zip(names, zip(*entries, strict=True), strict=True):
+            values[name] = np.array(column)[index.ravel()]
+    values |= {"offload_activations": np.zeros(count), "accumulation": per_rank // values["micro_batch"]}
+    keep = _runnable(asked, values, pp)
     for name, value in values.items():
-        columns[name].append(np.asarray(value)[keep])
+        asked.columns[name].append(value[keep])
+    before = int(asked.numbers[-1][-1]) + 1 if asked.numbers and len(asked.numbers[-1]) else 0
+    asked.numbers.append(before + np.arange(count)[keep] // len(ends))
 
 
-def _runnable(values: Mapping[str, Any], pp: int, offers: Offers) -> Any:
-    """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage, and states that are sharded
-    where they are on the host."""
-    sharded = (np.asarray(values["offload"]) == 0) | (np.asarray(values["stage"]) > 0)
+def _runnable(asked: _Asked, values: Mapping[str, Any], pp: int) -> Any:
+    """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage, experts that are sharded as
+    `experts.expert_parallel` knows, and a relief that goes with the rest."""
+    offers, stage = asked.offers, values["stage"]
+    halves = np.isin(values["schedule"], [SCHEDULES.index(name) for name in SPLIT_BACKWARD])  # and tokens are exchanged in one
+    keep = (values["ep"] == 1) | ((stage > 0) & (values["dp_replicate"] == 1) & ~halves)
+    keep &= relieves(Layouts(**values))
     if pp == 1:
-        return sharded
-    third, again = np.asarray(values["stage"]) == 3, np.asarray(values["recompute"]) > 0
-    fields_of = np.stack([values["schedule"], values["vpp"], values["accumulation"], third, again], axis=1)
-    kinds, inverse = np.unique(fields_of, axis=0, return_inverse=True)
-    works = [
-        offers.runs(SCHEDULES[int(schedule)], pp=pp, micro_batches=int(m), chunks=int(v), zero=3 if third else 0, recompute=bool(again))
-        for schedule, v, m, third, again in kinds
-    ]
-    return sharded & np.array(works, dtype=bool)[inverse.ravel()]
+        return keep
+    third = stage == 3
+    kinds: dict[tuple[int, ...], bool] = {}
+    key = ((values["schedule"] * 1000 + values["vpp"]) * 2 + third) * 10**9 + values["accumulation"]
+    for one, index in zip(*np.unique(key, return_index=True), strict=True):
+        schedule, chunks, m = (int(values[name][index]) for name in ("schedule", "vpp", "accumulation"))
+        kinds[one] = offers.runs(SCHEDULES[schedule], pp=pp, micro_batches=m, chunks=chunks, zero=3 if third[index] else 0)
+    ordered = sorted(kinds)
+    return keep & np.array([kinds[one] for one in ordered])[np.searchsorted(ordered, key)]

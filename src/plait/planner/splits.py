@@ -1,5 +1,5 @@
-"""What tensor parallelism does to a model family, as data: whether it is planned, whether sequences can be sharded, whether attention is
-replicated.
+"""What tensor and context parallelism do to a model family, as data: whether they are planned, whether sequences can be sharded, whether
+attention is replicated.
 
 The engine decides from the model itself (`model.plans`); tests build every family named here and compare. A family that is not named is
 planned without tensor parallelism, and the plan prints the reason.
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plait.model.experts import SPLIT_FAMILIES
+from plait.parallel.context.families import FAMILIES
 from plait.planner.architecture import Architecture
 
 WHOLE_ATTENTION = ("gpt2", "gpt_bigcode", "codegen", "bloom", "mpt", "phi3", "olmo2", "glm", "glm4")
@@ -53,21 +55,30 @@ class Split:
     tensor: str | None = None
     sequence: str | None = None
     whole_attention: bool = False
+    context: str | None = None
+    """Context parallelism."""
+    with_experts: bool = False
+    """tp is planned where ep splits the experts over its ranks too: without, each of them would compute all experts."""
 
 
 def split_of(model: Architecture, config: Mapping[str, Any]) -> Split:
     """How the planner may split a model with this Transformers configuration (empty where it is not at hand)."""
     kind = str(model.model_type)
+    context = None if kind in FAMILIES else f"{kind} is not among the families whose sequences are cut: {', '.join(FAMILIES)}"
+    if model.experts and (kind not in SPLIT_FAMILIES or model.compressed):
+        rule = f"{kind} has experts, beside which the planner splits no attention of its kind"
+        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
     if model.experts:
-        return Split(tensor=f"{kind} has experts, whose layers tensor parallelism does not split", sequence="no tensor parallelism")
+        return Split(context=context, with_experts=True)
     if kind not in SPLIT:
-        return Split(
-            tensor=f"how {kind} splits is not known to the planner; `plait layout` asks the model itself", sequence="no tensor parallelism"
-        )
+        rule = f"how {kind} splits is not known to the planner; `plait layout` asks the model itself"
+        return Split(tensor=rule, sequence="no tensor parallelism", context=context)
     default = _DROPS_UNLESS_TOLD.get(kind, 0.0)
     drops = any(float(config.get(name) or 0) > 0 for name in _DROPOUTS)
     drops = drops or (default > 0 and any(config.get(name) is None for name in ("attn_pdrop", "resid_pdrop")))
     sequence = _NO_SEQUENCE.get(kind)
     if sequence is None and drops and kind in WHOLE_ATTENTION:
         sequence = "dropout is on, and every rank computes all of attention, of which each would drop other places"
-    return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION)
+    if context is None and drops:
+        context = "dropout is on, which parts of a sequence do not draw as one process does"
+    return Split(sequence=sequence, whole_attention=kind in WHOLE_ATTENTION, context=context)

@@ -26,6 +26,9 @@ from plait.planner.pipeline import deferred_backwards, in_flight, in_flight_last
 _MASTER_BYTES = 4
 """Plait's optimizer updates float32 parameters unless `model.dtype` says otherwise."""
 
+_EXPERTS = "experts."
+"""Before the names of parameters that `ep` splits."""
+
 Split = dict[str, int | None]
 
 
@@ -57,8 +60,8 @@ def block_parameters(
         found += [("q_norm", (model.head_dim,), None), ("k_norm", (model.head_dim,), None)]
     if experts:
         found += [
-            ("experts.gate_up", (model.experts, 2 * model.expert_ffn, h), None),
-            ("experts.down", (model.experts, h, model.expert_ffn), None),
+            (f"{_EXPERTS}gate_up", (model.experts, 2 * model.expert_ffn, h), None),
+            (f"{_EXPERTS}down", (model.experts, h, model.expert_ffn), None),
         ]
         found.append(("router", (model.experts, h), None))
         if model.shared_ffn:
@@ -133,29 +136,35 @@ def account_states(
     between the ends; by default the one that keeps most; `form` is what AdamW's averages are kept in.
     """
     at, model = job.layouts, job.model
-    size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp))
-    fields = [np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage)]
+    size = max(np.size(x) for x in (at.tp, at.dp_replicate, at.dp_shard, at.stage, at.accumulation, at.pp, at.cp, at.ep))
+    axes = (at.tp, at.dp_replicate, at.dp_shard, at.stage, *((at.cp, at.ep) if model.experts else ()))
+    fields = [np.broadcast_to(np.asarray(x, dtype=np.int64), (size,)) for x in axes]
     several = np.broadcast_to(np.asarray(at.accumulation) > 1, (size,)).astype(np.int64)
     key = several
     for values in fields:
         key = key * (int(values.max()) + 1) + values
     unique, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    tp, replicate, shard, stage = (values[first] for values in fields)
+    tp, replicate, shard, stage, *more = (values[first] for values in fields)
+    cp, ep = more or (np.ones_like(tp), np.ones_like(tp))
     accumulation = several[first] + 1
 
     def account(entries: list[tuple[str, tuple[int, ...], int | None]], unit: int) -> dict[str, np.ndarray]:
         if not entries:
             return {name: np.zeros(len(unique)) for name in ("weights", "gradients", "optimizer", "on_device", "gathered", "whole")}
         facts, dims = _facts(entries, unit)
-        ledger = Ledger.start(tp=tp, dp_replicate=replicate, dp_shard=shard, accumulation=accumulation, optimizer_states=form)
+        ledger = Ledger.start(tp=tp, dp_replicate=replicate, dp_shard=shard, accumulation=accumulation, cp=cp, ep=ep, optimizer_states=form)
         ledger = ledger.with_(tensor_dims=dims)
         if compute:
             ledger = Precision.sweep(compute=compute, reduce=reduce).account(ledger, facts)
         memory = DataParallel.sweep(stage=stage).account(ledger, facts).memory
+        experts = frozenset(name for name, _, _ in entries if name.startswith(_EXPERTS))
+        if experts and (ep > 1).any():
+            split = DataParallel.sweep(stage=stage).account(ledger.with_(experts=experts), facts).memory
+            memory = {name: np.where(ep > 1, split[name], value) for name, value in memory.items()}
         width = 2 if compute else 4
         whole = np.zeros(len(unique))
-        for _, shape, dim in entries:
-            whole = whole + width * np.ceil(np.prod(shape, dtype=float) / (tp if dim is not None else 1))
+        for name, shape, dim in entries:
+            whole = whole + width * np.ceil(np.prod(shape, dtype=float) / (tp if dim is not None else ep if name in experts else 1))
         return {
             "weights": memory["parameters"],
             # Whole until the last micro-batch, then block by block the shards in their place.

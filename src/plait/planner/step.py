@@ -13,9 +13,9 @@ import numpy as np
 from plait.planner.compute import LayerCost, accumulation_seconds, head_cost, layer_cost, memory_rate, optimizer_seconds
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
-from plait.planner.job import Job, stage_layers
+from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
 from plait.planner.pipeline import idle_share
-from plait.planner.traffic import collective_seconds, group, send_seconds
+from plait.planner.traffic import collective_seconds, context_seconds, expert_seconds, group, send_seconds
 
 TERMS = {
     "products": "matrix products of the layers",
@@ -120,7 +120,7 @@ def host_wait(job: Job, layer: LayerCost, device_seconds: Numbers) -> Numbers:
     """Seconds that a layer's forward and backward wait for the host. A GPU has a queue, and waits for what does not fit under
     `device_seconds`; on a CPU the process that launches a kernel also computes it."""
     at = job.layouts
-    host = layer.host * (2.0 + at.recompute_share * (np.asarray(at.recompute) > 0))
+    host = layer.host * (2.0 + recompute_share(job) * (np.asarray(at.recompute) > 0))
     return np.where(job.device.on_cpu, host, np.maximum(host - device_seconds, 0))
 
 
@@ -130,7 +130,8 @@ def rank_parameters(job: Job) -> Numbers:
     layers, first, last = stage_layers(job)
     per_layer = model.block_parameters / model.layers
     routed = np.where(np.asarray(model.experts) > 0, model.expert_layers / model.layers * model.routed_parameters, 0)
-    local = ((per_layer - routed) + routed / at.ep) / at.tp
+    # Where experts are on different ranks of tp too, a rank has them whole.
+    local = (per_layer - routed) / at.tp + routed / at.ep / np.where(job.is_plait, 1, at.tp)
     one_stage = model.layers * local + (model.embedding_parameters + model.head_parameters) / at.tp
     head = np.where(np.asarray(model.tied) > 0, model.vocab * model.hidden, model.head_parameters) / at.tp
     several = np.maximum(first * local + model.embedding_parameters / at.tp, np.maximum(layers * local, last * local + head))
@@ -142,7 +143,9 @@ def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
     model, at = job.model, job.layouts
     hidden_bytes = job.element_bytes * job.tokens * model.hidden
     tp = group(job, "tp")
-    again = at.recompute_share * (np.asarray(at.recompute) == 2)
+    kind = np.asarray(at.recompute)
+    whole = np.where(kind == RECOMPUTE.index("budget"), 1 - at.kept_operators, kind == RECOMPUTE.index("full"))
+    again = recompute_share(job) * whole  # collectives are repeated where a full block is
     reduce = collective_seconds(job, rates, tp, hidden_bytes, "all_reduce")
     one_way = collective_seconds(job, rates, tp, hidden_bytes, "one_way")
     sequence = np.asarray(at.sp) > 0
@@ -153,8 +156,10 @@ def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
         tensor = tensor + 4 * one_way
     kv_bytes = 2 * job.element_bytes * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
-    routed = job.element_bytes * job.tokens * model.active * model.hidden / np.where(sequence, at.tp, 1)
-    exchange = collective_seconds(job, rates, group(job, "ep"), routed, "all_to_all") * (4 + 2 * again)
+    if np.any(np.asarray(at.cp) > 1):
+        cost = layer_cost(job, rates)
+        ring = np.where(job.is_plait, context_seconds(job, rates, cost.attention, cost.attention_backward, again), ring)
+    exchange = expert_seconds(job, rates, again)
     return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
 
 
@@ -177,6 +182,9 @@ def _data_traffic(
     scatter, scatter_all = scatter + packed, scatter_all + packed
     # Between replicas each rank reduces its shard with those that have the same one.
     between = collective_seconds(job, rates, group(job, "replicate"), gradient_bytes / shards.size, "all_reduce")
+    # Once a step, after everything else, Plait sums over the parts of sequences what a rank has.
+    held = gradient_bytes / np.where(stage > 0, shards.size, 1)
+    parts = np.where(job.is_plait, collective_seconds(job, rates, group(job, "cp"), held, "all_reduce"), 0.0)
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
     grads = np.where(stage == 2, scatter * (at.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
@@ -190,7 +198,7 @@ def _data_traffic(
     shown_sharded = np.maximum(traffic - hide * compute, (1 - hide) * 0.5 * traffic)
     hidden_sharded = traffic - shown_sharded
     third = stage == 3
-    exposed = np.where(third, shown_sharded, shown_grads + shown_weights)
+    exposed = np.where(third, shown_sharded, shown_grads + shown_weights) + parts
     return exposed * rates["dp"], np.where(third, hidden_sharded, hidden) * rates["contention"]
 
 

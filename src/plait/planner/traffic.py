@@ -30,15 +30,17 @@ class Group:
 
 def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
     """The group of an axis. tp takes neighbouring ranks, then cp, then dp; `shard` is the inner part of dp, and `replicate` the ranks that
-    have the same shard; ep lies within dp."""
+    have the same shard. Others shard states over cp too; Plait replicates them there. ep lies within dp, but Plait's takes neighbouring
+    ranks of all axes."""
     at = job.layouts
+    over_cp = np.where(job.is_plait, 1, at.cp)
     size, stride = {
         "tp": (at.tp, 1),
         "cp": (at.cp, at.tp),
-        "dp": (at.dp * at.cp, at.tp),
-        "shard": (at.dp_shard * at.cp, at.tp),
+        "dp": (at.dp * over_cp, at.tp * at.cp // over_cp),
+        "shard": (at.dp_shard * over_cp, at.tp * at.cp // over_cp),
         "replicate": (at.dp_replicate, at.tp * at.cp * at.dp_shard),
-        "ep": (at.ep, at.tp * at.cp),
+        "ep": (at.ep, np.where(job.is_plait, 1, at.tp * at.cp)),
     }[axis]
     inside = np.clip(np.floor_divide(job.device.domain, stride), 1, size)
     return Group(size, inside)
@@ -67,11 +69,41 @@ def collective_seconds(
     return np.where(n > 1, wire + rates.on("latency", job.device) * steps, 0.0)
 
 
+def context_seconds(job: Job, rates: Rates, attention: Numbers, backward: Numbers, again: Numbers) -> Numbers:
+    """Exposed seconds a layer of the keys and values that Plait moves between the parts of sequences, forward and backward, for a
+    micro-batch. `attention` and `backward` are the seconds under which a ring's messages arrive; `again` is the share of forwards that are
+    repeated. The bytes are those of `parallel.context.traffic`."""
+    model, at = job.model, job.layouts
+    tp = 1 if job.whole_attention else at.tp
+    ranks, width = group(job, "cp"), job.element_bytes * job.tokens * model.head_dim
+    both = 2 * width * np.maximum(model.kv_heads / tp, 1)
+    whole = collective_seconds(job, rates, ranks, both * at.cp, "one_way")
+    gathered = (3 + again) * whole
+    part = whole / np.maximum(at.cp - 1, 1)  # a message to the neighbour
+    sums = part * at.cp * 4 / job.element_bytes  # gradients are sent in float32, and each is waited for
+    ring = (1 + again) * np.maximum(whole - attention, 0) + np.maximum(whole - backward, 0) + sums
+    repeated = np.lcm(np.asarray(np.maximum(model.kv_heads / tp, 1), dtype=int), np.asarray(at.cp, dtype=int))
+    exchanged = 2 * width * (model.heads / tp + repeated)
+    ulysses = (2 + again) * collective_seconds(job, rates, ranks, exchanged, "all_to_all")
+    return np.choose(np.asarray(at.context), np.broadcast_arrays(gathered, ring, ulysses))
+
+
+def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
+    """Exposed seconds of a layer with experts on different ranks: tokens there and back, and where Plait's ranks of tp have the same
+    tokens, the results and gradients gathered from the part that each sent."""
+    model, at = job.model, job.layouts
+    hidden = job.element_bytes * job.tokens * model.hidden
+    sent = hidden * model.active / np.where(job.is_plait | (np.asarray(at.sp) > 0), at.tp, 1)
+    exchange = collective_seconds(job, rates, group(job, "ep"), sent, "all_to_all") * (4 + 2 * again)
+    gathered = collective_seconds(job, rates, group(job, "tp"), hidden, "one_way") * (2 + again)
+    return exchange + np.where(job.is_plait & (np.asarray(at.ep) > 1), gathered, 0.0)
+
+
 def send_seconds(job: Job, rates: Rates) -> Numbers:
     """One hidden state from a stage to the next: between domains unless two stages fit in one."""
     at = job.layouts
     # Megatron-LM scatters over tp what it sends; Plait's ranks each send what they have, all of it without sequence parallelism.
-    parts = np.where(np.asarray(at.sp) > 0, at.tp, 1) if job.own else at.tp
+    parts = np.where((np.asarray(at.sp) > 0) | ~job.is_plait, at.tp, 1)
     size = job.element_bytes * job.tokens * job.model.hidden / parts
     per_stage = at.tp * at.cp * at.dp
     near = per_stage * 2 <= job.device.domain

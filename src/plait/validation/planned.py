@@ -12,7 +12,8 @@ from plait.planner.hardware import Cluster
 from plait.planner.hardware import cluster as cluster_of
 from plait.planner.models import Model, from_config
 from plait.planner.output import config_of
-from plait.planner.search import Request, plan
+from plait.planner.request import Request
+from plait.planner.search import plan
 from plait.units import GIB
 from plait.validation.context import Context, require, sized, timed
 from plait.validation.links import assumed

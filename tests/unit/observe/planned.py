@@ -11,7 +11,8 @@ from plait.events import StepDone
 from plait.planner import output
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
-from plait.planner.search import Plan, Request, plan
+from plait.planner.request import Request
+from plait.planner.search import Plan, plan
 
 FIELDS = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
           "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": False}  # fmt: skip

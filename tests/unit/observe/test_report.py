@@ -21,7 +21,8 @@ from plait.planner.explain import describe
 from plait.planner.hardware import cluster
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import find_model
-from plait.planner.search import Plan, Request, plan
+from plait.planner.request import Request
+from plait.planner.search import Plan, plan
 from plait.planner.step import TERMS
 from plait.units import GIB
 

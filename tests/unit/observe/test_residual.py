@@ -68,7 +68,8 @@ def test_a_short_run_is_compared_at_its_end_and_a_very_short_one_is_not(tmp_path
         ((), {"parameters": 7}, "and is 7"),
         ((), {"length": 32}, "sequence was planned as 64 and is 32"),
         (("bf16.enabled=true",), {}, "precision was planned as fp32 and is bf16"),
-        (("parallel.loss_chunk_tokens=16",), {}, "no plan prices parallel.loss_chunk_tokens = 16"),
+        (("parallel.loss_chunk_tokens=16",), {}, "loss_chunk was planned as 0 and is 16"),
+        (("parallel.tensor_overlap=2",), {}, "no plan prices parallel.tensor_overlap = 2"),
         # D10: what a comparison of layouts alone let through.
         (("communication_data_type=bf16",), {}, "reduction was planned as fp32 and is bf16"),
         (("optimizer.states=int8",), {}, "optimizer.states was planned as own and is int8"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
+from plait.planner.choice import price
 from plait.planner.hardware import cluster
 from plait.planner.history import Measured, facts_of, layout_facts
 from plait.planner.models import find_model
-from plait.planner.search import Plan, Request, plan, price
+from plait.planner.request import Request
+from plait.planner.search import Plan, plan
 
 ROW = {
     "id": "X-1",

@@ -9,7 +9,7 @@ from plait.model.facts import ModelFacts, model_facts
 from plait.model.plans import make_plan
 from plait.planner.hardware import cluster
 from plait.planner.models import Model, from_config
-from plait.planner.search import Request
+from plait.planner.request import Request
 
 SMALL = {
     "llama": {

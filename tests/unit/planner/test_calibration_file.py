@@ -13,12 +13,13 @@ from plait.errors import InputError
 from plait.planner.calibrate import calibrate, errors_left_out, errors_with, uncalibrated
 from plait.planner.calibration_file import Origin, load, refuse_other, save
 from plait.planner.calibration_runs import DeviceRates, believed, calibration_layouts
+from plait.planner.choice import price
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.history import runs_of
 from plait.planner.job import Layouts
 from plait.planner.models import find_model
-from plait.planner.search import Request, job_of, price
+from plait.planner.request import Request, job_of
 from plait.planner.traffic import collective_seconds, group
 from tests.unit.planner.rows import measured
 

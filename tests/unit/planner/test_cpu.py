@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from plait.planner.calibrate import relevant
+from plait.planner.choice import price, walked
 from plait.planner.constants import Rates, knowledge
 from plait.planner.estimate import estimate
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.models import Model, from_config
-from plait.planner.search import Request, job_of, price, walked
+from plait.planner.request import Request, job_of
 
 FIELDS = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
           "num_key_value_heads": 6, "vocab_size": 8192, "tie_word_embeddings": False}  # fmt: skip

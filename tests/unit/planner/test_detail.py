@@ -6,12 +6,14 @@ import pytest
 
 from plait.errors import InputError
 from plait.planner.calibrate import uncalibrated
+from plait.planner.choice import price
 from plait.planner.constants import Rates
 from plait.planner.detail import COSTS, beyond, rank_memory, sample, timeline
 from plait.planner.hardware import cluster
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.models import find_model
-from plait.planner.search import Request, plan, price, space_of
+from plait.planner.request import Request, space_of
+from plait.planner.search import plan
 from plait.planner.simulate import RANK_TERMS
 from plait.planner.step import TERMS
 

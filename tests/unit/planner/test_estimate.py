@@ -16,7 +16,7 @@ from plait.planner.hardware import PRECISIONS, cluster, device
 from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts, stage_layers
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model, named
-from plait.planner.search import Request, job_of
+from plait.planner.request import Request, job_of
 from plait.planner.step import TERMS
 from plait.planner.traffic import collective_seconds, group, send_seconds
 from plait.units import GIB

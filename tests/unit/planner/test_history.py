@@ -11,11 +11,13 @@ import pytest
 
 from plait.errors import InputError
 from plait.planner.calibrate import calibrate, costs, memory_of, uncalibrated
+from plait.planner.choice import price
 from plait.planner.constants import knowledge
 from plait.planner.hardware import cluster
 from plait.planner.history import append, read, runs_of, same_machine
 from plait.planner.models import find_model
-from plait.planner.search import Request, plan, price
+from plait.planner.request import Request
+from plait.planner.search import plan
 from tests.unit.planner.rows import measured
 
 

@@ -198,14 +198,13 @@ def test_every_setting_is_priced_or_named() -> None:
     tree = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
         "optimizer": {"type": "SGD", "params": {"lr": 1}},
-        "parallel": {"loss_chunk_tokens": 64, "recompute": {"mode": "full", "every": 2}, "compress_gradients": "int8"},
+        "parallel": {"tensor_overlap": 4, "recompute": {"mode": "full", "every": 2}, "compress_gradients": "int8"},
     }
     assert unpriced(load(tree)) == (
         "zero_optimization.offload_optimizer.device = nvme",
         "zero_optimization.offload_optimizer.nvme_path = /tmp",
         "optimizer.type = SGD",
-        "parallel.loss_chunk_tokens = 64",
-        "parallel.recompute.every = 2",
+        "parallel.tensor_overlap = 4",
         "parallel.compress_gradients = int8",
     )
 

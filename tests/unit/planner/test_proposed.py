@@ -4,8 +4,7 @@ from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES
 from plait.planner.models import find_model
 from plait.planner.offers import SPLIT_BACKWARD, offered
-from plait.planner.search import Request
-from plait.planner.space import build_space
+from plait.planner.request import Request, space_of
 
 
 def test_no_recomputation_where_gradients_of_weights_are_put_off() -> None:
@@ -20,6 +19,6 @@ def test_no_recomputation_where_gradients_of_weights_are_put_off() -> None:
 def test_every_proposed_stage_has_a_layer() -> None:
     """126 layers: 128 chunks would divide layers and ends, and two stages would be empty, which the engine refuses."""
     request = Request(find_model("llama-3-405b", sequence=8192), cluster("h100", 1024), 1024, 8192)
-    space = build_space(request.model.architecture, request.cluster, global_batch=1024, offers=request.offers, split=request.split).layouts
+    space = space_of(request).layouts
     interleaved = [SCHEDULES.index(name) for name in ("interleaved", "interleaved-zb")]
     assert ((space.pp * space.vpp) <= 126).all() and any((space.schedule == kind).any() for kind in interleaved)

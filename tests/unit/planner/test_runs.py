@@ -60,7 +60,7 @@ def test_sharding_as_tables_write_it(text, stage, shard):
 )
 def test_recomputation_as_tables_write_it(text, kind, share):
     at = layout(recompute=text)
-    assert at["recompute"] == RECOMPUTE.index(kind) and at["recompute_share"] == pytest.approx(share)
+    assert at["recompute"] == RECOMPUTE.index(kind) and 1 / at["every"] == pytest.approx(share)
 
 
 def test_what_is_left_open_is_tried():

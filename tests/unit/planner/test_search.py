@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,16 @@ from plait.config.resolving.resolve import load, resolve
 from plait.errors import ConfigError, InputError
 from plait.parallel.schedules.schedule import make_schedule
 from plait.planner import explain, output
+from plait.planner.calibrate import uncalibrated
+from plait.planner.choice import price, ties
+from plait.planner.fixed import parse_fixed, written
 from plait.planner.hardware import cluster
 from plait.planner.models import find_model
 from plait.planner.offers import EVERYTHING, offered
-from plait.planner.search import Request, plan, price
-from plait.planner.space import build_space, divisors, parse_fixed, written
+from plait.planner.relief import relieved
+from plait.planner.request import Request, space_of
+from plait.planner.search import FAMILY, plan, price_space
+from plait.planner.space import divisors
 from plait.units import GIB
 
 
@@ -21,20 +27,44 @@ def request(model="llama-3-8b", gpu="h100", gpus=16, batch=128, sequence=4096, *
 
 
 def test_the_best_is_the_fastest_of_all_that_fit():
+    """Every candidate with every relief that it can have, priced one by one."""
     asked = request(gpus=8, batch=16)
-    space = build_space(asked.model.architecture, asked.cluster, global_batch=16, offers=asked.offers, split=asked.split)
-    everything = price(asked, [space.layouts.at(i) for i in range(space.size)])
+    space = space_of(asked)
+    some = space.layouts.take((np.asarray(space.layouts.pp) == 1) & (np.diff(space.number, prepend=-1) != 0))
+    at = relieved(some, (*space.reliefs.here, *space.reliefs.on_host))
+    everything = price(asked, [at.at(i) for i in range(len(at.tp))])
     fitting = [choice for choice in everything if choice.fit_probability >= 0.9 and choice.needed <= 79.1 * GIB]
     best = plan(asked, fixed={"pp": 1}).best[0]  # without a pipeline, closed form and walk are one
-    assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting if choice.layout["pp"] == 1))
+    assert best.seconds == pytest.approx(min(choice.seconds for choice in fitting))
     assert plan(asked).best[0].seconds <= best.seconds
     assert best.seconds_low < best.seconds < best.seconds_high and best.needed < best.needed_high
-    assert plan(asked).candidates == space.size
+    assert not best.layout["offload"]
+
+
+def test_the_optimizer_is_on_the_host_where_nothing_else_fits():
+    priced = price_space(request(), space_of(request()), uncalibrated())
+    names = ("tp", "pp", "schedule", "vpp", "sp", "dp_replicate", "dp_shard", "stage", "micro_batch")
+    layouts = [tuple(np.asarray(getattr(priced.layouts, name)).tolist()) for name in names]
+    keys = list(zip(*layouts, strict=True))
+    on_host = {key for key, host in zip(keys, priced.layouts.offload, strict=True) if host}
+    room = 0.8 * 79.1 * GIB
+    fits = {key for key, host, needed in zip(keys, priced.layouts.offload, priced.needed, strict=True) if not host and needed < room}
+    assert on_host and fits and not on_host & fits
+
+
+def test_layouts_that_cannot_be_told_apart_are_ties():
+    found = plan(request("llama-3-405b", gpus=1024, batch=1024, sequence=8192))
+    assert 1 <= found.ties <= len(found.best)
+    assert len({tuple(choice.layout[name] for name in FAMILY) for choice in found.best}) == len(found.best)
+    twin = replace(found.best[0], layout={**found.best[0].layout, "vpp": found.best[0].layout["vpp"]})
+    far = replace(twin, seconds=2 * twin.seconds)
+    assert ties(found.request, [twin, twin, far], uncalibrated()) == 2
+    assert ties(found.request, [twin], uncalibrated()) == 1 and ties(found.request, [], uncalibrated()) == 0
 
 
 def test_every_candidate_is_a_layout_of_the_cluster():
     asked = request(everything=True)
-    at = build_space(asked.model.architecture, asked.cluster, global_batch=128, offers=EVERYTHING, split=asked.split).layouts
+    at = space_of(replace(asked, everything=True)).layouts
     assert np.all(at.world == 16)
     assert np.all(at.dp * at.micro_batch * at.accumulation == 128)
     assert np.all((at.pp == 1) | (at.accumulation >= at.pp))
@@ -45,9 +75,9 @@ def test_every_candidate_is_a_layout_of_the_cluster():
 def test_no_more_stages_than_layers():
     """126 layers and two for the ends divide into 128 chunks; the engine gives every stage a layer."""
     asked = request("llama-3-405b", gpus=2048, batch=512)
-    at = build_space(asked.model.architecture, asked.cluster, global_batch=512, offers=asked.offers, split=asked.split).layouts
+    at = space_of(asked).layouts
     assert (at.pp * at.vpp).max() == 64
-    at = build_space(asked.model.architecture, asked.cluster, global_batch=512, offers=EVERYTHING, split=asked.split).layouts
+    at = space_of(replace(asked, everything=True)).layouts
     assert (at.pp * at.vpp).max() == 128
 
 
@@ -59,7 +89,10 @@ def test_only_what_this_version_runs_is_offered():
         config = load(output.config_of(asked, choice))
         resolved = resolve(config, world_size=16)
         assert resolved.layout.tp == choice.layout["tp"] and resolved.layout.pp == choice.layout["pp"]
-        assert resolved.recompute.mode == {0: "none", 2: "full", 3: "selective"}[choice.layout["recompute"]]
+        assert resolved.recompute.mode == {0: "none", 2: "full", 3: "selective", 4: "budget"}[choice.layout["recompute"]]
+        assert resolved.recompute.every == choice.layout["every"] and resolved.loss_chunk_tokens == choice.layout["loss_chunk"]
+        if choice.budget is not None:
+            assert resolved.recompute.budget_bytes == pytest.approx(choice.budget, rel=0.01)
         if choice.layout["pp"] > 1:  # the schedule's own table exists for these numbers
             pipeline = resolved.pipeline
             table = make_schedule(
@@ -145,11 +178,13 @@ def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
     assert not any(choice.layout["sp"] for choice in found.best)
     assert any(e.region == "sp" and "dropout" in e.rule for e in found.excluded)
     assert plan(request("gpt2-xl", batch=64), fixed={"tp": 2}).best  # 25 heads, whole on every rank
-    assert all(choice.layout["tp"] == 1 for choice in plan(request("mixtral-8x7b", gpus=64)).best)
+    mixtral = [choice.layout for choice in plan(request("mixtral-8x7b", gpus=64), best=20).best]
+    assert all(at["tp"] == 1 or at["ep"] % at["tp"] == 0 for at in mixtral) and any(at["ep"] > 1 for at in mixtral)
+    assert all(choice.layout["tp"] == 1 for choice in plan(request("deepseek-v3", gpus=2048, batch=4096)).best)
 
 
 def test_states_on_the_host_are_sharded_and_not_a_cpus():
-    at = build_space(request().model.architecture, request().cluster, global_batch=128, offers=offered(), split=request().split).layouts
+    at = space_of(request()).layouts
     assert np.all((at.offload == 0) | (at.stage > 0)) and np.any(at.offload == 1)
     found = plan(request(), fixed={"offload": 1, "stage": 3})
     config = output.config_of(request(), found.best[0])

@@ -10,7 +10,7 @@ from plait.planner.estimate import estimate
 from plait.planner.hardware import cluster
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.models import find_model
-from plait.planner.search import Request, job_of
+from plait.planner.request import Request, job_of
 from plait.planner.simulate import simulated_terms
 
 

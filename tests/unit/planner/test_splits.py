@@ -62,6 +62,8 @@ def test_without_dropout_gpt2_shards_its_sequence():
     assert split_of(from_config(fields), fields).sequence is None
 
 
-def test_experts_and_strangers_are_not_split():
-    assert "experts" in split_of(named("mixtral-8x7b"), {}).tensor
+def test_strangers_are_not_split_and_experts_over_ranks_of_their_own():
+    assert split_of(named("mixtral-8x7b"), {}).with_experts
+    assert "splits no attention of its kind" in split_of(named("deepseek-v3"), {}).tensor
+    assert "not among the families whose sequences are cut" in split_of(from_config({"model_type": "stranger", **SMALL}), {}).context
     assert "not known" in split_of(from_config({"model_type": "stranger", **SMALL}), {}).tensor

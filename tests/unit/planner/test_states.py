@@ -11,7 +11,7 @@ from plait.parallel.order import account_all
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.tensor.tensor_parallel import TensorParallel
 from plait.planner.job import SCHEDULES, Layouts
-from plait.planner.search import job_of
+from plait.planner.request import job_of
 from plait.planner.states import account_states
 from tests.unit.planner.small_models import SMALL, real_facts, request_for
 

@@ -24,14 +24,13 @@ from plait.config.resolving.resolve import Resolved, load, resolve
 from plait.engine.single_rank import SingleRankRun, run_single_rank
 from plait.errors import ConfigError, InputError, Problem, first_line
 from plait.parallel.schedules.schedule import SCHEDULES as TABLES
-from plait.planner.auto import asks
 from plait.planner.auto import layout_of as planned_layout
 from plait.planner.constants import knowledge
 from plait.planner.hardware import device, only
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.memory import MOMENTS, memory_bytes
-from plait.planner.offers import RECOMPUTE_INDEX, SCHEDULE_INDEX
-from plait.planner.search import Request, job_of, states_of
+from plait.planner.offers import RECOMPUTE_FIXED, SCHEDULE_INDEX
+from plait.planner.request import Request, job_of, states_of
 from plait.units import GIB, dtype_of, format_bytes, format_count
 from plait.verify.model_under_test import transformers_model
 
@@ -83,11 +82,6 @@ class DryRun:
             "step_seconds": self.found.step_seconds,
             "notes": list(self.notes),
         }
-
-
-def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
-    """Whether a file says all of a layout, so that its own is run and not the search's."""
-    return file is not None and "parallel" in base and "train_micro_batch_size_per_gpu" in base and not asks(base)
 
 
 def dry_run(
@@ -154,8 +148,8 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
     """The planner's fields of a resolved configuration; None with the reason where it has none for something of it."""
     at, recompute = resolved.layout, resolved.recompute
     pipeline = resolved.pipeline
-    if recompute.mode not in RECOMPUTE_INDEX or recompute.every != 1:
-        return None, "the planner models the same recomputation for every block"
+    if recompute.mode not in RECOMPUTE_FIXED:
+        return None, f"the planner does not price the recomputation {recompute.mode}"
     if resolved.activation_offload.fraction > 0:
         return None, "the planner prices no activations on the host"
     if resolved.parameter_offload.device == "nvme":
@@ -164,12 +158,12 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
         return None, "the planner offloads all states or none"
     if at.pp > 1 and pipeline.schedule not in SCHEDULE_INDEX:
         return None, f"the planner does not price the schedule {pipeline.schedule}"
-    if resolved.loss_chunk_tokens or resolved.optimizer.type not in ("Adam", "AdamW"):
-        return None, "the planner models AdamW and a loss that is not computed in chunks"
+    if resolved.optimizer.type not in ("Adam", "AdamW"):
+        return None, "the planner models AdamW"
     chunks = 1 if at.pp == 1 else pipeline.stages_per_rank or TABLES[pipeline.schedule].stages_per_rank[0]
     found = planned_layout(resolved)
     schedule, kind = SCHEDULES.index(found["schedule"]), RECOMPUTE.index(found["recompute"])
-    return found | {"schedule": schedule, "recompute": kind, "vpp": chunks, "sp": int(found["sp"] and at.tp > 1), "cp": at.cp}, ""
+    return found | {"schedule": schedule, "recompute": kind, "vpp": chunks, "sp": int(found["sp"] and at.tp > 1)}, ""
 
 
 def _enough(resolved: Resolved) -> int:

@@ -15,11 +15,11 @@ from plait.config.dialects.examine import at_path, examine
 from plait.config.reading.source import read
 from plait.errors import ConfigError, InputError, Problem
 from plait.planner import calibration_file, hardware
-from plait.planner.auto import PATHS, File, fixed_by, model_of, precision_of, read_file, with_settings_of
+from plait.planner.auto import PATHS, File, asks, fixed_by, model_of, precision_of, read_file, with_settings_of
 from plait.planner.calibrate import Calibration, calibrate
+from plait.planner.fixed import parse_fixed, written
 from plait.planner.models import find_model
-from plait.planner.search import Request
-from plait.planner.space import parse_fixed, written
+from plait.planner.request import Request
 from plait.planner.unpriced import unpriced
 from plait.units import GIB
 
@@ -58,6 +58,7 @@ def read_request(
     memory_gib: float | None = None,
     network: float | None = None,
     everything: bool = False,
+    as_it_is: bool = False,
 ) -> Asked:
     """What is planned: for the values that a file gives (an option wins over the file, and a note says so), the rest open.
 
@@ -110,13 +111,18 @@ def read_request(
     if found is None:
         return Asked(request, {}, {}, fixed, notes)
     request = with_settings_of(found.config, request)
-    layout = fixed_by(found)
+    layout = {} if as_it_is and own_layout(file, found.tree) else fixed_by(found)
     if layout:
         notes.append(f'{file} fixes {written(layout)}; leave a key out or write "auto" to have it chosen')
     left_out = unpriced(found.config)
     if left_out:
         notes.append(f"no plan prices {', '.join(left_out)}: what they change is not in the times and bytes")
     return Asked(request, dict(found.raw), dict(found.tree), layout | fixed, notes)
+
+
+def own_layout(file: Path | None, base: Mapping[str, Any]) -> bool:
+    """Whether a file says all of a layout, so that its own is run and not the search's."""
+    return file is not None and "parallel" in base and "train_micro_batch_size_per_gpu" in base and not asks(base)
 
 
 def _devices(world_size: int | None, nnodes: int | None, nproc_per_node: int | None, gpu: str | None) -> int | None:

@@ -16,7 +16,7 @@ from plait.planner import hardware
 from plait.planner import models as known
 from plait.planner.calibrate import Calibration
 from plait.planner.detail import beyond, timeline
-from plait.planner.explain import Change, Comparison, describe
+from plait.planner.explain import Change, Comparison, describe, ties_of
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.search import Plan
 from plait.planner.step import TERMS
@@ -51,6 +51,8 @@ def print_plan(found: Plan, notes: list[str], reasons: list[Comparison], beside:
         for index, choice in enumerate(found.best)
     ]
     print_table(console, ("", "layout", "step (90 %)", "tokens/s", "MFU", "memory (90 %)"), rows)
+    if found.ties > 1:
+        print(f"{ties_of(found)}\n")
     times = [
         [TERMS[name], f"{value:.4g} s", f"{value / best.seconds:.1%}"]
         for name, value in best.terms.items()

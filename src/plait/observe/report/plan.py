@@ -23,10 +23,11 @@ from plait.observe.schedule import svg
 from plait.parallel.schedules.timeline import Timeline
 from plait.planner import detail
 from plait.planner.calibrate import Calibration
+from plait.planner.choice import Choice
 from plait.planner.estimate import lower_end
 from plait.planner.explain import Change, Comparison, describe
 from plait.planner.memory import TERMS as MEMORY_TERMS
-from plait.planner.search import Choice, Plan
+from plait.planner.search import Plan
 from plait.planner.step import TERMS
 from plait.units import GIB, format_count
 
