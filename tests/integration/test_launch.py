@@ -40,6 +40,20 @@ if dist.get_rank() == dist.get_world_size() - 1:
 dist.all_reduce(torch.ones(1))
 """
 
+INITIALIZES_AGAIN = """
+import faulthandler, torch, plait
+faulthandler.dump_traceback_later(60, exit=True)
+config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+for turn in range(4):
+    engine = plait.initialize(torch.nn.Linear(8, 1), config)
+    total = torch.full((1,), float(engine.rank + turn))
+    torch.distributed.all_reduce(total)
+    engine.close()
+    print(f"turn {turn} sum {total.item():.0f} group {torch.distributed.is_initialized()}\\n", end="", flush=True)
+"""
+
+AGAIN = [f"turn {turn} sum {1 + 2 * turn} group False" for turn in range(4) for _ in range(2)]
+
 ENDS_IN_TIME = """
 import os, signal, sys, time
 received = []
@@ -161,6 +175,32 @@ class TestRanks:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == 2
+
+    def test_an_engine_after_one_that_was_closed(self, folder: Path) -> None:
+        """Its group does not find the addresses of the first engine's in the launch's store."""
+        done = _run("--nproc-per-node", "2", _script(folder, INITIALIZES_AGAIN))
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == AGAIN
+
+    @pytest.mark.proof
+    @pytest.mark.parametrize("torchrun", [False, True])
+    def test_the_same_where_another_launcher_or_rank_0_has_the_store(self, folder: Path, torchrun: bool) -> None:
+        script, port = _script(folder, INITIALIZES_AGAIN), str(_free_port())
+        if torchrun:
+            commands = {0: [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]}
+        else:
+            commands = {rank: [sys.executable, script] for rank in range(2)}
+        there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        with (folder / "output").open("w+") as output:
+            running = []
+            for rank, command in commands.items():
+                environment = {**os.environ, **({} if torchrun else {**there, "RANK": str(rank), "LOCAL_RANK": str(rank)})}
+                running.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            codes = [process.wait(120) for process in running]
+            output.seek(0)
+            text = output.read()
+        assert set(codes) == {0}, text
+        assert sorted(line for line in text.splitlines() if line.startswith("turn")) == AGAIN
 
     @pytest.mark.proof
     def test_a_module_in_the_current_folder(self, folder: Path) -> None:

@@ -21,8 +21,9 @@ from plait.cluster import accelerator
 from plait.cluster.ending import end_default_group, end_groups, finish_at_exit
 from plait.cluster.fake_group import is_fake
 from plait.cluster.layout import AXES, EXPERT_AXES, SAMPLE_AXES, SPLIT_AXES, TOKEN_AXES, Layout
+from plait.cluster.meeting import store_of_next_group
 from plait.cluster.nccl import Library
-from plait.cluster.topology import RankInfo, init_method, place, tell_library
+from plait.cluster.topology import RankInfo, place, tell_library
 from plait.errors import ConfigError, Problem
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -356,13 +357,10 @@ def local_device(device_type: str | None, here: RankInfo) -> torch.device:
 
 def _make_default_group(here: RankInfo, device: torch.device, timeout: timedelta, *, host_tensors: bool) -> None:
     backend = accelerator.backend(device, host_tensors=host_tensors)
-    if here.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    device_id = device if accelerator.is_one(device) else None
-    world = here.world_size
+    device_id = device if accelerator.is_one(device) and here.world_size > 1 else None
     # Processes that are slow to start are not stuck: they get longer than a collective.
-    patience = max(timeout, DEFAULT_TIMEOUT)
-    dist.init_process_group(backend, init_method=init_method(), rank=here.rank, world_size=world, timeout=patience, device_id=device_id)
+    patience = max(timeout, DEFAULT_TIMEOUT) if here.world_size > 1 else timeout
+    store = store_of_next_group(here, patience)
+    dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=patience, device_id=device_id)
     if patience != timeout:
         set_timeout(_world(), timeout.total_seconds())

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from plait._torch.groups import give_backend, make_gloo
 from plait.cluster import accelerator
+from plait.cluster.meeting import store_of_next_group
 from plait.cluster.mesh import DEFAULT_TIMEOUT
-from plait.cluster.topology import init_method, place
+from plait.cluster.topology import place
 
 BACKEND = "plait_staged"
 
@@ -29,8 +30,8 @@ def make_default_group(*, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     here = place()
     if BACKEND.upper() not in vars(dist.Backend):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", accelerator.NAME])
-    where: dict[str, Any] = {"store": dist.HashStore()} if here.world_size == 1 else {"init_method": init_method()}
-    dist.init_process_group(BACKEND, rank=here.rank, world_size=here.world_size, timeout=timeout, **where)
+    store = store_of_next_group(here, timeout)
+    dist.init_process_group(BACKEND, store=store, rank=here.rank, world_size=here.world_size, timeout=timeout)
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedGroup:

@@ -179,6 +179,11 @@ def init_method() -> str:
     raise ConfigError(Problem(missing[0], None, "not set, so the processes do not know where to meet", remedy))
 
 
+def meeting_address(method: str) -> str:
+    """The address that an `init_method` stands for."""
+    return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if method == "env://" else method
+
+
 def _existing_group() -> tuple[int, int, str] | None:
     """(rank, size, backend) of the default process group. Without torch.distributed imported there is none."""
     dist = sys.modules.get("torch.distributed")

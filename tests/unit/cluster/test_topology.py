@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster import mesh, topology
+from plait.cluster import meeting, mesh, topology
 from plait.cluster.launchers import claim, first_host, tasks_per_node
 from plait.cluster.machines import Node, Topology, load
 from plait.cluster.topology import RankInfo, default_processes, discover, init_method, place, thread_count
@@ -344,7 +344,9 @@ def test_groups_meet_where_the_launcher_implies(monkeypatch: pytest.MonkeyPatch,
     _set(monkeypatch, variables)
     _gpus(monkeypatch, 0)
     asked: list[str] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, init_method, **__: asked.append(init_method))
+    monkeypatch.setattr(meeting, "rendezvous", lambda method, *_, **__: iter([(asked.append(method) or dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(meeting, "_met", {})
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     try:
         mesh._make_default_group(place(), torch.device("cpu"), mesh.DEFAULT_TIMEOUT, host_tensors=False)
     except ConfigError as error:
