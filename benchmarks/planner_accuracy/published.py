@@ -1,100 +1,190 @@
-"""Layouts that were trained with, set in the order of a plan for the same cluster: models of MISSION M4."""
+"""Layouts that experts trained with, beside the plan for the same model and cluster.
+
+Two questions. Is the published time within the interval that is predicted for that layout, by the framework that ran it, with constants
+that were learned without its source? And what does the plan choose instead, for Plait's own kernels, and which term of the step decides?
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.planner_accuracy.standing import standing
+import numpy as np
+
+from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
+from benchmarks.planner_accuracy.held_out import left_out
+from benchmarks.planner_accuracy.learn import rows_of
+from benchmarks.planner_accuracy.predict import evaluate
+from plait.planner.choice import price
 from plait.planner.explain import describe
 from plait.planner.hardware import cluster
-from plait.planner.job import RECOMPUTE, SCHEDULES
+from plait.planner.job import Layouts
 from plait.planner.models import find_model
 from plait.planner.request import Request
+from plait.planner.row import Row
 from plait.planner.search import plan
+from plait.planner.step import TERMS
 from plait.units import GIB
+
+_MEGATRON = {"gated_mlp": "n", "n_kv_heads": "", "vocab": "51200", "moe": "", "tied_emb": "y", "gpu": "A100-80GB-SXM", "gpus_per_node": "8"}
+_LLAMA3 = {
+    "n_layers": "126",
+    "hidden": "16384",
+    "n_heads": "128",
+    "n_kv_heads": "8",
+    "ffn_hidden": "53248",
+    "vocab": "128256",
+    "gated_mlp": "y",
+    "tied_emb": "n",
+    "moe": "",
+    "gpu": "H100-80GB-SXM",
+    "gpus_per_node": "8",
+    "precision": "bf16",
+    "micro_batch": "1",
+    "tp": "8",
+    "sp": "y",
+    "pp": "16",
+    "vpp": "8",
+    "zero_or_fsdp": "ZeRO-1",
+    "recompute": "none",
+    "framework": "Llama 3's own",
+}
 
 
 @dataclass(frozen=True)
 class Published:
-    """One layout that a source prints."""
+    """A run that a source prints: a row of `data/runs.csv`, or its columns."""
 
     model: str
     gpu: str
-    gpus: int
-    batch: int
-    sequence: int
-    layout: dict[str, Any]
-    seconds: float | None
+    row: str | Mapping[str, str]
     source: str
+    tflops: float | None = None
+    """Of a GPU, where the source prints that and no seconds."""
 
 
-def _pipeline(tp: int, pp: int, vpp: int, dp: int, micro: int, batch: int, **others: Any) -> dict[str, Any]:
-    schedule = "none" if pp == 1 else "interleaved" if vpp > 1 else "1f1b"
-    shard = dp if others.get("stage") else 1
-    common = {"tp": tp, "pp": pp, "vpp": vpp, "schedule": SCHEDULES.index(schedule), "dp_replicate": dp // shard, "dp_shard": shard}
-    return common | {"micro_batch": micro, "accumulation": batch // dp // micro, **others}
-
-
-_FULL = RECOMPUTE.index("full")
-LAYOUTS = (
+PUBLISHED = (
+    Published("llama-3-8b", "h100", "TORCHAO-0001", "torchao's table of torchtitan"),
+    Published("llama-3-70b", "h100", "NEMO2407-0012", "NeMo 24.07 performance summary, float8"),
+    Published("llama-3-405b", "h100", "MBRIDGE-0064", "Megatron-Bridge 26.04 recipes, float8"),
+    Published(
+        "llama-3-405b",
+        "h100",
+        {**_LLAMA3, "gpus_total": "8192", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "64"},
+        "arXiv 2407.21783 table 4",
+        430.0,
+    ),
+    Published(
+        "llama-3-405b",
+        "h100",
+        {**_LLAMA3, "gpus_total": "16384", "seq_len": "8192", "global_batch": "2048", "cp": "1", "dp": "128"},
+        "arXiv 2407.21783 table 4",
+        400.0,
+    ),
+    Published(
+        "llama-3-405b",
+        "h100",
+        {**_LLAMA3, "gpus_total": "16384", "seq_len": "131072", "global_batch": "128", "cp": "16", "dp": "8"},
+        "arXiv 2407.21783 table 4",
+        380.0,
+    ),
     Published(
         "gpt3-175b",
         "a100",
-        1024,
-        1536,
-        2048,
-        _pipeline(8, 16, 1, 8, 1, 1536, recompute=_FULL),
-        32.0,
+        {
+            **_MEGATRON,
+            "n_layers": "96",
+            "hidden": "12288",
+            "n_heads": "96",
+            "ffn_hidden": "49152",
+            "gpus_total": "1024",
+            "precision": "fp16",
+            "seq_len": "2048",
+            "global_batch": "1536",
+            "micro_batch": "1",
+            "tp": "8",
+            "sp": "n",
+            "pp": "16",
+            "vpp": "1",
+            "cp": "1",
+            "dp": "8",
+            "zero_or_fsdp": "none",
+            "recompute": "full",
+            "framework": "Megatron-LM",
+            "step_time_s": "32.0",
+        },
         "NVIDIA/Megatron-LM README: about 32 s",
     ),
     Published(
         "turing-nlg-530b",
         "a100",
-        2240,
-        1920,
-        2048,
-        _pipeline(8, 35, 1, 8, 1, 1920, recompute=_FULL),
-        60.1,
+        {
+            **_MEGATRON,
+            "n_layers": "105",
+            "hidden": "20480",
+            "n_heads": "128",
+            "ffn_hidden": "81920",
+            "gpus_total": "2240",
+            "precision": "bf16",
+            "seq_len": "2048",
+            "global_batch": "1920",
+            "micro_batch": "1",
+            "tp": "8",
+            "sp": "n",
+            "pp": "35",
+            "vpp": "1",
+            "cp": "1",
+            "dp": "8",
+            "zero_or_fsdp": "none",
+            "recompute": "full",
+            "framework": "Megatron-DeepSpeed",
+            "step_time_s": "60.1",
+        },
         "arXiv 2201.11990, 280 DGX A100",
     ),
-    Published(
-        "turing-nlg-530b",
-        "a100",
-        3360,
-        1920,
-        2048,
-        _pipeline(8, 35, 1, 12, 1, 1920, recompute=_FULL),
-        44.4,
-        "arXiv 2201.11990, 420 DGX A100",
-    ),
-    Published(
-        "llama-2-70b",
-        "h100",
-        64,
-        128,
-        4096,
-        _pipeline(4, 4, 20, 4, 1, 128, sp=1, stage=1),
-        None,
-        "NeMo 24.07 performance summary, in float8 there",
-    ),
-    Published("llama-3-405b", "h100", 8192, 2048, 8192, _pipeline(8, 16, 1, 64, 1, 2048, sp=1, stage=1), None, "arXiv 2407.21783 table 4"),
 )
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every published layout with its place."""
-    found = []
-    for one in LAYOUTS:
-        request = Request(
-            find_model(one.model, sequence=one.sequence), cluster(one.gpu, one.gpus), one.batch, one.sequence, everything=True
-        )
-        where = standing(request, one.layout)
-        best = plan(request, best=1).best[0]
-        found.append({
-            "model": one.model, "gpus": one.gpus, "source": one.source, "published": describe(where.choice.layout), "place": where.place,
-            "fitting": where.fitting, "predicted_seconds": where.choice.seconds, "measured_seconds": one.seconds,
-            "needed_gib": where.choice.needed / GIB, "fit_probability": where.choice.fit_probability,
-            "best": describe(best.layout), "best_seconds": best.seconds,
-        })  # fmt: skip
-    return found
+    """Every published layout beside the plan."""
+    table = {row["id"]: row for row in rows_of("runs")}
+    return [_beside(one, table[one.row] if isinstance(one.row, str) else dict(one.row)) for one in PUBLISHED]
+
+
+def _beside(one: Published, row: Row) -> dict[str, Any]:
+    gpus, batch, sequence = (int(row[name]) for name in ("gpus_total", "global_batch", "seq_len"))
+    model = find_model(one.model, sequence=sequence)
+    flops = float(model.architecture.model_flops(sequence)) * batch * sequence
+    if one.tflops is not None:
+        row = {**row, "step_time_s": f"{flops / gpus / one.tflops / 1e12:.3f}"}
+    # A row of the table is predicted without its source; the others are of sources that no constant was learned from.
+    found = left_out([row], calibrated=False) if row.get("id") else evaluate([row], known=knowledge())
+    (predicted,) = found.predictions
+    layout = Layouts.of([read_runs([row]).variants[0].layout]).at(0)
+    precision = "fp16" if row["precision"] == "fp16" else "bf16"
+    request = Request(model, cluster(one.gpu, gpus), batch, sequence, precision)
+    (theirs,) = price(request, [layout])
+    ours = plan(request, best=1).best[0]
+    saved = {name: theirs.terms[name] - ours.terms[name] for name in TERMS}
+    term = max(saved, key=lambda name: saved[name] * np.sign(theirs.seconds - ours.seconds))
+    measured = predicted.measured_seconds
+    return {
+        "model": one.model,
+        "gpus": gpus,
+        "sequence": sequence,
+        "source": one.source,
+        "published": describe(layout),
+        "measured_seconds": measured,
+        "predicted_seconds": predicted.seconds,
+        "low_90": predicted.seconds_low,
+        "high_90": predicted.seconds_high,
+        "inside": measured is not None and predicted.seconds_low <= measured <= predicted.seconds_high,
+        "plan": describe(ours.layout),
+        "plan_seconds": ours.seconds,
+        "theirs_seconds": theirs.seconds,
+        "theirs_gib": theirs.needed / GIB,
+        "theirs_fits": theirs.fit_probability,
+        "decides": TERMS[term],
+        "decides_seconds": saved[term],
+    }
