@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 set_seed(3)
 accelerator = Accelerator(gradient_accumulation_steps=3)
 draw = torch.Generator().manual_seed(1)
-texts = [torch.randint(1, 64, (6 + (5 * i) % 7,), generator=draw) for i in range(36)]
+texts = [torch.randint(1, 64, (6 + (5 * i) % 7,), generator=draw) for i in range(48)]
 collate = lambda batch: torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)  # noqa: E731
 loader = DataLoader(texts, batch_size=2, collate_fn=collate)
 shape = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
