@@ -93,7 +93,7 @@ def by_hand(rank: int, ids: torch.Tensor) -> Callable[[], float]:
         module.forward = partial(routed, module)
     split = {parameter for module in layers for parameter in module.parameters()}
     shared = [parameter for parameter in made.parameters() if parameter not in split]
-    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, weight_decay=0.0)
     targets = F.pad(ids, (0, 1), value=-100)[:, 1:]
 
     def step() -> float:
