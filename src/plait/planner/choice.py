@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, relevant, sensitivity, time_of, uncalibrated
 from plait.planner.estimate import estimate
-from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
+from plait.planner.job import RECOMPUTE, SCHEDULES, Job, Layouts
 from plait.planner.memory import MOMENTS
 from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.request import Request, check, job_of, states_of
@@ -101,7 +101,7 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     states = states_of(request, job)
     found = estimate(job, rates, states)
     count = np.size(layouts.tp)
-    everywhere = job.mapped(lambda value: np.broadcast_to(np.asarray(value), (count,)), layouts)  # one entry a candidate
+    everywhere = _one_entry_each(job, count)
     time_spread = deviation(time_of(everywhere), calibration.time, everywhere)
     memory_spread = deviation(memory_of(everywhere, ["total"] * count), calibration.memory, everywhere)
     model = request.model.architecture
@@ -138,13 +138,17 @@ def choices_of(request: Request, layouts: Layouts, calibration: Calibration) -> 
     ]
 
 
+def _one_entry_each(job: Job, count: int) -> Job:
+    """Everything with one entry a candidate."""
+    return job.mapped(lambda value: np.broadcast_to(np.asarray(value), (count,)), job.layouts)
+
+
 def ties(request: Request, choices: Sequence[Choice], calibration: Calibration) -> int:
     """How many of the first are faster than the first with a probability of at least _TIE: what is uncertain in both, such as the share of
     the peak that products reach, does not tell them apart."""
     if not choices:
         return 0
-    job = job_of(request, Layouts.of([choice.layout for choice in choices]))
-    job = job.mapped(lambda value: np.broadcast_to(np.asarray(value), (len(choices),)), job.layouts)
+    job = _one_entry_each(job_of(request, Layouts.of([choice.layout for choice in choices])), len(choices))
     derivative = sensitivity(time_of(job), calibration.time, relevant(calibration.time.names, job))
     apart = derivative - derivative[0]
     spread = np.sqrt(np.einsum("ij,jk,ik->i", apart, calibration.time.covariance, apart) + 2 * _LAYOUT_SPREAD**2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.hardware import FAMILIES, Device
+from plait.planner.hardware import FAMILIES, Device, Numbers
 from plait.planner.job import RECOMPUTE, SCHEDULES, Layouts
 from plait.planner.offers import SPLIT_BACKWARD, Offers
 
@@ -43,15 +43,16 @@ class Reliefs:
     @property
     def ends(self) -> tuple[Relief, ...]:
         """The lightest, and those that need least: without recomputation, which a backward in halves has none of, and with; on the host."""
-        found = []
+        found = [*self.here[:1]]
         for reliefs in (self.here, self.on_host):
             without = [relief for relief in reliefs if not relief.recompute]
-            found += [*reliefs[:1], *without[-1:], *reliefs[-1:]] if reliefs is self.here else [*without[-1:], *reliefs[-1:]]
+            found += [*without[-1:], *reliefs[-1:]]
         return tuple(dict.fromkeys(found))
 
     def between(self, *, on_host: bool) -> tuple[Relief, ...]:
         """The others."""
-        return tuple(relief for relief in (self.on_host if on_host else self.here) if relief not in self.ends)
+        ends = self.ends
+        return tuple(relief for relief in (self.on_host if on_host else self.here) if relief not in ends)
 
 
 def reliefs_of(offers: Offers, device: Device, fixed: Mapping[str, int]) -> Reliefs:
@@ -77,11 +78,15 @@ def reliefs_of(offers: Offers, device: Device, fixed: Mapping[str, int]) -> Reli
     return Reliefs(tuple(asked), on_host if offered and "offload" not in fixed else ())
 
 
+def splits_backward(schedule: Numbers) -> NDArray[np.bool_]:
+    """Whether a schedule, an index into SCHEDULES, computes backwards in halves."""
+    return np.isin(np.asarray(schedule), [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+
+
 def relieves(at: Layouts) -> NDArray[np.bool_]:
     """Whether a layout can have its relief: a backward in halves recomputes nothing, a budget counts all experts, a host holds shards, and
     no experts that are on different ranks."""
-    again = np.asarray(at.recompute) > 0
-    halves = np.isin(np.asarray(at.schedule), [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+    again, halves = np.asarray(at.recompute) > 0, splits_backward(at.schedule)
     budget, split = np.asarray(at.recompute) == RECOMPUTE.index("budget"), np.asarray(at.ep) > 1
     on_host = np.asarray(at.offload) > 0
     return ~(again & halves) & ~(budget & split) & ~(on_host & (split | (np.asarray(at.stage) == 0)))

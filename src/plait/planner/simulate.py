@@ -65,7 +65,8 @@ def timeline_of(job: Job, rates: Rates) -> Timeline:
 
 
 def _durations(job: Job, rates: Rates, stages: int) -> Durations:
-    layer, traffic = layer_cost(job, rates), layer_traffic(job, rates)
+    layer = layer_cost(job, rates)
+    traffic = layer_traffic(job, rates, layer)
     between = sum(only(value) for value in traffic.values())
     forward = only(layer.forward) + between / 2
     weight = only(layer.products_backward) / 2

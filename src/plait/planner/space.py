@@ -7,7 +7,7 @@ many micro-batches as stages. What merely does not fit in memory is not left out
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import lcm
 from typing import Any
 
@@ -18,8 +18,8 @@ from plait.errors import ConfigError, Problem
 from plait.planner.architecture import Architecture
 from plait.planner.hardware import Cluster
 from plait.planner.job import CONTEXT, SCHEDULES, Layouts
-from plait.planner.offers import SPLIT_BACKWARD, Offers
-from plait.planner.relief import Relief, Reliefs, reliefs_of, relieved, relieves
+from plait.planner.offers import Offers
+from plait.planner.relief import Relief, Reliefs, reliefs_of, relieved, relieves, splits_backward
 from plait.planner.splits import Split
 
 _MOST_MICRO_BATCH = 64
@@ -66,15 +66,12 @@ class Space:
         without relief they take at most `within` times its seconds. None where there are none."""
         if not fits.any():
             return None
-        on_host = np.asarray(self.layouts.offload) > 0
+        on_host = (np.asarray(self.layouts.offload) > 0) & bool(self.reliefs.on_host)
         first = np.concatenate([[True], np.diff(self.number) != 0])  # of a layout's candidates the lightest
         open_ = first & ~fits & (seconds <= within * seconds[fits].min())
         here, there = self._of_layouts(fits & ~on_host), self._of_layouts(fits & on_host)
         device, host = (self.reliefs.between(on_host=place) for place in (False, True))
-        if np.all(on_host):
-            parts = [(open_ & there, device)]
-        else:
-            parts = [(open_ & here, device), (open_ & ~here & there, host)]
+        parts = [(open_ & here, device), (open_ & ~here & there, host)]
         found = [relieved(self.layouts.take(np.flatnonzero(chosen)), some) for chosen, some in parts if chosen.any() and some]
         return joined(found) if found else None
 
@@ -109,9 +106,6 @@ def build_space(
         offers,
         split,
         fixed or {},
-        {},
-        {f.name: [] for f in fields(Layouts)},
-        [],
         reliefs_of(offers, cluster.device, fixed or {}),
     )
     world, excluded, columns = cluster.devices, asked.excluded, asked.columns
@@ -141,10 +135,10 @@ class _Asked:
     offers: Offers
     split: Split
     fixed: Mapping[str, int]
-    excluded: dict[str, Excluded]
-    columns: dict[str, list[Any]]
-    numbers: list[NDArray[np.int64]]
     reliefs: Reliefs
+    excluded: dict[str, Excluded] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {f.name: [] for f in fields(Layouts)})
+    numbers: list[NDArray[np.int64]] = field(default_factory=list)
 
     def allowed(self, name: str, values: Iterable[int]) -> list[int]:
         """Of a field's values those that are not fixed to another."""
@@ -323,7 +317,7 @@ def _add(asked: _Asked, tp: int, pp: int, cp: int) -> None:
     keep = _runnable(asked, values, pp)
     for name, value in values.items():
         asked.columns[name].append(value[keep])
-    before = int(asked.numbers[-1][-1]) + 1 if asked.numbers and len(asked.numbers[-1]) else 0
+    before = max((int(part[-1]) + 1 for part in asked.numbers if len(part)), default=0)
     asked.numbers.append(before + np.arange(count)[keep] // len(ends))
 
 
@@ -331,8 +325,8 @@ def _runnable(asked: _Asked, values: Mapping[str, Any], pp: int) -> Any:
     """Which candidates have a schedule that exists for their micro-batches and works with their ZeRO stage, experts that are sharded as
     `experts.expert_parallel` knows, and a relief that goes with the rest."""
     offers, stage = asked.offers, values["stage"]
-    halves = np.isin(values["schedule"], [SCHEDULES.index(name) for name in SPLIT_BACKWARD])  # and tokens are exchanged in one
-    keep = (values["ep"] == 1) | ((stage > 0) & (values["dp_replicate"] == 1) & ~halves)
+    whole = ~splits_backward(values["schedule"])  # in which tokens can be exchanged
+    keep = (values["ep"] == 1) | ((stage > 0) & (values["dp_replicate"] == 1) & whole)
     keep &= relieves(Layouts(**values))
     if pp == 1:
         return keep

@@ -57,7 +57,7 @@ def step_seconds(job: Job, rates: Rates) -> Step:
     at, model = job.layouts, job.model
     layers, last_layers = _pace_layers(job)
     layer, head = layer_cost(job, rates), head_cost(job, rates)
-    per_layer = layer_traffic(job, rates)
+    per_layer = layer_traffic(job, rates, layer)
     m = at.accumulation
 
     device_layer = layer.forward + layer.backward + per_layer["tp"] + per_layer["cp"] + per_layer["ep"]
@@ -138,7 +138,7 @@ def rank_parameters(job: Job) -> Numbers:
     return np.where(np.asarray(at.pp) > 1, several, one_stage)
 
 
-def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
+def layer_traffic(job: Job, rates: Rates, layer: LayerCost) -> dict[str, Numbers]:
     """Exposed seconds of a layer's own collectives, forward and backward, for a micro-batch."""
     model, at = job.model, job.layouts
     hidden_bytes = job.element_bytes * job.tokens * model.hidden
@@ -157,8 +157,7 @@ def layer_traffic(job: Job, rates: Rates) -> dict[str, Numbers]:
     kv_bytes = 2 * job.element_bytes * job.tokens * at.cp * model.kv_heads * model.head_dim / at.tp
     ring = collective_seconds(job, rates, group(job, "cp"), kv_bytes, "one_way") * (3 + again) * 0.4
     if np.any(np.asarray(at.cp) > 1):
-        cost = layer_cost(job, rates)
-        ring = np.where(job.is_plait, context_seconds(job, rates, cost.attention, cost.attention_backward, again), ring)
+        ring = np.where(job.is_plait, context_seconds(job, rates, layer.attention, layer.attention_backward, again), ring)
     exchange = expert_seconds(job, rates, again)
     return {"tp": tensor * shown, "cp": ring, "ep": exchange * model.expert_layers / model.layers}
 

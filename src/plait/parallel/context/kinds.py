@@ -9,7 +9,7 @@ Per layer a rank keeps its own queries, keys, values and outputs, whatever the k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from plait.comm.reduce_scatter import reduce_scatter
-from plait.parallel.context.kernel import Gradients, Piece, Rule, attend, attend_backward, finished, merged, sink_gradient, wide
+from plait.parallel.context.kernel import Found, Gradients, Piece, Rule, attend, attend_backward, finished, merged, sink_gradient, wide
 from plait.parallel.context.layout import SequenceLayout
 
 Kind = Literal["all-gather-kv", "ulysses", "ring"]
@@ -56,6 +56,15 @@ def kv_copies(kv_heads: int, ranks: int) -> int:
     return lcm(kv_heads, ranks) // kv_heads
 
 
+def _kept(
+    ctx: Any, given: Sequence[torch.Tensor], chunks: Sequence[Found], starts: torch.Tensor | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """The outputs of all chunks of queries. Kept for the backward, with their denominators."""
+    output, denominator = (torch.cat(parts, 2) for parts in zip(*chunks, strict=True))
+    ctx.save_for_backward(*given, output, denominator, starts, sinks)
+    return output
+
+
 # ---- all-gather-kv --------------------------------------------------------------------------------------------------------------------
 
 
@@ -73,10 +82,8 @@ class _Gathered(torch.autograd.Function):
     ) -> torch.Tensor:
         whole_key, whole_value = _gathered(key, value, place)
         found = [finished(attend(piece, rule), query, sinks) for piece in _pieces(query, whole_key, whole_value, starts, place)]
-        output = torch.cat([one for one, _ in found], 2)
-        ctx.save_for_backward(query, key, value, output, torch.cat([one for _, one in found], 2), starts, sinks)
         ctx.place, ctx.rule = place, rule
-        return output
+        return _kept(ctx, (query, key, value), found, starts, sinks)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -135,11 +142,8 @@ class _Ring(torch.autograd.Function):
         for source, both in _going_round(torch.cat([key, value], -1), place):
             for index, _, piece in _pairs(query, both, key.shape[3], starts, place, source):
                 found[index] = merged(found[index], attend(piece, rule))
-        done = [finished(one, query, sinks) for one in found]
-        output = torch.cat([one for one, _ in done], 2)
-        ctx.save_for_backward(query, key, value, output, torch.cat([one for _, one in done], 2), starts, sinks)
         ctx.place, ctx.rule = place, rule
-        return output
+        return _kept(ctx, (query, key, value), [finished(one, query, sinks) for one in found], starts, sinks)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
