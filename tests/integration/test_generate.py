@@ -14,6 +14,8 @@ import torch
 
 import plait
 from plait.cli.main import main
+from plait.inference.canonical import call
+from plait.inference.canonical.self_test import Broken
 from tests.integration.model_folder import PAGE, model_folder
 
 LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
@@ -72,9 +74,30 @@ def test_one_prompt_and_a_chat(folder: Path, capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().out == told
 
 
+def test_canonical(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+    common = ["--model", str(folder), "--canonical", "--max-new-tokens", "6", "--seed", "3", "--temperature", "1"]
+    files = ["--prompts", str(prompts), "--out"]
+    run(*common, *files, str(tmp_path / "one.jsonl"), "--batch-size", "1")
+    run(*common, *files, str(tmp_path / "two.jsonl"), "--batch-size", "3")
+    assert answers(tmp_path / "one.jsonl") == answers(tmp_path / "two.jsonl")
+
+    def broken(dtype: torch.dtype) -> bytes:
+        raise Broken("it adds in another order")
+
+    monkeypatch.setattr(call, "self_test", broken)
+    for asked in (["--prompt", "a"], [*files, str(tmp_path / "three.jsonl")]):
+        run(*common, *asked, code=2)
+        assert "this machine does not keep the promise: it adds in another order" in capsys.readouterr().err
+    assert not (tmp_path / "three.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--prompt", "a", "--canonical", "--quant", "int8"], "--canonical: is not proven with --quant int8"),
+        (["--prompt", "a", "--canonical", "--cpu-budget", "1MiB"], "--canonical: is not proven with streamed weights"),
         (["--prompt", "a", "--cpu-budget", "9KiB"], "--cpu-budget|budget of 9.0 KiB is too small: .* give at least"),
         (["--prompt", "a", "--cpu-budget", "lots"], "--cpu-budget lots: give a size such as 2GiB"),
         (["--prompt", "a", "--cpu-budget", "1MiB", "--tp", "2"], "--tp = 2: chooses a layout of several devices, and a budget"),

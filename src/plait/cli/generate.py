@@ -77,6 +77,7 @@ class Asked:
     """That may be pinned."""
     quant: str | None = None
     scratch: str | None = None
+    canonical: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -98,6 +99,7 @@ def generate_command(
     repetition_penalty: Annotated[float | None, _tokens(metavar="X", help="Above 1: tokens that were there are less likely.")] = None,
     stop: Annotated[list[str] | None, _tokens(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
     seed: Annotated[int | None, _tokens(metavar="N", help="Of the first prompt; the next has N + 1. (default: new)")] = None,
+    canonical: Annotated[bool, _tokens("--canonical", help="Of logits that are the same on every layout; slower.")] = False,
     tp: Annotated[str, _layout(metavar="N", help="Tensor parallelism; auto: the fewest devices.")] = AUTO,
     pp: Annotated[str, _layout(metavar="N", help="Pipeline stages; or auto.")] = AUTO,
     nproc_per_node: Annotated[
@@ -130,6 +132,8 @@ def generate_command(
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     lines = read_prompts(prompts) if prompts is not None else []
     source = open_source(model)
+    if canonical and quant is not Quant.none:
+        raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
     if source.tokenizer_folder is None and not (lines and all("token_ids" in line.fields for line in lines)):
         raise InputError(f"--model {model}: has no tokenizer, so prompts have to be token_ids in a file of --prompts")
     chosen = {
@@ -157,6 +161,8 @@ def generate_command(
         found = deploy(work, tp=degrees[0], pp=degrees[1], devices=nproc_per_node)
     if scratch is not None and (form is None or not found.account.streamed):
         raise InputError("--scratch: holds layers that are streamed quantised, and none are; leave it out")
+    if canonical and found.budget_bytes is not None:
+        raise InputError(f"--canonical: is not proven with streamed weights, and here {found.why}; leave it out, or the budgets")
     print(found.why, file=sys.stderr)
     if form is not None:
         print(f"{form}: {sizes_of(unloaded, counted)}", file=sys.stderr)
@@ -175,6 +181,7 @@ def generate_command(
         found.host_bytes,
         form,
         None if scratch is None else str(scratch),
+        canonical,
         settings,
     )
     if asked.tp * asked.pp == 1:
@@ -251,7 +258,8 @@ def _answer_file(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: 
         for start in range(0, len(lines), asked.batch_size):
             some = lines[start : start + asked.batch_size]
             seed = None if asked.seed is None else asked.seed + start
-            made = generate(sharded, [line.prompt for line in some], tokenizer=tokenizer, seed=seed, **asked.settings)
+            texts = [line.prompt for line in some]
+            made = generate(sharded, texts, tokenizer=tokenizer, seed=seed, canonical=asked.canonical, **asked.settings)
             write(some, made)
             count += sum(len(one.token_ids) for one in made)
             progress(start + len(some), len(lines))
@@ -270,7 +278,7 @@ def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *,
         if first:
             print(stream.add(token), end="", flush=True)
 
-    (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, **asked.settings)
+    (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, canonical=asked.canonical, **asked.settings)
     if first:
         print(stream.rest(), flush=True)
     return made.text or ""
