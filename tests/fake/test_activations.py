@@ -55,6 +55,7 @@ def foretold(kind: str, config: dict[str, Any], dtype: torch.dtype) -> tuple[Any
         mesh=build_mesh(resolved.layout),
         batch=token_batch(SAMPLES, LENGTH),
         tensor_parallel=resolved.tensor_parallel,
+        tiled_mlp=resolved.tiled_mlp,
         recompute=resolved.recompute,
         compute_dtype=compute,
         **({"loss_fn": ChunkedCausalLMLoss(chunk_tokens=chunk), "forward": deferred(default_forward, model)} if chunk else {}),
@@ -115,6 +116,15 @@ def test_foretold_is_measured_everywhere(
 def test_with_the_loss_in_pieces(fake_world: FakeWorld, tp: int, loss_parallel: bool) -> None:
     """The head's input takes the place of the logits; the loss's collectives go out twice."""
     check(fake_world, "llama", tp, tp == 2 and loss_parallel, 3, "selective", None, loss_chunk_tokens=6, loss_parallel=loss_parallel)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence", "mode", "dtype"),
+    [(1, False, "none", "bf16"), (1, False, "half", None), (2, True, "none", None), (2, False, "full", None)],
+)
+def test_with_the_mlp_in_tiles(fake_world: FakeWorld, tp: int, sequence: bool, mode: str, dtype: str | None) -> None:
+    """What is wide is not kept, and nothing is sent again."""
+    check(fake_world, "llama", tp, sequence, 3, mode, dtype, mlp_tile_tokens=6)
 
 
 def check(fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None, **more: Any) -> None:

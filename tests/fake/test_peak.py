@@ -74,6 +74,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "hybrid, stage 3": settings(stage=3, accumulation=2, bf16=True, parallel={"dp_replicate": 2}),
     "bf16 on the wire": settings(stage=0, communication_data_type="bf16"),
     "loss in pieces": settings(stage=3, parallel={"loss_chunk_tokens": 8}),
+    "MLP in tiles": settings(stage=3, parallel={"mlp_tile_tokens": 4}),
+    "MLP in tiles, recomputed": settings(stage=2, tp=2, recompute="full", parallel={"mlp_tile_tokens": 4, "sequence_parallel": True}),
     "SGD": settings(stage=2, optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}),
     "Adam without a fused kernel": settings(stage=0, optimizer={"type": "Adam", "params": {"lr": 0.1, "fused": False, "foreach": True}}),
     "sequence parallel": settings(stage=3, tp=2, bf16=True, parallel={"sequence_parallel": True}),

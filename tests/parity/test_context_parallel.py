@@ -208,10 +208,11 @@ def test_other_rows_on_each_rank(pool: Pool) -> None:
 def page(rank: int, world: int) -> int:
     """The steps that the code of the page has trained. Runs in a worker."""
     text = (Path(__file__).parents[2] / "docs/context-parallelism.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    block, tiles = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     ids = torch.arange(30)[None]
     names = {"plait": plait, "model": build(Case("ring")), "batches": [{"input_ids": ids, "labels": ids}] * 2}
     exec(block, names)
+    exec(tiles + block[block.index("model.config") :], names | {"model": build(Case("ring"))})
     return int(names["engine"].global_steps)  # type: ignore[attr-defined]
 
 

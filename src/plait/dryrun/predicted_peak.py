@@ -93,7 +93,11 @@ def predict_peak_on(mesh: Mesh, model: nn.Module, resolved: Resolved, *, samples
         raise InputError(f"the peak of a step is not predicted with {reason}")
     blocks = find_blocks(model, resolved.blocks or None)
     context = resolved.context(model=model, blocks=blocks)
-    given = Parts(model=model, blocks=blocks, notes=notes_of(one.check(context) for one in (resolved.tensor_parallel, resolved.pipeline)))
+    given = Parts(
+        model=model,
+        blocks=blocks,
+        notes=notes_of(one.check(context) for one in (resolved.tensor_parallel, resolved.pipeline, resolved.tiled_mlp)),
+    )
     pipeline = given.noted(PipelineParts)
     whole = model_facts(model, blocks, tensor_plan=given.noted(TensorPlan))
     at, layout = mesh.coordinates, resolved.layout
@@ -138,7 +142,9 @@ def _dry_model(given: Parts, resolved: Resolved, mesh: Mesh, *, samples: int, le
 
     def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
         copied = given.with_(model=fake).with_shard(compute_dtype=dtype)
-        parts = apply_all((resolved.tensor_parallel, resolved.context_parallel, resolved.pipeline, recompute), copied, mesh)
+        parts = apply_all(
+            (resolved.tensor_parallel, resolved.context_parallel, resolved.pipeline, resolved.tiled_mlp, recompute), copied, mesh
+        )
         applied = parts.noted(PipelineParts)
         return parts, applied.staged if applied is not None else None
 

@@ -30,6 +30,7 @@ from plait.parallel.schedules.schedule import Kind
 from plait.parallel.technique import Parts, notes_of
 from plait.parallel.tensor.styles import Region
 from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.tiles.tiled_mlp import TiledMLP
 from plait.units import dtype_of
 
 MODES: tuple[BlockMode, ...] = ("none", "selective", "full")
@@ -49,6 +50,7 @@ def solved_recompute(resolved: Resolved, parts: Parts, mesh: Mesh, *, loss_fn: L
         batch=token_batch(resolved.batch.micro_batch_size, recompute.sequence_length),
         tensor_parallel=resolved.tensor_parallel,
         context_parallel=resolved.context_parallel,
+        tiled_mlp=resolved.tiled_mlp,
         recompute=recompute,
         offloads=resolved.activation_offload.blocks,
         compute_dtype=dtype_of(precision.compute) if precision.compute else None,
@@ -67,6 +69,7 @@ def rank_activations(
     pipeline: PipelineParts | None = None,
     tensor_parallel: TensorParallel | None = None,
     context_parallel: ContextParallel | None = None,
+    tiled_mlp: TiledMLP | None = None,
     recompute: Recompute | None = None,
     offloads: Callable[[int], int] = lambda _: 0,
     compute_dtype: torch.dtype | None = None,
@@ -78,7 +81,8 @@ def rank_activations(
     is. `batch` has full sequences. `offloads` says how many blocks of a rank's use a store. Collective over the tp axis. Raises ModelError
     where the model's code looks at values."""
     split, technique = tensor_parallel or TensorParallel(), recompute or Recompute()
-    context = context_parallel or ContextParallel()
+    context, tiled = context_parallel or ContextParallel(), tiled_mlp or TiledMLP()
+    cut = tiled.modules(model, blocks)
     batch = local_batch(batch, context, mesh.layout.cp, mesh.coordinates["cp"])
     schedule = pipeline.schedule if pipeline is not None else ONE_STAGE
     bounds = pipeline.cut.bounds if pipeline is not None else (0, len(blocks))
@@ -94,12 +98,12 @@ def rank_activations(
         store = CountingStore()
 
         def apply(fake: nn.Module) -> tuple[Parts, StagedModel | None]:
-            given = Parts(fake, blocks, notes=notes_of([OffloadedActivations(store, len(stored)) if stored else None]))
+            given = Parts(fake, blocks, notes=notes_of([cut, OffloadedActivations(store, len(stored)) if stored else None]))
             parts = context.apply(split.apply(given, mesh), mesh)
             staged = None
             if pipeline is not None:
                 staged = stage_model(fake, pipeline.cut, range(schedule.stages), region=parts.noted(Region), device=mesh.device)
-            return alike.apply(parts.with_(blocks=order), mesh).with_(blocks=blocks), staged
+            return alike.apply(tiled.apply(parts, mesh).with_(blocks=order), mesh).with_(blocks=blocks), staged
 
         dry = DryModel(
             model,

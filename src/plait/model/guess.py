@@ -97,7 +97,7 @@ def _reads_weight(kind: type, leaf: str) -> bool:
 
 def _split_of(module: nn.Module, layers: Layers, tried: dict[object, Split | None]) -> Split:
     """The best split of one module's layers that can be justified."""
-    key = _signature(module)
+    key = signature(module)
     if key not in tried:
         tried[key] = checked_split(module, layers)
     proven = tried[key]
@@ -106,7 +106,7 @@ def _split_of(module: nn.Module, layers: Layers, tried: dict[object, Split | Non
     return (_mlp_by_name(layers) if not can_be_run(module) else None) or _gathered(layers)
 
 
-def _signature(module: nn.Module) -> object:
+def signature(module: nn.Module) -> object:
     """Equal for modules with the same behaviour: classes, sizes, and every plain number that steers them."""
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     parts = tuple((name, type(part)) for name, part in module.named_modules())

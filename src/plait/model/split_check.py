@@ -51,7 +51,12 @@ def checked_split(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
 
 
 def can_be_run(module: nn.Module) -> bool:
-    """Whether it can run alone: one tensor in, all its state known, no parameter outside of its children, and small enough."""
+    """Whether it can run alone: see `takes_one_tensor`, and small enough."""
+    return takes_one_tensor(module) and sum(parameter.numel() for parameter in module.parameters()) <= MOST_NUMBERS
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Whether a call asks for one argument, with all other state known, and no parameter outside of its children."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -62,7 +67,6 @@ def can_be_run(module: nn.Module) -> bool:
         and required[0].kind is not inspect.Parameter.KEYWORD_ONLY
         and next(module.parameters(recurse=False), None) is None
         and all(buffer.device.type != "meta" for buffer in module.buffers())
-        and sum(parameter.numel() for parameter in module.parameters()) <= MOST_NUMBERS
     )
 
 

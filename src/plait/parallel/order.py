@@ -32,6 +32,7 @@ from plait.parallel.pipeline.pipeline_parallel import Pipeline, PipelineRank
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Context, Parts, Technique, notes_of
 from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.tiles.tiled_mlp import TiledMLP
 
 ORDER: tuple[type[Technique], ...] = (
     Precision,
@@ -40,6 +41,7 @@ ORDER: tuple[type[Technique], ...] = (
     Routing,
     Pipeline,
     ExpertParallel,
+    TiledMLP,
     ActivationOffload,
     Recompute,
     Compile,

@@ -95,6 +95,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         "b",
     ),
     "parallel.loss_chunk_tokens": ({}, 0, 128),
+    "parallel.mlp_tile_tokens": ({}, 0, 128),
     "parallel.recompute.mode": ({}, "none", "full"),
     "parallel.recompute.every": ({"parallel.recompute.mode": "full"}, 1, 2),
     "parallel.recompute.keep": ({"parallel.recompute.mode": "selective"}, ["attention"], ["matmul"]),

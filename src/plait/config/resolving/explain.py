@@ -285,6 +285,7 @@ _TELL: dict[str, Callable[[Any], dict[str, Any]]] = {
     "data_parallel": _of_data,
     "compression": _of_compression,
     "loss_chunk_tokens": lambda tokens: {"parallel.loss_chunk_tokens": tokens},
+    "tiled_mlp": lambda tiled: {"parallel.mlp_tile_tokens": tiled.tokens},
     "recompute": lambda recompute: {
         "parallel.recompute.mode": recompute.mode,
         "parallel.recompute.every": recompute.every,

@@ -42,6 +42,7 @@ from plait.parallel.pipeline.pipeline_parallel import Pipeline
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Context, Technique
 from plait.parallel.tensor.tensor_parallel import TensorParallel
+from plait.parallel.tiles.tiled_mlp import TiledMLP
 from plait.policy import Policy
 
 
@@ -72,6 +73,8 @@ class Resolved(Policy):
     """torch.compile."""
     recompute: Recompute
     """Which blocks recompute what."""
+    tiled_mlp: TiledMLP = TiledMLP()
+    """How many tokens of an MLP are computed at the same time."""
     activation_offload: ActivationOffload
     """Where blocks put what they save for backward."""
     optimizer_offload: OptimizerOffload
@@ -277,6 +280,7 @@ def outline(
         "library": Library(algorithm=config.parallel.nccl_algorithm, protocol=config.parallel.nccl_protocol),
         "faults": config.faults,
         "loss_chunk_tokens": config.parallel.loss_chunk_tokens,
+        "tiled_mlp": TiledMLP(tokens=config.parallel.mlp_tile_tokens),
         "blocks": config.parallel.blocks,
         "gradient_clipping": clipping,
         "optimizer": optimizer,

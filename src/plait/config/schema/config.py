@@ -261,6 +261,9 @@ class ParallelSection(Policy):
     loss_chunk_tokens: Annotated[int, Field(ge=0, le=LARGEST), Number] = 0
     """Compute head and cross entropy for this many tokens at a time, so that full logits are never allocated; 0: all at once. For language
     models with plait.causal_lm_loss."""
+    mlp_tile_tokens: Annotated[int, Field(ge=0, le=LARGEST), Number] = 0
+    """Compute the MLP of every block, and its experts, for this many tokens at a time, and again in the backward, so that their activations
+    exist for one tile; 0: all at once. For MLPs that compute every token from itself."""
     recompute: RecomputeSection = RecomputeSection()
     """Activation checkpointing."""
     activation_offload: ActivationOffloadSection = ActivationOffloadSection()

@@ -8,6 +8,8 @@ numbers. Here a result that is written into is dropped and recomputed, and the g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,19 @@ not among them: their results are the large ones."""
 EVERY_SECOND = "every_second_matmul"
 """The matrix products with weights that come first, third, fifth ... in a block: half of the arithmetic for half of the memory."""
 DEFAULT = ("attention", EVERY_SECOND)
+
+
+_NOTHING_IS_KEPT = ContextVar("nothing is kept", default=False)
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """For a part of a block that is recomputed whatever is kept of the rest."""
+    token = _NOTHING_IS_KEPT.set(True)
+    try:
+        yield
+    finally:
+        _NOTHING_IS_KEPT.reset(token)
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,8 @@ class _Calls:
 
         def is_kept(operator: Any) -> bool:
             nonlocal count
+            if _NOTHING_IS_KEPT.get():
+                return False
             packet = operator.overloadpacket
             if packet in self.kept.alternating:
                 count += 1

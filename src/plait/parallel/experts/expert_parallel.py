@@ -26,7 +26,6 @@ from plait.errors import ConfigError, ModelError, Problem, refuse
 from plait.model.experts import SPLIT_FAMILIES, Experts, find_experts
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.ledger import Ledger
-from plait.parallel.activations.activation_offload import ActivationOffload
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
 from plait.parallel.data.compression import Compression
@@ -117,7 +116,6 @@ def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
         (compression.gradients or compression.scheme.weight_bits > 0, "compressed messages are not proven", "leave the compression out"),
         (context.chosen(Compile).enabled, "compile.enabled is not proven", "set that to false"),
         (offloads != {"none"}, "offloaded states and parameters are not proven", 'use device "none"'),
-        (context.chosen(ActivationOffload).fraction > 0, "parallel.activation_offload is not proven", "set its fraction to 0"),
         (
             context.chosen(Recompute).mode == "budget",
             "parallel.recompute.budget_gib counts what every process keeps for all experts",

@@ -67,7 +67,7 @@ class TensorParallel(Technique):
         _end_parts(parts.model, region, parts.blocks)
         _gather_what_is_returned(parts.model, plan, region, parts.blocks)
         watch(parts.model, plan, blocks=parts.blocks, sequence_parallel=self.sequence_parallel)
-        return parts.with_notes(region)
+        return parts.with_notes(region, plan)
 
     def check(self, context: Context) -> TensorPlan | None:
         """The plan; None for one rank. Raises ModelError or ConfigError where the model cannot be split so."""

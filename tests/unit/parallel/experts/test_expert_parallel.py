@@ -56,7 +56,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"ep": 2}, {"compile": {"enabled": True}}, "compile.enabled is not proven"),
     ({"ep": 2}, {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}}, "offloaded states and parameters are not proven"),
     ({"ep": 2, "compress_gradients": "int8"}, {"stage": 1}, "compressed messages are not proven"),
-    ({"ep": 2, "activation_offload": {"fraction": 0.5}}, {}, "parallel.activation_offload is not proven"),
     ({"ep": 2, "recompute": {"budget_gib": 1, "sequence_length": 8}}, {}, "counts what every process keeps for all experts"),
     ({"ep": 2, "secondary_partition": 2}, {"stage": 3}, "parallel.secondary_partition is not proven"),
     ({"ep": 2, "optimizer_in_backward": True}, {"stage": 1, "gradient_clipping": 0}, "parallel.optimizer_in_backward is not proven|accum"),

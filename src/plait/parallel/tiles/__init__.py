@@ -1,0 +1,1 @@
+"""Modules whose tokens are computed a tile at a time."""

@@ -1,0 +1,142 @@
+"""Which modules' tokens are computed in parts is found by trying them, and what mixes tokens is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from plait.errors import ModelError
+from plait.model.blocks import find_blocks
+from plait.model.mlps import TokenModules, find_mlps
+from tests.parity import cases
+from tests.parity.experts import SIZES, Case, build
+
+SETTING = "parallel.mlp_tile_tokens = 4"
+
+
+def found(model: nn.Module) -> TokenModules:
+    return find_mlps(model, find_blocks(model), setting=SETTING)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox", "phi3", *SIZES])
+def test_families(family: str) -> None:
+    """Every MLP and every layer of experts; the shared experts of a layer beside them."""
+    model = build(Case(family)) if family in SIZES else cases.build(family, tied=False)
+    names = [name for name, _ in model.named_modules()]
+    one = found(model)
+    assert one.experts == tuple(name for name in names if name.endswith(".mlp.experts"))
+    shared = tuple(name for name in names if name.endswith(("shared_expert", "shared_experts")))
+    dense = tuple(name for name in names if name.endswith(".mlp") and f"{name}.experts" not in names)
+    assert set(one.mlps) == {*shared, *dense}
+
+
+def test_a_wide_one_is_tried_narrower() -> None:
+    """8192 x 28672: 5 GiB in float64; on meta, without memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, num_attention_heads=64, vocab_size=128)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert found(model).mlps == ("model.layers.0.mlp", "model.layers.1.mlp")
+
+
+class Mlp(nn.Module):
+    """One up and one down, and something between them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(8, 32), nn.Linear(32, 8), between
+        self.calls, self.seen = 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self, self.up(x)))
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(8), Mlp(between)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    """Two of them."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(between), Block(between)])
+
+
+def capacity(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+    """Of every eight tokens that would go to one place, four are dropped: the first eight alike."""
+    flat = x.flatten(0, -2)
+    place = torch.cumsum((flat[:, None] == flat[None]).all(-1).tril().long().sum(1, keepdim=True) > 4, 0) > 0
+    return torch.where(place, 0, flat).view_as(x)
+
+
+def counting(module: Mlp, x: torch.Tensor) -> torch.Tensor:
+    module.seen = x
+    return x
+
+
+def over_the_sequence(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(-2, keepdim=True)
+
+
+def of_the_token_before(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return x + F.pad(x, (0, 0, 1, 0))[..., :-1, :]
+
+
+def alone(_: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x) * x.square().mean(-1, keepdim=True)
+
+
+MIXED = r"blocks.0.mlp.up is not computed in tiles, because of blocks.0.mlp \(Mlp\): a token's output follows from other tokens too"
+
+
+@pytest.mark.parametrize(
+    ("between", "message"),
+    [
+        (over_the_sequence, MIXED),
+        (of_the_token_before, MIXED),
+        (capacity, MIXED),
+        (counting, "a call changes its seen"),
+    ],
+)
+def test_what_is_refused(between: Any, message: str) -> None:
+    """What follows from other tokens, and what would be left behind by the last tile alone."""
+    with pytest.raises(ModelError, match=f"{SETTING}.*{message}"):
+        found(Model(between))
+
+
+def test_what_is_not() -> None:
+    assert found(Model(alone)).mlps == ("blocks.0.mlp", "blocks.1.mlp")
+
+
+def test_a_block_without_one() -> None:
+    """OPT's layers stand in the block itself."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    with pytest.raises(
+        ModelError, match=r"model.decoder.layers.0.fc1 is not computed in tiles, .* \(OPTDecoderLayer\): the block computes"
+    ):
+        found(OPTForCausalLM(OPTConfig(vocab_size=64, **sizes)))
+
+
+def test_hooks_inside() -> None:
+    """One would be given tiles; the module's own sees all tokens."""
+    model = Model(alone)
+    model.blocks[1].mlp.register_forward_hook(lambda *_: None)
+    found(model)
+    model.blocks[1].mlp.up.register_forward_hook(lambda *_: None)
+    with pytest.raises(ModelError, match="blocks.1.mlp.up has a hook, which would be given a tile of the tokens; put it on blocks.1.mlp"):
+        found(model)
