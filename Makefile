@@ -10,6 +10,7 @@
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
 #   make serving       the tests of `plait serve` with FastAPI and OpenAI's client, in an environment of its own beside .venv
+#   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
 #   make bench-step    one training step compared with DDP, fully_shard and DeepSpeed; ARGS=--quick for a minute
@@ -18,14 +19,14 @@
 #   make coverage-docs docs/coverage.md from the last test runs
 #   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; resumes where it was stopped)
 #   make combinations  docs/combinations.md: long sequences and experts with all they go with, against one process (ten minutes, two cores)
-#   make lock          requirements.lock from what .venv holds now
+#   make lock          requirements.lock from what .venv holds now, and tools/locks from the environments beside it
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; by default one is found.
 # PIP_ARGS="--index-url https://..." passes options to pip, for a mirror. Without an NVIDIA GPU, torch is installed without CUDA.
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving torchao versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -61,10 +62,13 @@ validate-gpus: environment
 	$(VENV)/bin/plait doctor --validate --out $(RESULTS)/validation.json $(ARGS)
 
 object-stores: environment
-	@PIP_ARGS="$(PIP_ARGS)" bash tools/object_stores.sh $(RUN) $(ARGS)
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh object-stores $(RUN) -m pytest tests/parity/test_object_store.py $(ARGS)
 
 serving: environment
-	@PIP_ARGS="$(PIP_ARGS)" bash tools/serving.sh $(RUN) $(ARGS)
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh serving $(RUN) -m pytest tests/integration/test_serve.py $(ARGS)
+
+torchao: environment
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m tests.unit.engine.torchao_numbers --check
 
 versions:
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" bash tools/versions.sh $(ARGS)

@@ -1,8 +1,8 @@
 """What torchao 0.18.0 makes of numbers that are computed here, written to `torchao_numbers.json` for the tests.
 
-    python -m tests.unit.engine.torchao_numbers
+    python -m tests.unit.engine.torchao_numbers [--check]
 
-needs torchao and no compiler. It is no dependency of the tests: Transformers imports torchao wherever it is installed, in every process.
+needs torchao and no compiler; `--check` writes nothing, and compares with what is in the file (`make torchao`). It is no dependency of the tests: Transformers imports torchao wherever it is installed, in every process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ def _main() -> None:
     with torch.compiler.set_stance("force_eager"):
         for name, kind in CLASSES.items():
             found[f"trained {name}"] = packed(trained(lambda parameters, kind=kind: getattr(torchao.optim, kind)(parameters, **PARAMS)))
+    if "--check" in sys.argv:
+        recorded = json.loads(FILE.read_text())
+        different = sorted(name for name in {*found, *recorded} if found.get(name) != recorded.get(name))
+        sys.exit(f"torchao makes other numbers than {FILE.name} has: {', '.join(different)}" if different else 0)
     FILE.write_text(json.dumps(found, indent=0) + "\n")
 
 
