@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
@@ -28,3 +29,18 @@ def model_folder(path: Path) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
     return path
+
+
+def adapter_of(folder: Path, made: Path) -> Path:
+    """LoRA on all linear layers, with a large part of every one."""
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(made)
+    return made

@@ -16,7 +16,8 @@ import plait
 from plait.cli.main import main
 from plait.inference.canonical import call
 from plait.inference.canonical.self_test import Broken
-from tests.integration.model_folder import PAGE, model_folder
+from plait.inference.source import open_source
+from tests.integration.model_folder import PAGE, adapter_of, model_folder
 
 LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
 
@@ -162,6 +163,39 @@ def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine.close()
 
 
+def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On one device, on two with tp, streamed, and by its own folder; the base alone says something else."""
+    adapter = str(adapter_of(folder, tmp_path / "adapter"))
+    said = {}
+    for name, options in {
+        "base": ["--model", str(folder)],
+        "one": ["--model", str(folder), "--adapter", adapter],
+        "its own folder": ["--model", adapter],
+        "tp": ["--model", str(folder), "--adapter", adapter, "--tp", "2"],
+        "streamed": ["--model", adapter, "--cpu-budget", "300KiB"],
+    }.items():
+        prompts, out = tmp_path / "prompts.jsonl", tmp_path / f"{name}.jsonl"
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+        run(*options, "--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max-new-tokens", "6")
+        said[name] = answers(out)
+        assert name != "streamed" or re.search(r"[23456] layers \(.*\) are read for every token", capsys.readouterr().err)
+    assert said["one"] == said["its own folder"] == said["tp"] == said["streamed"] != said["base"]
+    run("--model", str(folder), "--adapter", adapter, "--adapter", adapter, "--prompt", "a", code=2)
+    assert "--adapter: 2 were given, and one may be" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "infer", "--model", adapter, "--prompt-tokens", "8", "--new-tokens", "4", "--cpu-budget", "300KiB", "--json"])
+    account = json.loads(capsys.readouterr().out)["bytes"]
+    elements = sum(p.numel() for p in open_source(Path(adapter)).model().parameters())
+    assert account["weights"] + account["in_files"] == 4 * elements
+
+
+def exported(tmp_path: Path) -> Path:
+    """The run's model as Transformers saves it."""
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")])
+    return tmp_path / "exported"
+
+
 def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its config.json is the run's, and its weights are those of the newest checkpoint."""
     run_file = tmp_path / "run.json"
@@ -177,5 +211,9 @@ def test_the_folder_of_a_run(folder: Path, tmp_path: Path, capsys: pytest.Captur
     run("--model", str(tmp_path / "run"), "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4")
     answer = capsys.readouterr().out.rstrip("\n")
     assert answer and answer.strip() in said.replace("\n    ", "\n")
+    pytest.importorskip("peft")
+    with_adapter = str(adapter_of(exported(tmp_path), tmp_path / "adapter"))
+    run("--model", str(tmp_path / "run"), "--adapter", with_adapter, "--prompt", "def ", "--temperature", "0", "--max-new-tokens", "4")
+    assert capsys.readouterr().out.rstrip("\n") not in ("", answer)
     run("--model", str(tmp_path / "run"), "--prompt", "def ", "--cpu-budget", "1MiB", code=2)
     assert "is a checkpoint of training, whose tensors lie in parts" in capsys.readouterr().err

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
-from tests.integration.model_folder import model_folder
+from tests.integration.model_folder import adapter_of, model_folder
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,25 @@ def test_sigterm(folder: Path, server: Running) -> None:
     other.process.send_signal(signal.SIGTERM)
     assert other.process.wait(20) == 0
     assert other.process.stderr is not None and "Traceback" not in other.process.stderr.read()
+
+
+def test_an_adapter(folder: Path, tmp_path: Path, server: Running) -> None:
+    adapter = adapter_of(folder, tmp_path / "adapter")
+    body = {"prompt": "def read", "max_tokens": 8, "temperature": 0}
+    other = started(folder, "--adapter", str(adapter), "--max-model-len", "64", "--batch-size", "2")
+    try:
+        said = other.post(body)[1]["choices"][0]["text"]
+    finally:
+        other.process.kill()
+        other.process.wait()
+    assert said != server.post(body)[1]["choices"][0]["text"]
+    from peft import PeftModel
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    words, model = AutoTokenizer.from_pretrained(folder), PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(folder), adapter)
+    ids = torch.tensor([words("def read")["input_ids"]])
+    made = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert said == words.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_a_port_that_is_taken(server: Running, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

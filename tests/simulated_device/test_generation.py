@@ -80,7 +80,7 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
 def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path, row: Row) -> None:
     expected = save(tmp_path)
     found = open_source(tmp_path)
-    stored = tensors_of(found)
+    stored = tensors_of(found, found.model())
     whole = sum(one.size for one in stored.values())
     block = sum(one.size for name, one in stored.items() if ".layers.0." in name)
     budget = whole - 2 * block  # two layers stay beside two places

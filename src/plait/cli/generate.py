@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from plait.cli import launch
+from plait.cli.adapters import Adapters, one_of
 from plait.cli.launching.settings import Settings
 from plait.cli.options import in_panel, refuse_given
 from plait.cli.progress import progress_bar
@@ -61,6 +62,7 @@ class Asked:
     """What a process of the command gets."""
 
     model: str
+    adapter: str | None
     dtype: str
     tp: int
     pp: int
@@ -88,6 +90,7 @@ _tokens = in_panel("Choice of tokens")
 @app.command()
 def generate_command(
     model: Annotated[Path, typer.Option(metavar="FOLDER", help="Of save_pretrained, or a run, or one of its checkpoints.")],
+    adapter: Adapters = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One prompt; the answer goes to standard output.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL: each line has prompt, token_ids or messages.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL to write, one line for each of --prompts.")] = None,
@@ -131,7 +134,7 @@ def generate_command(
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     lines = read_prompts(prompts) if prompts is not None else []
-    source = open_source(model)
+    source = open_source(model, one_of(adapter))
     if canonical and quant is not Quant.none:
         raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
     if source.tokenizer_folder is None and not (lines and all("token_ids" in line.fields for line in lines)):
@@ -168,6 +171,7 @@ def generate_command(
         print(f"{form}: {sizes_of(unloaded, counted)}", file=sys.stderr)
     asked = Asked(
         str(model),
+        None if not adapter else str(adapter[0]),
         dtype.value,
         found.tp,
         found.pp,
@@ -216,7 +220,7 @@ def _process(asked: Asked) -> int:
     """One of several."""
     from plait.inference.source import open_source
 
-    source = open_source(Path(asked.model))
+    source = open_source(Path(asked.model), None if asked.adapter is None else Path(asked.adapter))
     return _answers(asked, source, source.tokenizer())
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from plait.cli.adapters import Adapters, one_of
 from plait.cli.options import in_panel
 from plait.errors import InputError
 
@@ -50,6 +51,7 @@ _memory = in_panel("Memory")
 @app.command(epilog=_EPILOG)
 def serve_command(
     model: Annotated[Path, typer.Option(metavar="FOLDER", help="Of save_pretrained, or a run.")],
+    adapter: Adapters = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="On 127.0.0.1; 0 is a free one.")] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What requests call the model. (default: its folder)")
@@ -83,7 +85,7 @@ def serve_command(
     from plait.inference.streamed import load_streamed
     from plait.units import bytes_of
 
-    source = open_source(model)
+    source = open_source(model, one_of(adapter))
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise InputError(f"--model {model}: has no tokenizer; save one into the folder")

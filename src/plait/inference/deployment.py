@@ -130,7 +130,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
         budget = int((1 - WORKSPACE) * on.memory_bytes)
-    stored = tensors_of(work.source) if work.source is not None and not work.quantised else expected_tensors(work.model)
+    stored = tensors_of(work.source, work.model) if work.source is not None and not work.quantised else expected_tensors(work.model)
     found = plan(work.model, stored, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host)
     way = f"{len(found.streamed)} layers ({format_bytes(found.streamed_bytes)}) are "
     if not found.streamed:

@@ -19,6 +19,7 @@ from plait.inference.canonical.call import check, compare, run
 from plait.inference.capacity import ROOM, cache_bytes, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
 from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
+from plait.inference.peft_models import refuse_other_adapters
 from plait.inference.predictor import Predictor
 from plait.inference.requests import Answer, Generation, Request, checked_ids, token_ids
 from plait.inference.settings import Settings, settings_of
@@ -118,6 +119,7 @@ def check_model(sharded: ShardedModel) -> None:
     if callable(can) and not can():
         raise InputError(f"{type(model).__name__} has no head for the next token; load its ...ForCausalLM class")
     refuse_split_experts(sharded.parts, "generate")
+    refuse_other_adapters(model)
     if sharded.parts.hooks.transform:
         raise InputError(
             "generate: a technique of this layout changes every micro-batch (its part of the sequence); use a layout without it"

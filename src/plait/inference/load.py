@@ -14,6 +14,7 @@ from plait.cluster.mesh import Mesh
 from plait.cluster.topology import place
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
+from plait.inference.adapters import is_adapters
 from plait.inference.capacity import cache_bytes, compute_dtype
 from plait.inference.placement import Needs
 from plait.inference.quantised import CODES, SCALES, Layer, convert, layers_to_quantise
@@ -85,7 +86,7 @@ class QuantisingFiller:
         others = {
             name: tensor
             for name, tensor in model.state_dict(keep_vars=True).items()
-            if not name.endswith((CODES, SCALES)) and not name.startswith(self._streamed)
+            if not name.endswith((CODES, SCALES)) and (not name.startswith(self._streamed) or is_adapters(name))
         }
         self._weights.fill(others, whole=whole)
         for tensor in others.values():

@@ -27,6 +27,7 @@ from plait._torch.computed_weight import ComputedWeight
 from plait._torch.dtensor import local_tensor
 from plait._torch.modules import own_parameters
 from plait.errors import InputError
+from plait.inference.adapters import is_adapters
 from plait.model.blocks import find_blocks
 from plait.model.layers import is_conv1d, is_linear
 from plait.model.tied import tied_names
@@ -142,8 +143,10 @@ def layers_to_quantise(model: nn.Module) -> tuple[str, ...]:
         name
         for block in blocks
         for name, module in model.get_submodule(block).named_modules(prefix=block)
-        if is_linear(module) and f"{name}.weight" not in tied
+        if is_linear(module) and f"{name}.weight" not in tied and not is_adapters(f"{name}.weight")
     )
+    if normed := [name for name, _ in model.named_parameters() if "lora_magnitude_vector" in name]:
+        raise InputError(f"--quant: the adapter has {normed[0]} (DoRA), which reads the dense weights of its layer; leave --quant out")
     if not found:
         raise InputError(f"--quant: {type(model).__name__} has no linear layers in repeated blocks, so nothing would be quantised")
     return found

@@ -19,6 +19,7 @@ from plait.errors import InputError
 from plait.inference.load import Weights, fill_layers
 from plait.inference.quantised import CODES, SCALES, convert, layers_to_quantise
 from plait.inference.stored import Stored, stored_tensors
+from plait.inference.stream import brought
 from plait.units import format_bytes
 
 _MOUNTS = Path("/proc/self/mounts")
@@ -43,7 +44,7 @@ def write_quantised(weights: Weights, model: nn.Module, blocks: Sequence[str], f
     for number, block in enumerate(blocks):
         one = made.get_submodule(block)
         one.to_empty(device=cpu)
-        own = {f"{block}.{name}": tensor for name, tensor in one.named_parameters()}
+        own = {f"{block}.{name}": tensor for name, tensor in brought(made, block).items()}
         weights.fill({name: tensor.data for name, tensor in own.items() if not name.endswith((CODES, SCALES))}, whole=model)
         mine = [layer for layer in layers if layer.name.startswith(f"{block}.")]
         for _, several in groupby(mine, lambda layer: layer.name.rpartition(".")[0]):

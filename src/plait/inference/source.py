@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from plait.checkpoint.inspect import open_one
 from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START, content
 from plait.errors import CheckpointError, InputError
+from plait.inference.adapters import Adapter, base_folder, is_adapter_folder, open_adapter
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
 from plait.sharded.assemble import Filler
@@ -32,6 +33,8 @@ class Source:
     checkpoint: Found | None
     """None for a folder of Transformers."""
     tokenizer_folder: Path | None
+    adapter: Adapter | None = None
+    """On the model."""
 
     @property
     def name(self) -> str:
@@ -39,7 +42,14 @@ class Source:
         return str(self.checkpoint.path if self.checkpoint is not None else self.folder)
 
     def model(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """The model on meta, with its generation settings. `dtype` None is the one that it was saved in."""
+        """The model on meta, with its generation settings and its adapter. `dtype` None is the one that it was saved in. Raises InputError
+        for an adapter of another model."""
+        found = self._without_adapter(dtype)
+        if self.adapter is not None:
+            self.adapter.put_on(found)
+        return found
+
+    def _without_adapter(self, dtype: torch.dtype | None = None) -> nn.Module:
         if self.checkpoint is not None:
             return described_model(self.checkpoint, dtype=dtype)
         from transformers import GenerationConfig
@@ -51,6 +61,15 @@ class Source:
 
     def filler(self) -> Filler:
         """What gives a model its weights; each rank reads its own slices."""
+        if self.adapter is not None:
+
+            def fill_all(model: nn.Module, *, whole: nn.Module, filled: Any) -> None:
+                tensors = model.state_dict(keep_vars=True)
+                self.fill(tensors, whole=whole)
+                for tensor in tensors.values():
+                    filled(tensor)
+
+            return fill_all
         if self.checkpoint is None:
             return partial(load_weights, folder=self.folder)
         reader = Reader(self.checkpoint)
@@ -68,6 +87,8 @@ class Source:
 
     def fill(self, tensors: Mapping[str, torch.Tensor], *, whole: nn.Module) -> None:
         """Give some of the model's tensors, sharded or not, their values; `whole` is the uncut model on meta."""
+        if self.adapter is not None:
+            tensors, whole = self.adapter.fill(tensors), self._base
         if self.checkpoint is None:
             load_weights(_Some(tensors), self.folder, whole=whole)
             return
@@ -80,6 +101,11 @@ class Source:
                 raise CheckpointError(f"{reader.path} lacks {name}, a tensor of its model")
             wanted[f"{START}{stored}"] = tensor
         reader.fill(wanted)
+
+    @cached_property
+    def _base(self) -> nn.Module:
+        """The uncut model without adapter, on meta."""
+        return self._without_adapter()
 
     def tokenizer(self) -> Any:
         """Transformers' tokenizer of the folder; None where there is none."""
@@ -126,15 +152,33 @@ def is_of_transformers(folder: Path) -> bool:
         return False
 
 
-def open_source(folder: Path) -> Source:
-    """Raises InputError where the folder is neither, CheckpointError where it is incomplete."""
+def open_source(folder: Path, adapter: Path | None = None) -> Source:
+    """A model, with an adapter of PEFT; `folder` may be an adapter's, which names its base. Raises InputError where they are none,
+    CheckpointError where they are incomplete."""
     require_transformers("plait generate")
     if not folder.is_dir():
         raise InputError(f"--model {folder}: is no folder; give one of save_pretrained, a run's folder, or one of its checkpoints")
+    if is_adapter_folder(folder) and not is_of_transformers(folder):
+        if adapter is not None:
+            raise InputError(
+                f"--model {folder}: is an adapter itself, so --adapter {adapter} would be a second one; give the base as --model"
+            )
+        folder, adapter = base_folder(folder), folder
+    found = _open_base(folder)
+    if adapter is None:
+        return found
+    words = adapter if _has_tokenizer(adapter) else found.tokenizer_folder
+    return replace(found, tokenizer_folder=words, adapter=open_adapter(adapter))
+
+
+def _open_base(folder: Path) -> Source:
     if is_of_transformers(folder):
         weight_files(folder)
-        has_words = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))
-        return Source(folder, None, folder if has_words else None)
+        return Source(folder, None, folder if _has_tokenizer(folder) else None)
     found = open_one(folder)
     words = next((parent / "tokenizer" for parent in (folder, *folder.parents) if (parent / "tokenizer").is_dir()), None)
     return Source(folder, found, words)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"))

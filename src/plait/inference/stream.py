@@ -25,6 +25,7 @@ from torch import nn
 from plait._torch.modules import own_parameters
 from plait.cluster import accelerator
 from plait.errors import CheckpointError
+from plait.inference.adapters import is_adapters
 from plait.inference.stored import Stored, read_into
 
 SLOTS = 2
@@ -253,6 +254,11 @@ class WeightStream:
             self.bytes_read += one.stored.size
 
 
+def brought(model: nn.Module, block: str) -> dict[str, nn.Parameter]:
+    """Of the parameters of a block, those that are streamed with it, by their names in it: an adapter's stay."""
+    return {name: one for name, one in model.get_submodule(block).named_parameters() if not is_adapters(f"{block}.{name}")}
+
+
 def pinned_bytes(size: int) -> int:
     """What `size` bytes take in pinned memory."""
     return -(-size // _UNIT) * _UNIT
@@ -265,7 +271,7 @@ def block_bytes(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> i
 
 def _parts(model: nn.Module, block: str, stored: Mapping[str, Stored]) -> list[_Streamed]:
     found, start = [], 0
-    for name, _ in model.get_submodule(block).named_parameters():
+    for name in brought(model, block):
         owner, _, leaf = f"{block}.{name}".rpartition(".")
         one = stored[f"{block}.{name}"]
         found.append(_Streamed(model.get_submodule(owner), leaf, one, start))

@@ -16,18 +16,19 @@ from plait._torch.modules import own_parameters
 from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
+from plait.inference.adapters import base_tensor, is_adapters
 from plait.inference.load import QuantisingFiller
 from plait.inference.quantised_files import quantised_copy, scratch_folder, write_quantised
 from plait.inference.source import Source
 from plait.inference.stored import Stored, read_into, stored_tensors
-from plait.inference.stream import SLOTS, WeightStream, block_bytes, pinned_bytes
+from plait.inference.stream import SLOTS, WeightStream, block_bytes, brought, pinned_bytes
 from plait.model.blocks import find_blocks
 from plait.model.tied import tied_names
 from plait.parallel.hooks import Hooks, StepHook
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
-from plait.sharded.load_weights import load_weights, weight_files
+from plait.sharded.load_weights import weight_files
 from plait.sharded.model import ShardedModel
 from plait.units import format_bytes
 
@@ -61,8 +62,9 @@ class Streaming(StepHook):
         self.stream.close()
 
 
-def tensors_of(source: Source) -> dict[str, Stored]:
-    """Where the weights of a folder of Transformers lie. Raises InputError for a checkpoint of training."""
+def tensors_of(source: Source, model: nn.Module) -> dict[str, Stored]:
+    """Where the weights of `model`, of a folder of Transformers, lie; without its adapter's. Raises InputError for a checkpoint of
+    training."""
     if source.checkpoint is not None:
         raise InputError(
             f"{source.name} is a checkpoint of training, whose tensors lie in parts; write a folder to stream from: "
@@ -72,7 +74,11 @@ def tensors_of(source: Source) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for path in dict.fromkeys(files.values()):
         found |= stored_tensors(path)
-    return found
+    if source.adapter is None:
+        return found
+    found |= source.adapter.replaced
+    names = [name for name in model.state_dict() if not is_adapters(name) and base_tensor(name) in found]
+    return {name: found[base_tensor(name)] for name in names}
 
 
 def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, other_bytes: int, host_bytes: int = 0) -> Plan:
@@ -88,7 +94,8 @@ def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, othe
     room = budget_bytes - outside - other_bytes - slots
     if room < 0 or not movable:
         raise InputError(
-            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the repeated layers take {format_bytes(outside)}, "
+            f"a budget of {format_bytes(budget_bytes)} is too small: weights outside of the repeated layers and adapters take "
+            f"{format_bytes(outside)}, "
             f"{SLOTS} layers {format_bytes(slots)}, keys, values and activations {format_bytes(other_bytes)}; give at least "
             f"{format_bytes(outside + slots + other_bytes)}, or ask for fewer tokens or prompts at once"
         )
@@ -111,7 +118,7 @@ def _movable(model: nn.Module) -> dict[str, int]:
     tied = {name for group in tied_names(model) for name in group}
     found = {}
     for name in find_blocks(model):
-        parameters = dict(model.get_submodule(name).named_parameters())
+        parameters = brought(model, name)
         if not any(f"{name}.{leaf}" in tied for leaf in parameters):
             found[name] = sum(p.numel() * p.element_size() for p in parameters.values())
     return found
@@ -141,7 +148,11 @@ def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[s
 
 def expected_tensors(model: nn.Module) -> dict[str, Stored]:
     """The same, of files that a model on meta would be written to."""
-    return {name: Stored(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
+    return {
+        name: Stored(Path(), 0, p.numel() * p.element_size(), p.dtype, tuple(p.shape))
+        for name, p in model.named_parameters()
+        if not is_adapters(name)
+    }
 
 
 @leaving_no_group()
@@ -160,7 +171,7 @@ def load_streamed(
     InputError where it cannot be."""
     model = source.model(dtype)
     counted = model if quant is None else quantised_copy(model, quant)
-    stored = tensors_of(source) if quant is None else expected_tensors(counted)
+    stored = tensors_of(source, model) if quant is None else expected_tensors(counted)
     planned = plan(counted, stored, budget_bytes=budget_bytes, other_bytes=other_bytes, host_bytes=host_bytes)
     resolved = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}), world_size=1)
     checked = checked_model(model, resolved)
@@ -192,7 +203,10 @@ def _filler(source: Source, stored: dict[str, Stored], streamed: frozenset[str])
 
     def fill(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
         leaving = streamed | _read_resident(model, stored, streamed)
-        load_weights(model, source.folder, leaving=leaving, whole=whole, filled=filled)
+        others = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in leaving}
+        source.fill(others, whole=whole)
+        for tensor in others.values():
+            filled(tensor)
 
     return fill
 
@@ -218,7 +232,7 @@ def _read_resident(model: nn.Module, stored: dict[str, Stored], streamed: frozen
 
 def _check_dtypes(model: nn.Module, blocks: Sequence[str], stored: dict[str, Stored]) -> None:
     for block in blocks:
-        for leaf, parameter in model.get_submodule(block).named_parameters():
+        for leaf, parameter in brought(model, block).items():
             name = f"{block}.{leaf}"
             if name not in stored:
                 raise InputError(f"{name} is not in the folder's files under that name, so its layer cannot be streamed")
@@ -231,7 +245,7 @@ def _check_dtypes(model: nn.Module, blocks: Sequence[str], stored: dict[str, Sto
 
 def _empty(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
     """Replace the parameters of streamed blocks, on meta, by ones without elements; returns their names."""
-    names = [f"{block}.{leaf}" for block in blocks for leaf, _ in model.get_submodule(block).named_parameters()]
+    names = [f"{block}.{leaf}" for block in blocks for leaf in brought(model, block)]
     for name in names:
         owner, _, leaf = name.rpartition(".")
         own = own_parameters(model.get_submodule(owner))

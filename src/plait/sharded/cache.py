@@ -13,8 +13,11 @@ from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Names of the arguments that a model's class takes."""
-    return frozenset(inspect.signature(type(model).forward).parameters)
+    """Names of the arguments that a model's class takes. A model of PEFT's hands what it does not name on to the one in it."""
+    own = frozenset(inspect.signature(type(model).forward).parameters)
+    find: Any = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    base = find() if callable(find) else model
+    return own if base is model else own | arguments_of(base)
 
 
 def keep_rows(cache: Any, rows: torch.Tensor) -> bool:

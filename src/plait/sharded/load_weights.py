@@ -63,7 +63,7 @@ def load_weights(
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
                 for name in (name for name in names if name not in leaving):
-                    _read(file.get_slice(source[name]), wanted[name], name, path)
+                    read_tensor(file.get_slice(source[name]), wanted[name], name, path)
                     filled(wanted[name])
 
 
@@ -90,7 +90,9 @@ def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[st
     return source
 
 
-def _read(stored: object, target: torch.Tensor, name: str, path: Path) -> None:
+def read_tensor(stored: object, target: torch.Tensor, name: str, path: Path) -> None:
+    """Fill `target`, or this rank's part of it, from safetensors' slice `stored` of the file `path`, converting to its dtype. Raises
+    CheckpointError for another shape."""
     shape = tuple(stored.get_shape())  # type: ignore[attr-defined]
     if shape != tuple(target.shape):
         raise CheckpointError(

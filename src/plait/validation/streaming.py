@@ -39,7 +39,8 @@ def weights(context: Context, settings: Mapping[str, Any]) -> Found:
     size = sized(context, SIZES, least_bytes=NEEDED)
     with tempfile.TemporaryDirectory(prefix="plait-streaming-") as name:
         source = _saved(size, Path(name))
-        least = least_budget(source.model(), tensors_of(source), other_bytes=OTHER)
+        model = source.model()
+        least = least_budget(model, tensors_of(source, model), other_bytes=OTHER)
         streamed, seconds, brought = _generated(context, source, least, ALL if settings["source"] == "host" else 0)
         if not settings.get("rate"):
             resident, _, _ = _generated(context, source, ALL, 0)

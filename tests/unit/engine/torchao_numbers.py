@@ -2,7 +2,8 @@
 
     python -m tests.unit.engine.torchao_numbers [--check]
 
-needs torchao and no compiler; `--check` writes nothing, and compares with what is in the file (`make torchao`). It is no dependency of the tests: Transformers imports torchao wherever it is installed, in every process.
+needs torchao and no compiler; `--check` writes nothing, and compares with what is in the file (`make torchao`). It is no dependency of the
+tests: Transformers imports torchao wherever it is installed, in every process.
 """
 
 from __future__ import annotations

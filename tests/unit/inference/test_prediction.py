@@ -78,7 +78,8 @@ def test_a_few_layers_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rate_of_files(tmp_path: Path) -> None:
     saved(tmp_path / "model", layers=1)
-    tensors = list(tensors_of(open_source(tmp_path / "model")).values())
+    source = open_source(tmp_path / "model")
+    tensors = list(tensors_of(source, source.model()).values())
     rate, how = measure_files(tensors, total=1)
     assert rate > 0 and how == "0 MiB read here, as the kernel has the files in its cache now"
     assert measure_files(tensors, total=1 << 60)[1].endswith("from the disk")
@@ -89,7 +90,7 @@ def test_what_reading_and_computing_take_from_each_other(tmp_path: Path, monkeyp
 
     saved(tmp_path / "model", layers=1)
     source = open_source(tmp_path / "model")
-    tensors = list(tensors_of(source).values())
+    tensors = list(tensors_of(source, source.model()).values())
     assert 0 <= measure_overlap(tensors, rows=2, dtype=torch.float32) <= 1
     turn = iter([1.0, 1.0, *[4.0] * 3, *[5.0] * 3, *[7.0] * 3])
     monkeypatch.setattr("plait.inference.copy_rates._seconds", lambda work: next(turn))

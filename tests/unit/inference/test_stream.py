@@ -137,7 +137,9 @@ def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None
     assert found.streamed == ("layers.0", "layers.2", "layers.4")  # two places of blocks have to fit besides
     least = found.slot_bytes + 100
     assert len(plan(model, stored, budget_bytes=least, other_bytes=100).streamed) == 5
-    with pytest.raises(InputError, match="is too small: weights outside of the repeated layers take 0 B, 2 layers .* give at least"):
+    with pytest.raises(
+        InputError, match="is too small: weights outside of the repeated layers and adapters take 0 B, 2 layers .* give at least"
+    ):
         plan(model, stored, budget_bytes=least - 1, other_bytes=100)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from plait.cli.adapters import Adapters, one_of
 from plait.cli.options import Json, in_panel, refuse_given
 from plait.cli.planning.tables import print_table
 from plait.errors import InputError
@@ -66,6 +67,7 @@ Count = Annotated[int | None, _devices(min=1, metavar="N", help="Devices to use 
 @app.command(epilog=_EPILOG)
 def infer(
     model: Annotated[str, typer.Option(metavar="NAME", help="A folder as for `plait generate`, a config.json, or a public model.")],
+    adapter: Adapters = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="Of every prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS, metavar="N", help="That every prompt gets.")] = 128,
     requests: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="Prompts at once, as --batch-size of generate.")] = 1,
@@ -104,7 +106,7 @@ def infer(
     on = devices_here() if target is None else devices_of(target, nproc_per_node)
     if not on.on_gpu:
         refuse_given({"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}, "is for GPUs", "name some with --gpu, or leave it out")
-    source, unloaded = _model(model, dtype)
+    source, unloaded = _model(model, one_of(adapter), dtype)
     check_positions(
         getattr(unloaded, "config", None),
         prompt_tokens + new_tokens,
@@ -128,7 +130,7 @@ def infer(
     _show(model, work, unloaded, form, found, passes, copies, predicted, lengths, on)
 
 
-def _model(name: str, dtype: Dtype) -> tuple[Source | None, nn.Module]:
+def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None, nn.Module]:
     """A folder with weights, or a configuration, or a public model; on meta."""
     import torch
 
@@ -141,8 +143,10 @@ def _model(name: str, dtype: Dtype) -> tuple[Source | None, nn.Module]:
     path = Path(name)
     only_described = is_of_transformers(path) and not any(path.glob("*.safetensors"))
     if path.is_dir() and not only_described:
-        source = open_source(path)
+        source = open_source(path, adapter)
         return source, source.model(wanted)
+    if adapter is not None:
+        raise InputError(f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none")
     if only_described or path.is_file():
         return None, described(path, dtype=wanted)
     public = named(name)
@@ -188,7 +192,7 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
     if account.in_files and files is None:
         if target is not None or work.source is None or work.source.checkpoint is not None:
             raise InputError("--disk: weights are read from files in this plan, and there are none to measure; say how many GB/s")
-        tensors = list(tensors_of(work.source).values())
+        tensors = list(tensors_of(work.source, work.model).values())
         files, how = measure_files(tensors, total=account.in_files)
         if not on.on_gpu and not comes_from_disk(account.in_files):
             dtype, requests = compute_dtype(work.model), lengths["requests"]

@@ -1,0 +1,131 @@
+"""Tokens of a model with PEFT's adapters are PEFT's on one process, on every layout that trains it; what would be wrong is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import InputError
+from plait.verify.keep_float64 import keeping_float64
+from tests.parity import cases
+from tests.parity.layouts import FOUR, TWO
+from tests.parity.test_generate import NEW, PROMPTS
+from tests.pool import Pool
+
+pytest.importorskip("peft")
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 8},
+    "ranks and scales": {"r": 2, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 32}, "use_rslora": True},
+    "dora": {"r": 3, "use_dora": True},
+    "modules_to_save": {"r": 2, "modules_to_save": ["lm_head"]},
+}
+SPLIT = ("lora", "ranks and scales")
+"""Those that tensor parallelism splits."""
+TWO_RANKS = [name for name in TWO if name != "sequence parallel"]
+FOUR_RANKS = ["tp x pp", "pp x ZeRO 3", "hybrid sharding"]
+
+
+def base() -> Any:
+    """With weights, the same on every rank, and without an end."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = cases.transformers_config("llama", tied=False, layers=4)
+    config.update({"eos_token_id": None, "initializer_range": 0.3})
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def adapted(kind: str) -> Any:
+    """With a second adapter that is not active, and what PEFT adds different from what it begins with."""
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(base(), LoraConfig(target_modules=LINEAR, task_type="CAUSAL_LM", **KINDS[kind]))
+    if kind == "lora":
+        made.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter) * 0.2)
+    return made
+
+
+def by_peft(kind: str, *, active: bool = True) -> list[list[int]]:
+    """New tokens of PROMPTS, of one process."""
+    model = adapted(kind).eval()
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    of = model if active else model.get_base_model()
+    if not active:
+        model.base_model.disable_adapter_layers()
+    with keeping_float64(model):
+        return of.generate(input_ids=ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)[:, longest:].tolist()
+
+
+def generated(rank: int, world: int, kind: str, layouts: list[str]) -> dict[str, Any]:
+    """By layout: prompts and new tokens, with a cache and without. Runs in a worker."""
+    found = {}
+    for name in layouts:
+        model = adapted(kind)
+        with keeping_float64(model):
+            engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]}, loss_fn=plait.causal_lm_loss)
+            try:
+                mine = PROMPTS[engine.sharded.mesh.dp_index :: engine.dp_size]
+                assert engine.sharded.new_cache() is not None
+                ways = [engine.generate(mine, max_new_tokens=NEW, use_cache=cached) for cached in (True, False)]
+                found[name] = [(one.prompt_ids, one.token_ids) for made in ways for one in made]
+            finally:
+                engine.close()
+    return found
+
+
+def compare(results: list[dict[str, Any]], kind: str) -> None:
+    expected = dict(zip(map(tuple, PROMPTS), by_peft(kind), strict=True))
+    assert list(expected.values()) != by_peft(kind, active=False)
+    for rank, found in enumerate(results):
+        for name, rows in found.items():
+            assert all(tokens == expected[tuple(prompt)] for prompt, tokens in rows), (kind, rank, name)
+
+
+def test_two_ranks(pool: Pool) -> None:
+    compare(pool.run(2, generated, "lora", TWO_RANKS), "lora")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lora"])
+def test_other_kinds(pool: Pool, kind: str) -> None:
+    compare(pool.run(2, generated, kind, ["tp", "ZeRO 3"] if kind in SPLIT else ["ZeRO 3", "pp"]), kind)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ranks(pool: Pool, kind: str) -> None:
+    compare(pool.run(4, generated, kind, [name for name in FOUR_RANKS if kind in SPLIT or "tp" not in name]), kind)
+
+
+def test_prompts_that_are_learnt_are_refused() -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, token_dim=32, num_layers=4, num_attention_heads=4)
+    engine = plait.initialize(get_peft_model(base(), config), {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    try:
+        with pytest.raises(InputError, match="PROMPT_TUNING puts 3 virtual tokens before the prompt"):
+            engine.generate(PROMPTS, max_new_tokens=2)
+    finally:
+        engine.close()
+
+
+def test_an_adapter_that_begins_at_some_tokens_is_refused() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(base(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 17]))
+    engine = plait.initialize(made, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    try:
+        with pytest.raises(InputError, match="alora_invocation_tokens"):
+            engine.generate(PROMPTS, max_new_tokens=2)
+    finally:
+        engine.close()

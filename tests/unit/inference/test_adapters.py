@@ -1,0 +1,227 @@
+"""A folder of PEFT's LoRA on a model for inference has the numbers of PEFT in Transformers: in memory, streamed, quantised."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import CheckpointError, InputError
+from plait.inference.load import load_model
+from plait.inference.quantised import dequantise, layers_to_quantise, quantise
+from plait.inference.source import Source, open_source
+from plait.inference.streamed import load_streamed
+from plait.sharded.model import ShardedModel
+from tests.integration.model_folder import model_folder
+
+peft = pytest.importorskip("peft")
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROMPTS = [[5, 17, 33, 2, 90], [8, 3], [71, 12, 12]]
+SMALL, OTHER = 280 << 10, 10 << 10
+"""A budget that streams layers of the small model, and the part of it for other things than weights."""
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 8},
+    "ranks and scales": {"r": 2, "rank_pattern": {"o_proj": 5}, "alpha_pattern": {"up_proj": 32}, "use_rslora": True},
+    "dora": {"r": 3, "use_dora": True},
+    "some layers": {"r": 2, "layers_to_transform": [1, 4]},
+    "in full": {"r": 2, "modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("llama"))
+
+
+def saved(base: Path, folder: Path, **fields: Any) -> Path:
+    """An adapter whose part of every layer is not zero."""
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": LINEAR, **fields})
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
+    made.save_pretrained(folder)
+    return folder
+
+
+Found = tuple[list[list[int]], torch.Tensor]
+
+
+def by_peft(base: Path, adapter: Path | None, *, quant: str | None = None, dtype: Any = None) -> Found:
+    """New tokens and their log-probabilities, on one process by Transformers; of a model whose weights are those of the codes."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    with torch.no_grad():
+        for name in layers_to_quantise(model) if quant else ():
+            weight = model.get_submodule(name).weight
+            weight.copy_(dequantise(*quantise(weight, quant or ""), weight.dtype))
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 10, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made = model.eval().generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **options)
+    tokens = made.sequences[:, longest:]
+    return tokens.tolist(), torch.log_softmax(torch.stack(made.logits, 1).float(), -1).gather(2, tokens.unsqueeze(2))[..., 0]
+
+
+def of(sharded: ShardedModel) -> Found:
+    made = plait.generate(sharded, PROMPTS, max_new_tokens=10, temperature=0, eos_token_id=[10**6], pad_token_id=0)
+    sharded.close()
+    return [one.token_ids for one in made], torch.tensor([one.logprobs for one in made])
+
+
+def streamed(source: Source, quant: str | None = None, scratch: Path | None = None, budget: int = SMALL) -> tuple[Found, int]:
+    """And how many layers were."""
+    sharded, plan = load_streamed(source, budget_bytes=budget, other_bytes=OTHER, quant=quant, scratch=scratch)
+    return of(sharded), len(plan.streamed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
+    adapter = saved(base, tmp_path / "adapter", **KINDS[kind])
+    tokens, logprobs = by_peft(base, adapter)
+    assert tokens != by_peft(base, None)[0]
+    source = open_source(base, adapter)
+    resident = of(load_model(source))
+    assert resident[0] == tokens and (resident[1] - logprobs).abs().max() <= 1e-5
+    found, layers = streamed(source)
+    assert layers >= 2 and found[0] == tokens and torch.equal(found[1], resident[1])
+
+
+def test_16_bits(base: Path, tmp_path: Path) -> None:
+    """PEFT computes the adapter of such a model in float32."""
+    adapter = saved(base, tmp_path / "adapter", **KINDS["lora"])
+    tokens, logprobs = by_peft(base, adapter, dtype=torch.bfloat16)
+    found = of(load_model(open_source(base, adapter), dtype=torch.bfloat16))
+    assert found[0] == tokens and torch.equal(found[1], logprobs.double().float())
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantised_layers(quant: str, base: Path, tmp_path: Path) -> None:
+    adapter = saved(base, tmp_path / "adapter", **KINDS["lora"])
+    tokens, logprobs = by_peft(base, adapter, quant=quant)
+    found = of(load_model(open_source(base, adapter), quant=quant))
+    assert found[0] == tokens and (found[1] - logprobs).abs().max() <= 1e-4
+    again, layers = streamed(open_source(base, adapter), quant, tmp_path, budget=156 << 10)
+    assert layers >= 2 and again[0] == tokens and torch.equal(again[1], found[1])
+
+
+def test_the_adapter_is_counted(base: Path, tmp_path: Path) -> None:
+    """What it takes stays in memory, so more layers are streamed."""
+    small, large = (open_source(base, saved(base, tmp_path / str(rank), r=rank)) for rank in (1, 24))
+    plans = [load_streamed(one, budget_bytes=450 << 10, other_bytes=OTHER) for one in (small, large)]
+    for sharded, _ in plans:
+        sharded.close()
+    assert len(plans[0][1].streamed) < len(plans[1][1].streamed)
+    assert all(plan.resident_bytes + plan.slot_bytes + OTHER <= 450 << 10 for _, plan in plans)
+    with pytest.raises(InputError, match=r"give at least"):
+        load_streamed(open_source(base, saved(base, tmp_path / "96", r=96)), budget_bytes=SMALL, other_bytes=OTHER)
+
+
+def test_a_folder_of_the_adapter_names_its_base(base: Path, tmp_path: Path) -> None:
+    adapter = saved(base, tmp_path / "adapter", **KINDS["lora"])
+    assert of(load_model(open_source(adapter)))[0] == by_peft(base, adapter)[0]
+    with pytest.raises(InputError, match="is an adapter itself"):
+        open_source(adapter, adapter)
+    changed(adapter, base_model_name_or_path="someone/model")
+    with pytest.raises(InputError, match="'someone/model', which it names as its base, is no folder here; give --model BASE --adapter"):
+        open_source(adapter)
+
+
+def changed(adapter: Path, **fields: Any) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+
+
+@pytest.fixture(scope="module")
+def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(base, tmp_path_factory.mktemp("adapter"), **KINDS["lora"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"peft_type": "IA3"}, "is of the kind IA3, and LORA is supported"),
+        ({"alora_invocation_tokens": [3, 4]}, r"alora_invocation_tokens = \[3, 4\] is not supported"),
+        ({"layer_replication": [[0, 4], [2, 6]]}, "layer_replication"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"a_later_field": {"x": 1}}, "a_later_field"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' has changed the base model's weights, too"),
+        ({"target_modules": ["no_such"]}, "PEFT cannot put it on the model"),
+        ({"target_modules": ["q_proj"]}, "which the model does not have; is it another model's"),
+        ({"r": 5}, r"the model's is \[5, 64\]"),
+        ({"lora_bias": True}, "lacks .* of its tensors, first model.layers.0"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], words: str, base: Path, plain: Path, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(plain, tmp_path / "adapter"))
+    changed(adapter, **fields)
+    with pytest.raises(InputError, match=words):
+        open_source(base, adapter).model()
+
+
+def test_folders_that_are_none(base: Path, plain: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no adapter_config\.json"):
+        open_source(base, tmp_path)
+    adapter = Path(shutil.copytree(plain, tmp_path / "adapter"))
+    (adapter / "adapter_model.safetensors").write_bytes(b"no such file")
+    with pytest.raises(CheckpointError, match="is no readable safetensors file"):
+        open_source(base, adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"has no adapter_model\.safetensors"):
+        open_source(base, adapter)
+    (adapter / "adapter_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is no configuration of PEFT"):
+        open_source(adapter)
+
+
+def test_what_dora_and_tied_weights_exclude(base: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dora = open_source(base, saved(base, tmp_path / "dora", **KINDS["dora"]))
+    with pytest.raises(InputError, match="reads the dense weights of its layer"):
+        load_model(dora, quant="int8")
+    config = AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tied")
+    made = saved(tmp_path / "tied", tmp_path / "head", **KINDS["in full"])
+    with pytest.raises(InputError, match=r"has trained .* in full, and the model ties it"):
+        open_source(tmp_path / "tied", made).model()
+    assert of(load_model(open_source(tmp_path / "tied", saved(tmp_path / "tied", tmp_path / "lora", r=3))))[0]
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    """Whose linear layers have their weights the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=120, n_embd=32, n_layer=4, n_head=4, n_positions=64, initializer_range=0.3, eos_token_id=None)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    adapter = saved(tmp_path / "base", tmp_path / "adapter", r=3, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    tokens, _ = by_peft(tmp_path / "base", adapter)
+    assert tokens != by_peft(tmp_path / "base", None)[0]
+    source = open_source(tmp_path / "base", adapter)
+    assert of(load_model(source))[0] == tokens
+    found, layers = streamed(source, budget=200 << 10)
+    assert layers and found[0] == tokens
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
