@@ -12,10 +12,11 @@ from plait.errors import InputError
 from plait.verify.keep_float64 import keeping_float64
 from tests.parity import cases
 from tests.parity.layouts import FOUR, TWO
-from tests.parity.test_generate import NEW, PROMPTS
 from tests.pool import Pool
 
 pytest.importorskip("peft")
+NEW = 8
+PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 8},
