@@ -105,7 +105,7 @@ def files() -> dict[str, str | bytes]:
         "toml.toml": "a = 1",
         "py.py": "x = 1",
         "secret.json": '{"wandb": {"api_key": "x"}}',
-        "acc.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n",
+        "acc.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}\n",
         "ds.json": '{"train_batch_size": 8}',
         # clusters, hosts, models, tables
         "c1.json": "{}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
+from plait.config.resolving.convert import convert
 from plait.verify.parity import whole
 from tests.parity import trainers
 from tests.pool import Pool
@@ -80,11 +82,34 @@ def test_any_layout(pool: Pool, axis: str) -> None:
         close(ours, (losses, dict(model.named_parameters())))
 
 
-def test_flags_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_flags_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (text,) = re.findall(r"^```yaml\n# accelerate.yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "accelerate.yaml").write_text(text)
     lines = [line for line in PAGE.splitlines() if line.startswith("plait config")]
-    assert len(lines) == 2
+    assert len(lines) == 4
     for line in lines:
         with pytest.raises(SystemExit) as end:
             main(shlex.split(line)[1:])
         assert end.value.code == 0
+
+
+ROWS = re.findall(r"^\| `([^`]*)` \| `(\{\"[^`]*)` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [row for row in ROWS if row[0].startswith(("{", "--"))])
+def test_a_row(tmp_path: Path, theirs: str, ours: str) -> None:
+    """What a table says of a file is all that becomes of it, besides `run.processes`; of flags, besides Megatron's own defaults."""
+    wanted = json.loads(ours)
+    if theirs.startswith("{"):
+        (tmp_path / "file.yaml").write_text(theirs)
+        tree = convert(tmp_path / "file.yaml").tree
+        assert {name: value for name, value in tree.items() if name != "run"} == wanted
+    else:
+        conversion = convert(shlex.split(theirs))
+        assert {name: conversion.tree[name] for name in wanted} == wanted
+        assert not conversion.problems
+
+
+def test_there_are_rows_of_both() -> None:
+    assert sum(theirs.startswith("{") for theirs, _ in ROWS) == 9 and sum(theirs.startswith("--") for theirs, _ in ROWS) == 11

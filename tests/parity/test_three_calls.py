@@ -12,16 +12,10 @@ import plait
 from plait.verify.parity import whole
 from tests.parity import cases, tensor_parallel
 from tests.parity.data_parallel import CLIPPING, materialised, settings
+from tests.parity.mean_losses import Weights, close, mean_loss
 from tests.pool import Pool
 
-Weights = dict[str, torch.Tensor]
 STEPS, ACCUMULATION = 3, 2
-
-
-def mean_loss(model: Any, piece: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Mean over the micro-batch's targets, and how many there are."""
-    total, weight = plait.causal_lm_loss(model(piece["input_ids"]), piece)
-    return total / max(int(weight), 1), int(weight)
 
 
 def reference(world: int, *, weighted: bool, clipping: float) -> Weights:
@@ -74,12 +68,6 @@ def own_loop(rank: int, world: int, stage: int) -> Weights:
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p) for name, p in model.named_parameters()}
-
-
-def close(found: Weights, wanted: Weights) -> None:
-    """Within rounding of float64."""
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # The side branch is unused here, so in a loop of one's own its sharded gradient is zero instead of None (AdamW then decays it); the

@@ -1,5 +1,5 @@
-"""`plait config`: what a configuration file means (`explain`), and what one may contain (`schema`). Prints the results of
-`plait.config`."""
+"""`plait config`: what a configuration file means (`explain`), one of another program as Plait's (`convert`), and what one may contain
+(`schema`). Prints the results of `plait.config`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rich.table import Table
 
 from plait.cli.options import Json, Set, count
 from plait.cli.planning.tables import aligned
-from plait.config.dialects.megatron import read_flags
+from plait.config.resolving.convert import convert
 from plait.config.resolving.degrees import processes
 from plait.config.resolving.explain import Explanation, explain
 from plait.config.resolving.json_schema import json_schema
-from plait.config.resolving.resolve import load
+from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, InputError
 from plait.observe.files import require_writable, write_text
 
 app = typer.Typer(
-    help="What a configuration file means, and what one may contain.",
+    help="What a configuration file means, one of another program as Plait's, and what one may contain.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,9 +40,7 @@ def explain_command(
     as_json: Json = False,
 ) -> None:
     """Print every key of FILE with its meaning, and every resolved value with its source. Exit code 2 if FILE cannot be run."""
-    if len(source) > 1 and not source[0].startswith("--"):
-        raise typer.BadParameter(f"one FILE is explained at a time and {len(source)} are given: {' '.join(source)}", param_hint="FILE")
-    explanation = explain(source if source[0].startswith("--") else source[0], overrides or (), world_size=world_size)
+    explanation = explain(_one_source(source), overrides or (), world_size=world_size)
     if as_json:
         problems = [{**asdict(problem), "message": str(problem)} for problem in explanation.problems]
         typer.echo(json.dumps({**asdict(explanation), "problems": problems}, indent=2, default=str))
@@ -54,22 +52,51 @@ def explain_command(
         raise ConfigError(*explanation.problems)
 
 
-@app.command("from-megatron")
-def from_megatron_command(
-    flags: Annotated[list[str], typer.Argument(metavar="-- FLAGS", help="Megatron-LM's flags, after `--`.")],
+@app.command("convert")
+def convert_command(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE", help="A file of DeepSpeed, of Accelerate, or the Trainer's fsdp_config; or, after `--`, Megatron's flags."
+        ),
+    ],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="A new file to write. (default: standard output)")] = None,
+    overrides: Set = None,
 ) -> None:
-    """Write Megatron-LM's flags, with its defaults, as a file for `plait train` and `plait.initialize`."""
+    """Write FILE as a file for `plait train` and `plait.initialize`, and print what became of each of its keys."""
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     require_writable("--out", out)
-    load(flags)
-    text = json.dumps(read_flags(flags).tree, indent=2)
+    conversion = convert(_one_source(source), overrides or ())
+    rows: list[tuple[str, ...]] = [("key", "value", "Plait's", "note")]
+    rows += [(row.key, _shown(row.value), *_became(row)) for row in conversion.keys]
+    for line in aligned(rows, most={1: 40}):
+        typer.echo(line, err=out is None)  # standard output has the file
+    if conversion.problems:
+        raise ConfigError(*conversion.problems)
+    text = json.dumps(conversion.tree, indent=2)
     if out is None:
         typer.echo(text)
         return
     write_text("--out", out, text + "\n")
-    typer.echo(f"wrote {out}; add the sections model and data for `plait train {out}`, and see `plait config explain {out}`")
+    missing = [name for name in ("model", "data") if name not in conversion.tree]
+    adding = f"add the sections {' and '.join(missing)} for `plait train {out}`, and " if missing else ""
+    typer.echo(f"\nwrote {out}; {adding}see `plait config explain {out}`")
+
+
+def _became(row: Row) -> tuple[str, str]:
+    """(our field, note) of one key of theirs."""
+    if row.status in (Status.SUPPORTED, Status.RENAMED):
+        note = row.meaning.removeprefix(row.path).strip(" ,")
+        return row.path or "-", note.removeprefix("(").removesuffix(")") if note.startswith("(") else note
+    return "-", f"{row.status}: {row.meaning}" if row.status != Status.COMMENT else row.meaning
+
+
+def _one_source(source: list[str]) -> str | list[str]:
+    """The file, or the flags."""
+    if len(source) > 1 and not source[0].startswith("--"):
+        raise typer.BadParameter(f"one FILE is read at a time and {len(source)} are given: {' '.join(source)}", param_hint="FILE")
+    return source if source[0].startswith("--") else source[0]
 
 
 @app.command("schema")

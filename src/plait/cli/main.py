@@ -139,7 +139,7 @@ def _refuse_command_line(error: Any, given: Sequence[str]) -> NoReturn:
         sys.exit(error.exit_code)
     rule = error.format_message().rstrip(".")
     if given[:1] == ["train"] and "--" in given and any(token.startswith("--") for token in given[given.index("--") + 1 :]):
-        rule = "a run is a file; write Megatron-LM's flags to one by `plait config from-megatron --out run.json -- FLAGS`"
+        rule = "a run is a file; write Megatron-LM's flags to one by `plait config convert --out run.json -- FLAGS`"
     names = list(getattr(parameter, "opts", ()))
     if names and type(error).__name__ == "BadParameter":
         rule = str(error.message).rstrip(".").replace("Input should be", "must be").replace("Value error, ", "")

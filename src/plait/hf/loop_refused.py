@@ -13,7 +13,7 @@ _ARGUMENTS = {
     "fsdp_plugin": f'{_FILE}: {{"zero_optimization": {{"stage": 3}}}}',
     "torch_tp_plugin": f'{_FILE}: {{"parallel": {{"tp": 2}}}}',
     "parallelism_config": f'{_FILE}: {{"parallel": {{"tp": 2}}}}',
-    "megatron_lm_plugin": f'{_FILE}: {{"parallel": {{"tp": 2}}}}; flags of Megatron-LM: plait config from-megatron',
+    "megatron_lm_plugin": f'{_FILE}: {{"parallel": {{"tp": 2}}}}; flags of Megatron-LM: plait config convert',
     "dynamo_backend": f'{_FILE}: {{"compile": {{"enabled": true}}}}',
     "dynamo_plugin": f'{_FILE}: {{"compile": {{"enabled": true}}}}',
     "deepspeed_plugins": "one model is trained; give plait_config= one configuration",

@@ -90,7 +90,7 @@ def test_a_wrong_file_shows_its_keys_then_every_problem_without_a_traceback(file
         (["{file}", "--set", "nonsense"], "--set = 'nonsense': an override is a dotted key"),
         (["{file}", "--world-size", "3"], "tp 2 = 2 and 3 % 2 = 1; start 2 or 4 processes"),
         (["{file}", "--world-size", "0"], "greater than or equal to 1"),
-        (["{file}", "{file}"], "one FILE is explained at a time and 2 are given"),
+        (["{file}", "{file}"], "one FILE is read at a time and 2 are given"),
         ([], "Missing argument"),
         (["--", "--tensor-model-paralel-size", "4"], "did you mean --tensor-model-parallel-size?"),
     ],
@@ -126,11 +126,79 @@ def test_megatrons_flags_become_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "run.json"
     for _ in range(2):  # the second time it exists
         with pytest.raises(SystemExit) as end:
-            main(["config", "from-megatron", "--out", str(file), "--", *flags])
+            main(["config", "convert", "--out", str(file), "--", *flags])
     assert end.value.code == 2 and "exists" in capsys.readouterr().err
     read, meant = load(file), load(flags)
     assert read.model_dump() == meant.model_dump()
     assert read.scheduler is not None and read.scheduler.params["wsd_decay_steps"] == 10
     with pytest.raises(SystemExit) as end:
         main(["train", "--", *flags])
-    assert end.value.code == 2 and "plait config from-megatron" in capsys.readouterr().err
+    assert end.value.code == 2 and "plait config convert" in capsys.readouterr().err
+
+
+ACCELERATE = """distributed_type: FSDP
+machine_rank: 0
+mixed_precision: bf16
+num_processes: 4
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_use_orig_params: true
+parallelism_config:
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 2
+"""
+CONVERTED = {
+    "zero_optimization": {"stage": 3},
+    "parallel": {"dp_replicate": 1, "dp_shard": 2, "tp": 2},
+    "bf16": {"enabled": True},
+    "run": {"processes": 4},
+}
+
+
+def test_a_file_of_accelerate_becomes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"
+    source.write_text(ACCELERATE)
+    code, table, err = run("convert", str(source), "--out", str(out), capsys=capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(out.read_text()) == CONVERTED
+    rows = {line.split()[0]: line.split(maxsplit=3)[1:] for line in table.splitlines()[:-2]}
+    assert rows["key"] == ["value", "Plait's", "note"]
+    assert rows["fsdp_config.fsdp_reshard_after_forward"] == ["true", "zero_optimization.stage"]
+    assert rows["parallelism_config.parallelism_config_tp_size"] == ["2", "parallel.tp"]
+    assert rows["machine_rank"] == ["0", "-", "ignored: an option of the launcher; see `plait launch --help`"]
+    assert "(left out)" in table and "Accelerate's default" in table
+    assert table.splitlines()[-1].startswith(f"wrote {out}; add the sections model and data")
+    code, _, err = run("convert", str(source), "--out", str(out), capsys=capsys)
+    assert code == 2 and "exists; give another name" in err
+
+
+def test_without_out_the_file_is_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "accelerate.yaml"
+    source.write_text(ACCELERATE)
+    code, out, err = run("convert", str(source), "--set", "parallel.tp=1", capsys=capsys)
+    assert code == 0 and "machine_rank" in err
+    assert json.loads(out) == {**CONVERTED, "parallel": {"dp_replicate": 1, "dp_shard": 2, "tp": 1}}
+
+
+def test_what_cannot_be_converted_is_listed_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "accelerate.yaml", tmp_path / "run.json"
+    source.write_text(ACCELERATE.replace("num_processes", "num_procesess").replace("bf16", "fp8"))
+    code, table, err = run("convert", str(source), "--out", str(out), capsys=capsys)
+    assert code == 2 and not out.exists()
+    assert "refused: unknown key of Accelerate" in table and "refused: this release computes in fp16" in table
+    assert "num_procesess = 4: unknown key of Accelerate; did you mean num_processes?" in err and "mixed_precision = 'fp8'" in err
+    assert "Traceback" not in err
+
+
+def test_a_deepspeed_file_becomes_a_file_without_what_is_ignored(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("convert", file, capsys=capsys)
+    assert code == 0
+    wanted = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "parallel": {"tp": 2}}
+    assert json.loads(out) == wanted
+    assert [line.split()[2] for line in err.splitlines()[1:]] == [
+        "zero_optimization.stage",
+        "-",
+        "parallel.tp",
+        "train_micro_batch_size_per_gpu",
+    ]

@@ -329,3 +329,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["optimizer.params.max_grad_norm"],
     ),
 }
+
+
+def leaves(tree: dict[str, Any], at: str = "") -> list[str]:
+    """The dotted paths of all values."""
+    found = []
+    for name, value in tree.items():
+        found += leaves(value, f"{at}{name}.") if isinstance(value, dict) else [f"{at}{name}"]
+    return found

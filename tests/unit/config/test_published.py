@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from plait.config.resolving.explain import explain, values_of
 from plait.config.resolving.resolve import resolve
 from plait.errors import ConfigError
 from tests.unit.config.cases import load
-from tests.unit.config.published import ACCEPTED, REFUSED
+from tests.unit.config.published import ACCEPTED, REFUSED, leaves
 
 CALLER = {"train_micro_batch_size_per_gpu": 2, "bf16.enabled": True}
 
@@ -31,13 +29,6 @@ def test_refused(name: str) -> None:
         resolve(load(tree), world_size=4, auto=CALLER)
     assert [problem.field for problem in error.value.problems] == keys
     assert all(problem.rule and problem.remedy for problem in error.value.problems)
-
-
-def leaves(tree: dict[str, Any], at: str = "") -> list[str]:
-    found = []
-    for name, value in tree.items():
-        found += leaves(value, f"{at}{name}.") if isinstance(value, dict) else [f"{at}{name}"]
-    return found
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, *REFUSED])

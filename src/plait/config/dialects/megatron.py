@@ -8,49 +8,21 @@ schedule are described as soon as a flag says something of them, which then take
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config.dialects.examine import Examined, at_path
 from plait.config.dialects.keys import nearest
 from plait.config.dialects.megatron_flags import DEFAULTS, DISTRIBUTED, FLAGS, LAYERS_PER_STAGE, OF_BF16, OF_FP16, OF_OPTIMIZER, Flag
-from plait.config.reading.source import Document, scalar
+from plait.config.dialects.translated import Said, Translated, put
+from plait.config.reading.source import scalar
 from plait.config.schema.provenance import Row, Status
 from plait.errors import ConfigError, Problem
 
 
-@dataclass(frozen=True)
-class Flags(Document):
-    """A command line, as the tree that it sets."""
-
-    rows: tuple[Row, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    written: dict[str, str] = field(default_factory=dict)
-    """Path in the tree -> the flag."""
-    defaults: frozenset[str] = frozenset()
-    """Paths that no flag set: Megatron-LM's defaults."""
-
-    def describe(self, found: Examined) -> None:
-        """Make `found` tell the flags instead of the keys that they became."""
-        found.deepspeed = False
-        found.rows[:] = [*self.rows, *(row for row in found.rows if row.key not in self.written and row.key not in self.defaults)]
-        found.problems[:0] = self.problems
-        for path, origin in found.origins.items():
-            flag = self.written.get(path)
-            if flag is not None and origin == "file":
-                found.written[path], found.origins[path] = flag, f"flag: {flag}"
-            else:
-                found.origins[path] = origin.replace("file", "flags")
-        for path in self.defaults:
-            if at_path(found.tree, path) == at_path(self.tree, path):
-                found.origins[path] = "Megatron's default"
-
-
-def read_flags(tokens: Sequence[str]) -> Flags:
+def read_flags(tokens: Sequence[str]) -> Translated:
     """The tree that a list of flags sets. Raises ConfigError where the list is no list of flags; other problems are collected."""
     rows: list[Row] = []
     problems: list[Problem] = []
-    said: dict[str, tuple[str, Any]] = {}
+    said: Said = {}
     for shown, values in _split(tokens):
         flag = FLAGS.get(shown[2:].replace("-", "_"))
         if flag is None:
@@ -73,11 +45,7 @@ def read_flags(tokens: Sequence[str]) -> Flags:
     return _finish(said, rows, problems)
 
 
-Said = dict[str, tuple[str, Any]]
-"""Path -> (flag, value)."""
-
-
-def _finish(said: Said, rows: list[Row], problems: list[Problem]) -> Flags:
+def _finish(said: Said, rows: list[Row], problems: list[Problem]) -> Translated:
     _sharding(said, problems)
     _stages(said, problems)
     first, second = said.pop("optimizer.params.beta1", None), said.pop("optimizer.params.beta2", None)
@@ -89,12 +57,8 @@ def _finish(said: Said, rows: list[Row], problems: list[Problem]) -> Flags:
     defaults = {path: value for path, value in _defaults(said, problems).items() if path not in said}
     tree: dict[str, Any] = {}
     for target, value in {**{path: value for path, (_, value) in said.items()}, **defaults}.items():
-        *parents, last = target.split(".")
-        place = tree
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
-    return Flags("the command line", tree, tuple(rows), tuple(problems), written, frozenset(defaults))
+        put(tree, target, value)
+    return Translated("the command line", tree, "Megatron", "flag", tuple(rows), tuple(problems), written, frozenset(defaults))
 
 
 def _sharding(said: Said, problems: list[Problem]) -> None:

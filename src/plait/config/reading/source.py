@@ -12,6 +12,7 @@ import binascii
 import copy
 import difflib
 import json
+import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,12 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
     text = _text_of(path)
     parse = _parse_yaml if path.suffix.lower() in (".yaml", ".yml") else _parse_json
     return Document(str(path), _as_tree(parse(text, str(path)), str(path)))
+
+
+def read_named(named: str, by: Document) -> Document:
+    """The file that a value of another file names, as a path from the working folder or else from that file's. Raises ConfigError."""
+    beside = os.path.join(os.path.dirname(by.name), named)
+    return read(Path(beside if not _is_file(named) and _is_file(beside) else named))
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any]:

@@ -136,7 +136,8 @@ class Resolved(Policy):
 def load(source: Source | Config, overrides: Sequence[str] = ()) -> Config:
     """A checked configuration; it may still say "auto".
 
-    `source` is a path to JSON (comments allowed) or YAML, a mapping, DeepSpeed's base64, or a list of Megatron flags.
+    `source` is a path to JSON (comments allowed) or YAML, of Plait, DeepSpeed, Accelerate or the Trainer's fsdp_config; a mapping,
+    DeepSpeed's base64, or a list of Megatron flags.
     `overrides` are `a.b=c` texts that win over the file, whatever name the file uses for the setting. Raises ConfigError with every
     problem.
     """
@@ -160,10 +161,7 @@ def look(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, Exami
         document = megatron.read_flags(source)
     else:
         raise TypeError(f"a configuration is a path, a mapping or a list of Megatron's flags, not {type(source).__name__}")
-    found = examine(document, [parse_override(text) for text in overrides])
-    if isinstance(document, megatron.Flags):
-        document.describe(found)
-    return document, found
+    return document, examine(document, [parse_override(text) for text in overrides])
 
 
 def finish(document: Document, found: Examined) -> Config:

@@ -362,20 +362,3 @@ def test_overrides_that_make_no_sense() -> None:
     config = load({})
     with pytest.raises(ConfigError, match="apply to a file or a mapping"):
         load(config, ["train_batch_size=3"])  # type: ignore[arg-type]
-
-
-# ---- files of other programs --------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_of_accelerate_is_told_apart_with_what_to_write() -> None:
-    (problem,) = problems(
-        {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": True},
-            "mixed_precision": "bf16",
-        }
-    )
-    assert problem.endswith('write {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "bf16": {"enabled": true}}')
-    (problem,) = problems({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds_zero3.json"}})
-    assert problem.endswith("give the file that it names: ds_zero3.json")
