@@ -71,7 +71,7 @@ class ContextParallel(Technique):
         )
         refuse(Problem("parallel.cp", cp, rule, f"{remedy}, or use 1") for applies, rule, remedy in rules if applies)
         if context.model is not None:
-            refuse_unknown_model(context.model, cp=cp, kind=self.context, tp=context.layout.tp)
+            refuse_unknown_model(context.model, cp=cp, kind=self.context, tp=context.layout.tp, device_type=context.device_type)
 
     def layout(self, ranks: int, rank: int) -> SequenceLayout:
         """Which tokens a rank has: one run of them where each rank computes all tokens of its heads, otherwise an equal share of the work
@@ -86,7 +86,7 @@ class ContextParallel(Technique):
         model: Any = parts.model
         place = Place(self.layout(mesh.layout.cp, mesh.coordinates["cp"]), group)
         before = model.config._attn_implementation
-        interface.install(model, PartialAttention(self.context, place, fused=before == "sdpa"))
+        interface.install(model, PartialAttention(self.context, place, before))
         return parts.with_notes(Installed(before, place))
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ConfigError, ModelError, Problem
+from plait.parallel.context.flash import IMPLEMENTATIONS
 from plait.parallel.context.kinds import Kind
 
 FAMILIES = (
@@ -21,18 +22,20 @@ FAMILIES = (
 """`config.model_type` of the causal language models that are compared with one process."""
 WITHOUT_DOCUMENTS = ("gpt_oss",)
 """Those whose masks Transformers makes without `position_ids`: documents in one row see each other, which one process does not tell."""
-KERNELS = ("sdpa", "eager")
-"""What computes attention: SDPA's kernels, or products and a softmax."""
+KERNELS = ("sdpa", "eager", "flex_attention", *IMPLEMENTATIONS)
+"""What computes attention: SDPA's kernels, products and a softmax, FlexAttention, or FlashAttention."""
+WITHOUT_FLEX_BACKWARD = ("cpu",)
+"""Device types for which torch's FlexAttention raises NotImplementedError where it would need a backward."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow from the longest position of a batch."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _LAYERS = ("full_attention", "sliding_attention")
 
 
-def refuse_unknown_model(model: nn.Module, *, cp: int, kind: Kind, tp: int) -> None:
-    """Raise ModelError or ConfigError for a model that would not compute what one process does."""
+def refuse_unknown_model(model: nn.Module, *, cp: int, kind: Kind, tp: int, device_type: str) -> None:
+    """Raise ModelError or ConfigError for a model that would not compute what one process does, on devices of that type."""
     config: Any = getattr(model, "config", None)
-    reason = _unknown(model, config) or next(_unfit(config), None)
+    reason = _unknown(model, config) or next(_unfit(config), None) or _kernel(config, kind, device_type)
     if reason is not None:
         raise ModelError(f"parallel.cp = {cp}: {type(model).__name__} {reason}, or parallel.cp = 1")
     heads = config.num_attention_heads
@@ -54,9 +57,26 @@ def _unknown(model: nn.Module, config: Any) -> str | None:
         return f"(model_type {kind!r}) is not among the causal language models that are compared with one process: {', '.join(FAMILIES)}"
     if config._attn_implementation not in KERNELS:
         return (
-            f"computes attention with {config._attn_implementation!r}, and parts are put together with SDPA's kernels or plain products; "
-            'use attn_implementation="sdpa" or "eager"'
+            f"computes attention with {config._attn_implementation!r}, which does not say what parts of a softmax add up to; use "
+            f"attn_implementation = {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
         )
+    return None
+
+
+def _kernel(config: Any, kind: Kind, device_type: str) -> str | None:
+    chosen = config._attn_implementation
+    if chosen == "flex_attention" and device_type in WITHOUT_FLEX_BACKWARD:
+        return (
+            f"computes attention with {chosen!r}, of which torch has no backward on devices of type {device_type!r}; use "
+            'attn_implementation="sdpa" or "eager"'
+        )
+    if chosen in IMPLEMENTATIONS and kind != "ulysses":
+        return (
+            f"computes attention with {chosen!r}, which is given complete sequences, and with parallel.context = {kind!r} a rank has none; "
+            'use parallel.context = "ulysses", or attn_implementation="sdpa"'
+        )
+    if chosen in IMPLEMENTATIONS and config.model_type == "gpt_oss":
+        return f'has attention sinks, which {chosen!r} leaves out in silence in some of its versions; use attn_implementation="eager"'
     return None
 
 

@@ -5,6 +5,7 @@ Transformers has one table of attention functions by name. The function in it is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from plait.errors import InputError, ModelError
-from plait.parallel.context.kernel import Rule
-from plait.parallel.context.kinds import Kind, Place, attention
+from plait.parallel.context.flash import IMPLEMENTATIONS, flash_attention
+from plait.parallel.context.kernel import Kernel, Rule
+from plait.parallel.context.kinds import Kind, Place, attention, exchanged
 from plait.parallel.context.visible import is_ours, of_mask
 
 NAME = "plait_context_parallel"
 _ATTRIBUTE = "_plait_context"
+_KERNELS: Mapping[str, Kernel] = {"eager": "products", "flex_attention": "flex"}
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class PartialAttention:
 
     kind: Kind
     place: Place
-    fused: bool
-    """With SDPA's kernels."""
+    implementation: str
+    """Transformers' name of what computes it."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return _nobody, ()  # a copy of the model, or one from a file, has no ranks
@@ -89,8 +92,16 @@ def attend(
     if query.is_meta:  # a model that is run for its shapes: its ranks are not asked
         output = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     else:
-        rule = Rule(scale=float(scale), window=sliding_window, softcap=softcap, fused=chosen.fused)
-        output = attention(chosen.kind, query, key, value, of_mask(attention_mask), chosen.place, rule, s_aux)
+        rule = Rule(float(scale), sliding_window, softcap, _KERNELS.get(chosen.implementation, "sdpa"))
+        starts, place = of_mask(attention_mask), chosen.place
+        if chosen.implementation in IMPLEMENTATIONS:
+
+            def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+                return flash_attention(query, key, value, starts, rule, chosen.implementation)
+
+            output = exchanged(query, key, value, place, flash)
+        else:
+            output = attention(chosen.kind, query, key, value, starts, place, rule, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -1,8 +1,8 @@
 """Attention of some queries to some keys, as a part of a softmax over more keys: outputs, denominators, and gradients.
 
 Queries and keys are told by where they stand in the sequence, so no mask is passed. The work is cut until a piece is visible in full, or
-causal from its first token on (there SDPA's CPU kernel is used), or small enough for a mask. Scores are computed in float32 or wider.
-Nothing is communicated here.
+causal from its first token on (there SDPA's CPU kernel is used), or small enough for a mask; FlexAttention cuts it itself. Scores are
+computed in float32 or wider. Nothing is communicated here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 
 from plait._torch.attention import cpu_attention, cpu_attention_backward
 from plait._torch.operators import FakeTensor
+from plait.parallel.context import flex
 
 TILE_ELEMENTS = 2**22
 """Scores that exist at a time where a mask is needed; 2^22 are 16 MiB of float32."""
 Form = Literal["full", "causal", "masked"]
+Kernel = Literal["products", "sdpa", "flex"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Rule:
     """A token sees this many tokens, itself included; None: all before it."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
-    fused: bool = True
-    """Use SDPA's kernel where it computes this."""
+    kernel: Kernel = "sdpa"
+    """products: plain ones, in tiles. sdpa: SDPA's kernel where it computes this, else products. flex: FlexAttention."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def attend(piece: Piece, rule: Rule) -> Found | None:
     if low >= high:
         return None
     piece = piece.keys(low, high)
+    if rule.kernel == "flex":
+        output, denominator = flex.attention(piece.query, piece.key, piece.value, _scores_of(piece, rule))
+        return output.to(wide(piece.query.dtype)), denominator.to(wide(piece.query.dtype))
     query_at, count = piece.query_at, piece.query.shape[2]
     if piece.starts is None and low < query_at < high:
         return merged(attend(piece.keys(query_at, high), rule), attend(piece.keys(low, query_at), rule))
@@ -145,6 +150,11 @@ def attend_backward(piece: Piece, rule: Rule, grad: torch.Tensor, found: Found, 
         return
     into = into.keys(low - piece.key_at, high - piece.key_at)
     piece = piece.keys(low, high)
+    if rule.kernel == "flex":
+        found_by_flex = flex.gradients(piece.query, piece.key, piece.value, _scores_of(piece, rule), grad, found)
+        for total, gradient in zip((into.query, into.key, into.value), found_by_flex, strict=True):
+            total.add_(gradient)
+        return
     query_at, count = piece.query_at, piece.query.shape[2]
     if piece.starts is None and low < query_at < high:
         attend_backward(piece.keys(query_at, high), rule, grad, found, into.keys(query_at - low, high - low))
@@ -219,7 +229,11 @@ def _mask(piece: Piece, rule: Rule) -> torch.Tensor:
 
 def _is_fused(piece: Piece, rule: Rule, form: Form) -> bool:
     fits = piece.query.device.type == "cpu" and piece.query.shape[3] == piece.value.shape[3] and rule.softcap is None
-    return rule.fused and fits and form != "masked"
+    return rule.kernel == "sdpa" and fits and form != "masked"
+
+
+def _scores_of(piece: Piece, rule: Rule) -> flex.Scores:
+    return flex.Scores(piece.query_at, piece.key_at, piece.starts, rule.window, rule.scale, rule.softcap)
 
 
 def _products(piece: Piece, rule: Rule, *, masked: bool) -> Found:

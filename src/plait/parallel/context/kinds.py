@@ -9,7 +9,7 @@ Per layer a rank keeps its own queries, keys, values and outputs, whatever the k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -225,11 +225,19 @@ def _ulysses(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     own = None if sinks is None else sinks.chunk(place.layout.ranks)[place.layout.rank]
+    return exchanged(query, key, value, place, lambda *all_tokens: _AllTokens.apply(*all_tokens, starts, rule, own))
+
+
+def exchanged(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: Place, compute: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Outputs of this rank's queries, where `compute` is given queries, keys and values [batch, heads, tokens, ...] of all tokens for this
+    rank's heads, and returns their outputs."""
     copies = kv_copies(key.shape[1], place.layout.ranks)
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = (_Exchanged.apply(x, place, True) for x in (query, key, value))
-    return _Exchanged.apply(_AllTokens.apply(query, key, value, starts, rule, own), place, False)
+    return _Exchanged.apply(compute(query, key, value), place, False)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -14,20 +14,30 @@ from plait.model.blocks import find_blocks
 from plait.parallel.context.context_parallel import ContextParallel, local_batch
 from plait.parallel.order import check_all
 from tests.parity import cases
+from tests.parity.experts import SIZES, Case, model_config
 
 
-def check(family: str = "llama", *, parallel: dict[str, Any] | None = None, implementation: str | None = None, **fields: Any) -> None:
-    """Of a model whose configuration has other fields."""
+def check(
+    family: str = "llama",
+    *,
+    parallel: dict[str, Any] | None = None,
+    implementation: str | None = None,
+    installed: str | None = None,
+    **fields: Any,
+) -> None:
+    """Of a model whose configuration has other fields. `installed`: an implementation that Transformers does not find here."""
     from transformers import AutoModelForCausalLM
 
     at = {"cp": 2, **(parallel or {})}
     rest = {key: value for key, value in at.items() if key in ("zero_optimization", "compile", "gradient_clipping")}
     config = {"train_micro_batch_size_per_gpu": 1, "parallel": {k: v for k, v in at.items() if k not in rest}, **rest}
-    described = cases.transformers_config(family, tied=False)
+    described = model_config(Case(family)) if family in SIZES else cases.transformers_config(family, tied=False)
     for name, value in fields.items():
         setattr(described, name, value)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(described, attn_implementation=implementation)
+    if installed is not None:
+        model.config._attn_implementation_internal = installed
     resolved = resolve(load(config), world_size=at["cp"] * at.get("tp", 1))
     check_all(resolved.context(model=model, blocks=find_blocks(model)))
 
@@ -43,7 +53,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rotary embeddings of type 'dynamic', whose frequencies follow from the longest position",
     ),
-    ("llama", {"implementation": "flex_attention"}, "computes attention with 'flex_attention'"),
+    (
+        "llama",
+        {"implementation": "flex_attention"},
+        "computes attention with 'flex_attention', of which torch has no backward on devices of type 'cpu'",
+    ),
+    ("llama", {"installed": "paged|sdpa"}, r"computes attention with 'paged\|sdpa', which does not say what parts"),
+    (
+        "llama",
+        {"installed": "flash_attention_2", "parallel": {"context": "ring"}},
+        "'flash_attention_2', which is given complete sequences, and with parallel.context = 'ring' a rank has none; use",
+    ),
+    (
+        "gpt_oss",
+        {"installed": "flash_attention_2", "parallel": {"context": "ulysses"}},
+        "has attention sinks, which 'flash_attention_2' leaves out in silence in some of its versions",
+    ),
     (
         "llama",
         {"parallel": {"cp": 3, "context": "ulysses"}},
