@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_accuracy import published
-from benchmarks.planner_accuracy.held_out import left_out
+from benchmarks.planner_accuracy.held_out import left_out, with_widths_of_others
 from benchmarks.planner_accuracy.learn import learn, rows_of, write
 from benchmarks.planner_accuracy.predict import fit_of, summary
 from benchmarks.planner_accuracy.report import markdown
@@ -32,7 +32,7 @@ def main() -> None:
     arguments.add_argument("--learn", action="store_true", help="learn the shipped constants from all sources")
     given = arguments.parse_args()
     if given.learn:
-        write(learn(rows_of("runs", "sweeps")), CONSTANTS)
+        write(with_widths_of_others(learn(rows_of("runs", "sweeps"))), CONSTANTS)
     runs, sweep, memory = rows_of("runs"), rows_of("sweeps"), rows_of("oom")
     tables = {"runs": [r for r in runs if r["tier"] == "A"], "sweep": sweep, "out of memory": [r for r in memory if r["status"] == "OOM"]}
     result: dict[str, Any] = {}

@@ -19,6 +19,8 @@ from plait.planner.row import Row
 
 DATA = Path(__file__).parent / "data"
 STACKS = DATA / "stacks.json"
+UNKNOWN = ("other", "other-modern")
+"""Entries for frameworks of which nothing is known but what a row says of their kernels."""
 _UNKNOWN_WIDTH = 0.2
 """Of the speed of kernels of which not even the framework is known."""
 
@@ -40,11 +42,12 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
     found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
     found = table["frameworks"][found].get("newer", found) if newer else found
     entry = dict(table["frameworks"][found])
-    for pattern, changes in entry.get("variants", {}).items():
+    variants = table["kernels"] if found in UNKNOWN else entry.get("variants", {})
+    for pattern, changes in variants.items():
         if re.search(pattern, lower):
             entry |= changes
     apart = entry["apart"]
-    weights, gradients, optimizer, gathered = table["recipes"][states or entry["states"]]
+    weights, gradients, optimizer, gathered = table["recipes"][states or entry.get("states_in", {}).get(precision) or entry["states"]]
     return Framework(
         name=found,
         weights=weights,
@@ -72,6 +75,16 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
     )
 
 
+def without_name(framework: str) -> str:
+    """What `framework` says of its kernels, without who wrote it.
+
+    >>> without_name("torchtitan + torchao, torch.compile")
+    'unknown, compile'
+    """
+    lower = framework.lower()
+    return ", ".join(["unknown", *(match[0] for pattern in _table()["kernels"] if (match := re.search(pattern, lower)))])
+
+
 def read_runs(rows: Sequence[Row]) -> runs.Runs:
     """`plait.planner.runs.read_runs`, with rows of every framework priced."""
     return runs.read_runs(rows, framework_of=framework)
@@ -79,7 +92,8 @@ def read_runs(rows: Sequence[Row]) -> runs.Runs:
 
 def _with_stacks(base: Knowledge, names: Iterable[str]) -> dict[str, constants.Constant]:
     found = {f"stack.{name}": constants.of_kernels(name) for name in names}
-    found["stack.other"] = replace(found["stack.other"], width=_UNKNOWN_WIDTH)
+    for name in UNKNOWN:
+        found[f"stack.{name}"] = replace(found[f"stack.{name}"], width=_UNKNOWN_WIDTH)
     return {**base.constants, **found}
 
 

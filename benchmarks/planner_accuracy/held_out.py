@@ -14,9 +14,10 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.planner_accuracy.frameworks import read_runs, unlearned
+from benchmarks.planner_accuracy.frameworks import read_runs, unlearned, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
-from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
+from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, interval_of_memory, interval_of_time, source_of
+from benchmarks.planner_accuracy.widths import Interval, Residuals, residuals, scale_of, scaled
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Knowledge
 from plait.planner.runs import Row, measured_seconds
@@ -26,7 +27,38 @@ MOST = 12
 
 @cache
 def learned_without(sources: tuple[str, ...]) -> Knowledge:
-    """Constants from all published runs but those of `sources`, and of frameworks that these ran, from none."""
+    """Constants from all published runs but those of `sources`, and of frameworks that these ran, from none. Their widths are those with
+    which intervals hold nine times in ten on the sources that are neither these nor learned from."""
+    return with_widths_of_others(_medians_without(sources), without=sources)
+
+
+def with_widths_of_others(known: Knowledge, *, without: tuple[str, ...] = ()) -> Knowledge:
+    """`known` with its widths scaled to what the other sources show, each predicted by constants learned without it."""
+    others = [names for names in _scored_families() if names != without]
+    return scaled(known, *(scale_of(_residuals(names, what) for names in others) for what in _MEASURED))
+
+
+_MEASURED: dict[str, Interval] = {"time": interval_of_time, "memory": interval_of_memory}
+
+
+@cache
+def _scored_families() -> tuple[tuple[str, ...], ...]:
+    return tuple(sorted({family(source_of(row)) for row in _scored()}))
+
+
+@cache
+def _scored() -> tuple[Row, ...]:
+    return tuple(row for row in rows_of("runs") if row["tier"] == "A" and not row["moe"] and row["status"] == "ok")
+
+
+@cache
+def _residuals(names: tuple[str, ...], what: str) -> Residuals:
+    rows = [row for row in _scored() if source_of(row) in names]
+    return residuals(rows, _medians_without(names), _MEASURED[what])
+
+
+@cache
+def _medians_without(sources: tuple[str, ...]) -> Knowledge:
     rows = rows_of("runs", "sweeps")
     found = learn(rows, without=sources, near=_from_all())
     ran = {str(variant.framework.name) for variant in read_runs([row for row in rows if source_of(row) in sources]).variants}
@@ -41,7 +73,7 @@ def _from_all() -> Knowledge:
 
 def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Evaluation:
     """Predictions of `rows`, each by constants learned without that row's source and what else was measured by the same people. `named`
-    False: nor is anything known of the framework."""
+    False: nor is anything known of the framework but what the row says of its kernels."""
     predictions: list[Prediction] = []
     reasons: dict[int, str] = {}
     used = 0
@@ -50,7 +82,7 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
         where[source_of(row)].append(index)
     for source, indices in where.items():
         known = learned_without(family(source))
-        part = [rows[i] if named else {**rows[i], "framework": "not known"} for i in indices]
+        part = [rows[i] if named else {**rows[i], "framework": without_name(rows[i]["framework"])} for i in indices]
         given = first_rows(part, known) if calibrated else []
         found = evaluate(part, calibrate=given, known=known)
         used += len(given)

@@ -24,6 +24,9 @@ class Errors:
     """Median of signed errors."""
     coverage: float
     """Share of rows whose measurement lies in the interval."""
+    interval_score: float
+    """Mean over rows of the 90 % interval's width in logarithms, and of 20 times what a measurement lies outside it (Gneiting and Raftery
+    2007, equation 43): intervals that are wide without need score worse, as do those that miss."""
 
 
 def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors:
@@ -33,7 +36,10 @@ def errors(predicted: Array, measured: Array, low: Array, high: Array) -> Errors
     signed = predicted / measured - 1
     size = np.abs(signed)
     inside = (low <= measured) & (measured <= high)
-    return Errors(len(size), *(float(x) for x in (np.median(size), size.mean(), np.quantile(size, 0.9), np.median(signed), inside.mean())))
+    outside = np.maximum(np.log(low / measured), 0) + np.maximum(np.log(measured / high), 0)
+    score = np.log(high / low) + 20 * outside
+    told = (np.median(size), size.mean(), np.quantile(size, 0.9), np.median(signed), inside.mean(), score.mean())
+    return Errors(len(size), *(float(x) for x in told))
 
 
 @dataclass(frozen=True)

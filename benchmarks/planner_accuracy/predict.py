@@ -205,9 +205,9 @@ def summary(evaluation: Evaluation) -> dict[str, Any]:
         "rows": len(evaluation.rows),
         "predicted": len(evaluation.predictions),
         "used_to_calibrate": evaluation.used_to_calibrate,
-        "time": _errors(dense, _time),
-        "time_experts": _errors(experts, _time),
-        "memory": _errors(ran, _memory),
+        "time": _errors(dense, interval_of_time),
+        "time_experts": _errors(experts, interval_of_time),
+        "memory": _errors(ran, interval_of_memory),
         "ranking": asdict(ranked) if ranked else None,
         "fit": asdict(fit) | {"false_fits": fit.false_fits, "false_alarms": fit.false_alarms},
         "not_priced": _count(evaluation.reasons.values()),
@@ -220,11 +220,13 @@ def fit_of(predictions: Sequence[Prediction]) -> Confusion:
     return confusion(np.array([p.fits for p in certain], dtype=bool), np.array([p.status == "ok" for p in certain], dtype=bool))
 
 
-def _time(p: Prediction) -> tuple[float, float, float, float] | None:
+def interval_of_time(p: Prediction) -> tuple[float, float, float, float] | None:
+    """(predicted, measured, low, high), where seconds were measured."""
     return None if p.measured_seconds is None else (p.seconds, p.measured_seconds, p.seconds_low, p.seconds_high)
 
 
-def _memory(p: Prediction) -> tuple[float, float, float, float] | None:
+def interval_of_memory(p: Prediction) -> tuple[float, float, float, float] | None:
+    """(predicted, measured, low, high), where bytes were measured."""
     return None if p.measured_bytes is None else (p.memory_bytes, p.measured_bytes, p.memory_low, p.memory_high)
 
 

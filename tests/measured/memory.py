@@ -26,7 +26,7 @@ from plait.parallel.data.data_parallel import free_gathered
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.data.residuals import Residuals
 from plait.parallel.micro_batches import to_device
-from plait.parallel.schedules.schedule import Action, Kind, Message, Payload
+from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from tests.measured.storage_tracker import StorageTracker
 
 

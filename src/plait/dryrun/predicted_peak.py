@@ -44,7 +44,7 @@ from plait.parallel.order import account_all, apply_all
 from plait.parallel.pipeline.account import facts_of_rank, stage_counts
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.pipeline.stage import StagedModel
-from plait.parallel.schedules.schedule import Action, Kind
+from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.technique import Parts, notes_of
 from plait.units import dtype_of
 

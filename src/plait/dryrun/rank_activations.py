@@ -26,7 +26,7 @@ from plait.parallel.context.context_parallel import ContextParallel, local_batch
 from plait.parallel.micro_batches import Forward, default_forward
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.parallel.pipeline.stage import StagedModel, stage_model
-from plait.parallel.schedules.schedule import Kind
+from plait.parallel.schedules.actions import Kind
 from plait.parallel.technique import Parts, notes_of
 from plait.parallel.tensor.styles import Region
 from plait.parallel.tensor.tensor_parallel import TensorParallel

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from plait.errors import InputError
 from plait.observe.templating import render
-from plait.parallel.schedules.schedule import SCHEDULES, Kind, Schedule, ScheduleSpec
+from plait.parallel.schedules.actions import Kind
+from plait.parallel.schedules.schedule import SCHEDULES, Schedule, ScheduleSpec
 from plait.parallel.schedules.timeline import Durations, Span, Timeline, peak_in_flight
 
 MEANINGS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward of the input", Kind.WEIGHT: "backward of the weights"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait.parallel.schedules.schedule import Kind
+from plait.parallel.schedules.actions import Kind
 from plait.parallel.schedules.timeline import Span, Timeline, Transfer
 
 _NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward-input", Kind.WEIGHT: "backward-weight"}

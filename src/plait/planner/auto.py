@@ -190,7 +190,7 @@ def _fix_details(config: Config, fixed: dict[str, int]) -> list[Problem]:
     if "every" in config.parallel.recompute.model_fields_set:
         fixed["every"] = config.parallel.recompute.every
     if "device" in offload.model_fields_set:
-        fixed["offload"] = int(offload.device != "none")
+        fixed["offload"] = round(100 * offload.ratio) if offload.device != "none" else 0
     return problems
 
 
@@ -246,6 +246,6 @@ def layout_of(resolved: Resolved) -> dict[str, Any]:
         "loss_chunk": resolved.loss_chunk_tokens,
         "micro_batch": resolved.batch.micro_batch_size,
         "accumulation": resolved.batch.accumulation,
-        "offload": int(resolved.optimizer_offload.device != "none"),
+        "offload": resolved.optimizer_offload.ratio if resolved.optimizer_offload.device != "none" else 0.0,
     }
     return found | ({"vpp": pipeline.stages_per_rank} if several and pipeline.stages_per_rank is not None else {})

@@ -47,7 +47,8 @@ def describe(layout: Mapping[str, Any]) -> str:
     parts += [f"ZeRO {at['stage']}", f"micro-batch {at['micro_batch']} x {at['accumulation']}"]
     parts += [_recomputation(layout)] if at["recompute"] else []
     parts += [f"loss in chunks of {at['loss_chunk']}"] if at["loss_chunk"] else []
-    parts += ["optimizer on the host"] if at["offload"] else []
+    share = layout["offload"]
+    parts += ["optimizer on the host" if share == 1 else f"{share:.0%} of the optimizer on the host"] if share else []
     return ", ".join(parts)
 
 

@@ -22,9 +22,10 @@ _WORDS = {
     "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
     "recompute": RECOMPUTE_INDEX,
     "context": {name: index for index, name in enumerate(CONTEXT)},
+    "offload": {"none": 0, "25%": 25, "50%": 50, "75%": 75, "all": 100},
 }
 """Values with names, as a configuration writes them."""
-_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "offload": (0, 1), "loss_chunk": (0, 10**_MOST_DIGITS - 1)}
+_BOUNDS = {"sp": (0, 1), "stage": (0, 3), "loss_chunk": (0, 10**_MOST_DIGITS - 1)}
 
 
 def parse_fixed(texts: list[str] | tuple[str, ...]) -> dict[str, int]:

@@ -52,7 +52,7 @@ class Layouts:
     kept_operators: Numbers = 0.0
     """With `budget`: share of the blocks that keep the results of operators; the others recompute in full."""
     offload: Numbers = 0
-    """1: optimizer states and their step on the host; a share between is possible."""
+    """Share of the parameters whose optimizer states and step are on the host."""
     offload_activations: Numbers = 0.0
     """Share of the activations that are kept on the host."""
     loss_chunk: Numbers = 0

@@ -59,6 +59,8 @@ def chosen(request: Request, choice: Choice, base: Mapping[str, Any] | None = No
         "compile.enabled": request.compile,
         "data.sequence_length": request.sequence,
     }
+    if 0 < at["offload"] < 1:
+        planned["zero_optimization.offload_optimizer.ratio"] = at["offload"]
     if at["cp"] > 1:
         planned["parallel.context"] = CONTEXT[int(at["context"])]
     if at["every"] > 1:

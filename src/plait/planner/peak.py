@@ -230,7 +230,7 @@ def _where(there: Numbers, part: Terms) -> Terms:
 
 def _shard_bytes(rank: _Rank) -> Numbers:
     units = rank.units
-    return np.where(rank.held["offloaded"], 0.0, _REDUCED * (units.layers * units.block + units.root) / rank.shards)
+    return (1 - rank.held["offloaded"]) * _REDUCED * (units.layers * units.block + units.root) / rank.shards
 
 
 def _adds_up(rank: _Rank) -> Numbers:
@@ -269,7 +269,7 @@ def _block(rank: _Rank, activations: Numbers, added: Numbers, *, done: Numbers, 
     if not np.any(there):
         return
     sums = (rank.stage <= 1) & (added > 0)  # unsharded gradients, which a block's reduction frees
-    shards = np.where(rank.held["offloaded"], 0.0, _REDUCED * units.block / rank.shards)
+    shards = (1 - rank.held["offloaded"]) * _REDUCED * units.block / rank.shards
     change = np.where(sums, -_REDUCED * units.block, 0.0) + np.where((added > 0) & ~sums, 0.0, shards)
     head = units.width * units.head
     freed = last | (rank.stage == 3)
@@ -298,7 +298,7 @@ def _ends(rank: _Rank, activations: Numbers, added: Numbers, *, last: bool) -> I
     """The reduction of what is outside of the blocks."""
     units, added = rank.units, np.asarray(added)
     sums = (rank.stage <= 1) & (added > 0)
-    again = np.where((added > 0) & ~sums & ~np.asarray(rank.held["offloaded"]), _REDUCED * units.root / rank.shards, 0.0)
+    again = np.where((added > 0) & ~sums & (np.asarray(rank.held["offloaded"]) < 1), _REDUCED * units.root / rank.shards, 0.0)
     freed = last | (rank.stage == 3)
     terms = {
         "gradients": _shard_bytes(rank) + again,

@@ -18,6 +18,8 @@ from plait.planner.offers import SPLIT_BACKWARD, Offers
 
 LOSS_CHUNK = 1024
 """Tokens of a chunk of the loss."""
+ON_HOST = (0.25, 0.5, 0.75, 1.0)
+"""Shares of the parameters whose optimizer states are on the host: those of the others are stepped on the device, which is faster."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Relief:
     every: int = 1
     kept_operators: float = 0.0
     loss_chunk: int = 0
-    offload: int = 0
+    offload: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def reliefs_of(offers: Offers, device: Device, fixed: Mapping[str, int]) -> Reli
     asked = [relief for kind, some in kinds.items() if kind in offers.recompute for relief in some]
     asked = [one for one in asked if fixed.get("recompute", one.recompute) == one.recompute]
     asked = [replace(one, loss_chunk=tokens) for one in asked for tokens in chunks]
-    on_host = tuple(replace(one, offload=1) for one in asked)
+    shares = (fixed["offload"] / 100,) if fixed.get("offload", 0) else ON_HOST
+    on_host = tuple(replace(one, offload=share) for share in shares for one in asked)
     offered = offers.offload and int(device.family) != FAMILIES.index("cpu")  # a CPU's memory is the host's already
     if fixed.get("offload", 0):
         return Reliefs(on_host if offered else (), ())

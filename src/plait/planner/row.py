@@ -294,7 +294,7 @@ def _layout(row: Row, model: Architecture) -> tuple[dict[str, float], list[str]]
         "stage": stage,
         "recompute": kind,
         "every": 1 / share,
-        "offload": int("cpu offload" in text and "activation" not in text),
+        "offload": float("cpu offload" in text and "activation" not in text),
         "offload_activations": offloaded,
     }, assumed
 

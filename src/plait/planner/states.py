@@ -205,7 +205,7 @@ def account_states(
         taken["weights"] = taken["weights"] * (1 - off)
         taken["optimizer"] = taken["optimizer"] * (1 - off)
         taken["gradients"] = taken["gradients"] * (1 - off) + taken["on_device"] * off
-        taken["offloaded"] = off > 0
+        taken["offloaded"] = off
         return taken
 
     gpipe = np.broadcast_to(np.asarray(at.schedule) == SCHEDULES.index("gpipe"), (size,))

@@ -19,6 +19,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Modelled values, besides the default."""
 PRICED = frozenset(PATHS.values()) - _VALUES.keys() | {
+    "zero_optimization.offload_optimizer.ratio",
     "train_batch_size",
     "communication_data_type",
     "fp16.enabled",

@@ -10,6 +10,8 @@ def test_errors_by_hand():
     assert found.median == pytest.approx(0.1) and found.mean == pytest.approx(0.1)
     assert found.bias == pytest.approx(0.0)
     assert found.coverage == pytest.approx(1 / 3)
+    widths = np.log([1.2 / 1.05, 0.9 / 0.7, 1.1 / 0.9])
+    assert found.interval_score == pytest.approx((widths.sum() + 20 * (np.log(1.05) - np.log(0.9))) / 3)
 
 
 def test_no_rows_have_no_errors():

@@ -69,7 +69,7 @@ def test_old_names_mean_what_they_meant_then() -> None:
 def test_rows_of_no_framework_and_of_plait_are_priced_too() -> None:
     found = read_runs([{**ROW, "framework": name} for name in ("", "Plait 0.1", "Megatron-LM zero bubble ZB-1p")])
     assert found.job is not None
-    assert [str(name) for name in found.job.framework.name] == ["other", "plait", "megatron-modern"]
+    assert [str(name) for name in found.job.framework.name] == ["other-modern", "plait", "megatron-modern"]
     assert found.variants[2].layout["schedule"] == SCHEDULES.index("zb-h1")
     assert {f"stack.{name}" for name in found.job.framework.name} <= knowledge().constants.keys()
 

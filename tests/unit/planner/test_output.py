@@ -110,7 +110,7 @@ def check(tree: dict[str, Any]) -> bool:
         name: at[name] for name in ("tp", "pp", "dp_shard", "dp_replicate")
     }
     assert (resolved.data_parallel.stage, resolved.batch.micro_batch_size) == (at["stage"], at["micro_batch"])
-    assert int(resolved.optimizer_offload.device != "none") == at["offload"]
+    assert (resolved.optimizer_offload.ratio if resolved.optimizer_offload.device != "none" else 0) == at["offload"]
     precision = {"bfloat16": "bf16", "float16": "fp16", None: "fp32"}[resolved.precision.compute]
     assert found.request.precision == precision
     assert {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", None: "fp32"}[resolved.precision.reduce] == found.request.reduce

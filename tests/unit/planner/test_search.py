@@ -188,11 +188,22 @@ def test_a_model_that_does_not_shard_its_sequence_is_not_planned_so():
 def test_states_on_the_host_are_sharded_and_not_a_cpus():
     at = space_of(request()).layouts
     assert np.all((at.offload == 0) | (at.stage > 0)) and np.any(at.offload == 1)
-    found = plan(request(), fixed={"offload": 1, "stage": 3})
+    found = plan(request(), fixed={"offload": 100, "stage": 3})
     config = output.config_of(request(), found.best[0])
     assert resolve(load(config), world_size=16).optimizer_offload.device == "cpu"
     on_cpu = Request(find_model("gpt2", sequence=512), cluster("cpu", 2), 8, 512, "fp32")
     assert not any(choice.layout["offload"] for choice in plan(on_cpu, best=20).best)
+
+
+def test_no_more_of_the_optimizer_is_on_the_host_than_must_be():
+    asked = request(gpu="a100-40gb", gpus=2, batch=16)
+    whole, open_ = (plan(asked, fixed={"stage": 3, "tp": 1, "pp": 1, **more}).best[0] for more in ({"offload": 100}, {}))
+    share = open_.layout["offload"]
+    assert 0 < share < 1 == whole.layout["offload"]
+    assert open_.seconds < whole.seconds and open_.needed > whole.needed
+    config = output.config_of(asked, open_)
+    assert resolve(load(config), world_size=2).optimizer_offload.ratio == share
+    assert f"{share:.0%} of the optimizer on the host" in explain.describe(open_.layout)
 
 
 def test_fixed_values_are_kept():

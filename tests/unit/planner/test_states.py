@@ -7,6 +7,7 @@ import pytest
 
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.data.data_parallel import DataParallel
+from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.order import account_all
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.tensor.tensor_parallel import TensorParallel
@@ -57,6 +58,19 @@ def test_a_tied_embedding_is_on_both_ends_of_a_pipeline():
     table = 4 * architecture.vocab * architecture.hidden
     for ends in (tied, untied):
         assert ends.first["weights"][0] >= table and ends.last["weights"][0] == pytest.approx(untied.last["weights"][0])
+
+
+def test_a_share_of_the_optimizer_on_the_host_is_what_the_engine_takes_there():
+    """The engine takes blocks, so up to one more than the share; of them the host has master weights, gradients and states."""
+    facts, request = real_facts("llama", 1), request_for("llama")
+    found = account_states(job_of(request, Layouts(tp=np.array([1]), dp_shard=8, stage=2, offload=np.array([0.5])))).first
+    ledger = Ledger.start(tp=1, dp_shard=8, accumulation=1)
+    techniques = (Precision(compute="bfloat16"), OptimizerOffload(device="cpu", ratio=0.5), DataParallel(stage=2))
+    host = account_all(techniques, ledger, facts).memory["host"][0]
+    block = float(request.model.architecture.block_parameters / request.model.architecture.layers) * 16 / 8
+    assert found["host"][0] <= host + 8 * len(facts.parameters) and host <= found["host"][0] + block
+    whole = account_states(job_of(request, Layouts(tp=np.array([1]), dp_shard=8, stage=2))).first
+    assert found["optimizer"][0] == pytest.approx(whole["optimizer"][0] / 2)
 
 
 def test_offload_takes_the_optimizer_off_the_device():

@@ -154,8 +154,6 @@ def layout_of(resolved: Resolved) -> tuple[dict[str, Any] | None, str]:
         return None, "the planner prices no activations on the host"
     if resolved.parameter_offload.device == "nvme":
         return None, "the planner prices no parameters in files"
-    if resolved.optimizer_offload.device != "none" and resolved.optimizer_offload.ratio < 1:
-        return None, "the planner offloads all states or none"
     if at.pp > 1 and pipeline.schedule not in SCHEDULE_INDEX:
         return None, f"the planner does not price the schedule {pipeline.schedule}"
     if resolved.optimizer.type not in ("Adam", "AdamW"):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from plait.parallel.schedules.schedule import Action, Kind, Schedule
+from plait.parallel.schedules.actions import Action, Kind
+from plait.parallel.schedules.schedule import Schedule
 
 BlockMode = Literal["none", "selective", "full"]
 """none: everything that backward needs is kept; selective: the results of chosen operators; full: the input alone."""

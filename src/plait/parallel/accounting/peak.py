@@ -15,7 +15,8 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.accounting.timeline_points import BESIDE, HEAD, LOSS, PEAK_KINDS, Alive, Moment, StageMoments, StepFacts
 from plait.parallel.accounting.unit_bytes import ROOT, UnitBytes, unit_bytes
 from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
-from plait.parallel.schedules.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
+from plait.parallel.schedules.actions import Action, Kind, Message, Payload
+from plait.parallel.schedules.schedule import Schedule, destination, messages
 
 
 @dataclass(frozen=True)

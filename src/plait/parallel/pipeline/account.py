@@ -19,7 +19,8 @@ from plait.model.stages import StageCut
 from plait.parallel.accounting.ledger import Ledger, StageCounts, part_of
 from plait.parallel.accounting.zero_rule import of_block, of_root
 from plait.parallel.pipeline.balance import forward_costs, imbalance, stage_costs
-from plait.parallel.schedules.schedule import Action, Kind, Schedule, messages
+from plait.parallel.schedules.actions import Action, Kind
+from plait.parallel.schedules.schedule import Schedule, messages
 
 
 @dataclass(frozen=True)

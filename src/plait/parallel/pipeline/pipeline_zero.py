@@ -19,7 +19,8 @@ from plait._torch.units import sharded_modules
 from plait.parallel.accounting.zero_rule import AfterBackward, of_block, of_root
 from plait.parallel.data.reducer import Reducer
 from plait.parallel.pipeline.stage import StagedModel
-from plait.parallel.schedules.schedule import Action, Kind, Schedule
+from plait.parallel.schedules.actions import Action, Kind
+from plait.parallel.schedules.schedule import Schedule
 
 _ENDS = (Kind.BACKWARD, Kind.WEIGHT)
 """After these a micro-batch's gradients on a stage are complete."""

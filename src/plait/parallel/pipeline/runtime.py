@@ -25,7 +25,8 @@ from plait.parallel.pipeline.cut_check import CutCheck, CutResult, LossFunction
 from plait.parallel.pipeline.split_backward import Deferred, backward_inputs, backward_weights
 from plait.parallel.pipeline.stage import Stage, StagedModel
 from plait.parallel.pipeline.stage_cache import CACHE, StageCaches, for_stage
-from plait.parallel.schedules.schedule import Action, Kind, Message, Payload, Schedule, destination, messages
+from plait.parallel.schedules.actions import Action, Kind, Message, Payload
+from plait.parallel.schedules.schedule import Schedule, destination, messages
 
 Forward = Callable[[torch.nn.Module, Any], Any]
 """(model, micro-batch) -> output."""

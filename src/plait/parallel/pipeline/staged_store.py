@@ -8,7 +8,7 @@ import torch
 
 from plait.parallel.activations.saved_tensors import Store
 from plait.parallel.pipeline.stage import Stage
-from plait.parallel.schedules.schedule import Action, Kind
+from plait.parallel.schedules.actions import Action, Kind
 
 
 class StagedStore:

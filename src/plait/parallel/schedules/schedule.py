@@ -10,76 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError, Problem
-
-
-class Kind(StrEnum):
-    """What is computed. A backward is either unsplit (B) or split in two, so that the second half can fill a bubble."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """The gradients of the stage's input and of its weights."""
-    INPUT = "I"
-    """The gradient of the stage's input alone: what the stage before waits for."""
-    WEIGHT = "W"
-    """The gradients of the stage's weights, some time after I."""
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One computation of one stage on one micro-batch. Printed as `2F0`: stage 2, forward, micro-batch 0."""
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-
-class Payload(StrEnum):
-    """What passes between two neighbouring stages."""
-
-    ACTIVATION = "activation"
-    """The output of a forward, for the stage after."""
-    GRADIENT = "gradient"
-    """The gradient of a stage's input, for the stage before."""
-
-
-class Message(NamedTuple):
-    """A payload, the stage that produces it, and the micro-batch."""
-
-    payload: Payload
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"the {self.payload} of stage {self.stage} for micro-batch {self.microbatch}"
-
-
-def produced_by(action: Action) -> Message | None:
-    """What a computation sends; None for W, for which nothing waits."""
-    if action.kind is Kind.FORWARD:
-        return Message(Payload.ACTIVATION, action.stage, action.microbatch)
-    if action.kind is Kind.WEIGHT:
-        return None
-    return Message(Payload.GRADIENT, action.stage, action.microbatch)
-
-
-def needed_by(action: Action, *, stages: int) -> tuple[Message, ...]:
-    """What must exist before a computation can start, the stage's own earlier results included, in a pipeline of `stages` stages."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
-        return (Message(Payload.ACTIVATION, stage - 1, microbatch),) if stage > 0 else ()
-    if action.kind is Kind.WEIGHT:
-        return (Message(Payload.GRADIENT, stage, microbatch),)
-    own = Message(Payload.ACTIVATION, stage, microbatch)
-    return (own, Message(Payload.GRADIENT, stage + 1, microbatch)) if stage < stages - 1 else (own,)
+from plait.parallel.schedules.actions import Action, Kind, Message, Numbered, Payload, produced_by
 
 
 @dataclass(frozen=True)
@@ -163,27 +99,37 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
     A rank goes on until it must wait for another. Raises InputError, naming what each rank waits for, where all ranks wait.
     """
-    done: set[Message] = set()
+    numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
+    done = bytearray(numbered.size)
     at = [0] * len(schedule.ranks)
-    waiting: dict[Message, list[int]] = {}
+    waiting: dict[int, list[int]] = {}
     ready = list(reversed(range(len(schedule.ranks))))
     while ready:
         rank = ready.pop()
         row = schedule.ranks[rank]
         while at[rank] < len(row):
             action = row[at[rank]]
-            missing = next((need for need in needed_by(action, stages=schedule.stages) if need not in done), None)
+            missing = None
+            for need in numbered.needed_by(action):
+                if not done[need]:
+                    missing = need
+                    break
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             yield rank, action
             at[rank] += 1
-            made = produced_by(action)
+            made = numbered.produced_by(action)
             if made is not None:
-                done.add(made)
-                ready.extend(waiting.pop(made, ()))
+                done[made] = 1
+                if made in waiting:
+                    ready.extend(waiting.pop(made))
     if waiting:
-        stuck = [f"rank {rank} at {schedule.ranks[rank][at[rank]]} for {message}" for message, ranks in waiting.items() for rank in ranks]
+        stuck = [
+            f"rank {rank} at {schedule.ranks[rank][at[rank]]} for {numbered.message(number)}"
+            for number, ranks in waiting.items()
+            for rank in ranks
+        ]
         more = f" (and {len(stuck) - 4} more)" if len(stuck) > 4 else ""
         raise _malformed(schedule, f"ranks deadlock: {'; '.join(stuck[:4])}{more}")
 

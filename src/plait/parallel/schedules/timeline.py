@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import InputError
-from plait.parallel.schedules.schedule import Action, Kind, Message, Schedule, destination, in_order, needed_by, produced_by
+from plait.parallel.schedules.actions import Action, Kind, Message, Numbered
+from plait.parallel.schedules.schedule import Schedule, destination, in_order
 
 
 @dataclass(frozen=True)
@@ -103,26 +104,28 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     _check(schedule, durations)
     rows: list[list[Span]] = [[] for _ in schedule.ranks]
     transfers: list[Transfer] = []
+    numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     free = [0.0] * len(schedule.ranks)
     link_free: dict[tuple[int, int], float] = {}
-    ready: dict[Message, float] = {}  # when its producer has it
-    arrived: dict[Message, float] = {}  # when the neighbouring stage has it
+    ready = [0.0] * numbered.size  # when its producer has it
+    arrived = [0.0] * numbered.size  # when the neighbouring stage has it
     for rank, action in in_order(schedule):
         start = free[rank]
-        for need in needed_by(action, stages=schedule.stages):
-            start = max(start, (ready if need.stage == action.stage else arrived)[need])
+        for need in numbered.needed_by(action):
+            start = max(start, (ready if numbered.stage(need) == action.stage else arrived)[need])
         end = free[rank] = start + durations.of(action)
         rows[rank].append(Span(action, start, end))
-        made = produced_by(action)
+        made = numbered.produced_by(action)
         if made is None:
             continue
         ready[made] = arrived[made] = end
-        to = destination(schedule, made)
+        message = numbered.message(made)
+        to = destination(schedule, message)
         if to is not None:
-            boundary = made.stage if action.kind is Kind.FORWARD else made.stage - 1
+            boundary = message.stage if action.kind is Kind.FORWARD else message.stage - 1
             begins = max(end, link_free.get((rank, to), 0.0))
             link_free[rank, to] = arrived[made] = begins + durations.send[boundary]
-            transfers.append(Transfer(made, rank, to, begins, arrived[made]))
+            transfers.append(Transfer(message, rank, to, begins, arrived[made]))
     return Timeline(schedule, tuple(tuple(row) for row in rows), tuple(transfers))
 
 

@@ -24,7 +24,7 @@ from plait.parallel.activations.activation_store import DiskStore, HostStore
 from plait.parallel.activations.saved_tensors import SavedTensors
 from plait.parallel.compile import Compile
 from plait.parallel.pipeline.staged_store import StagedStore
-from plait.parallel.schedules.schedule import Action, Kind
+from plait.parallel.schedules.actions import Action, Kind
 from plait.parallel.technique import Context
 
 CPU = torch.device("cpu")
