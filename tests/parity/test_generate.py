@@ -89,6 +89,13 @@ def test_tokens_of_four_ranks(pool: Pool) -> None:
     compare(pool.run(4, generated, ["gpt2"], ["pp x ZeRO 3"]), ["gpt2"])
 
 
+def test_keys_and_values_on_the_host_are_for_a_gpu() -> None:
+    engine = plait.initialize(built("llama"), {"train_micro_batch_size_per_gpu": 1})
+    with pytest.raises(InputError, match="offload_cache: this model computes on the CPU"):
+        engine.generate(PROMPTS, max_new_tokens=2, offload_cache=True)
+    engine.close()
+
+
 @pytest.mark.proof
 def test_tokens_of_every_kind_and_layout(pool: Pool) -> None:
     compare(pool.run(2, generated, list(KINDS), list(TWO)), list(KINDS))

@@ -11,6 +11,7 @@ import torch
 
 import plait
 from plait.inference import stream, streamed
+from plait.inference.capacity import LAYERS_THERE, cache_bytes
 from plait.inference.source import open_source
 from plait.inference.streamed import Streaming, load_streamed, plan, tensors_of
 from tests.simulated_device.conftest import Row
@@ -99,3 +100,47 @@ def test_streamed_weights(source: str, simulated: SimulatedPool, tmp_path: Path,
     passes = 2 * NEW  # the prompts, then each token
     assert seen["copies"]["deferred"] >= passes * seen["streamed"], seen
     row(f"generation, {seen['streamed']} of 6 layers streamed from {source}", "Transformers on the CPU", 0.0)
+
+
+LAYERS, LENGTHS, ADDED = 12, (48, 24, 16, 48, 24, 16, 48, 24), 12
+
+
+def cached(rank: int, world: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and the peak of the device's memory, with keys and values on the device and on the host. Runs in a worker."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": LAYERS}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, eos_token_id=None, max_position_embeddings=64)).double()
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1, **config}, loss_fn=plait.causal_lm_loss)
+    prompts = [[(7 * at + index) % 60 + 2 for at in range(length)] for index, length in enumerate(LENGTHS)]
+    found: dict[str, Any] = {"bytes": cache_bytes(model.config, engine.sharded.mesh.layout, tokens=8 * (48 + ADDED), itemsize=8)}
+    for offload_cache in (False, True):
+        settings = {"max_new_tokens": ADDED, "eos_token_id": [25], "offload_cache": offload_cache}
+        engine.generate(prompts, **settings)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made = engine.generate(prompts, **settings)
+        found[f"peak {offload_cache}"] = torch.cuda.max_memory_allocated() - before
+        found[f"tokens {offload_cache}"] = [one.token_ids for one in made]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [
+        pytest.param(1, {}, id="one"),
+        pytest.param(2, {"parallel": {"tp": 2, "sequence_parallel": False}}, id="tp"),
+        pytest.param(2, {"zero_optimization": {"stage": 3}}, id="zero3"),
+    ],
+)
+def test_keys_and_values_on_the_host(world: int, config: dict[str, Any], simulated: SimulatedPool, row: Row) -> None:
+    """The same tokens, also of requests that go on when others have ended, and the device has a few layers' keys and values."""
+    for found in simulated.run(world, cached, config):
+        lengths = [len(tokens) for tokens in found["tokens True"]]
+        assert found["tokens True"] == found["tokens False"] and min(lengths) < max(lengths) == ADDED
+        saved = found["peak False"] - found["peak True"]
+        assert saved >= 0.8 * found["bytes"] * (1 - LAYERS_THERE / LAYERS)
+    row(f"keys and values on the host, {world} devices", "keys and values on the device", 0.0)

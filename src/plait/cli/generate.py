@@ -80,6 +80,7 @@ class Asked:
     quant: str | None = None
     scratch: str | None = None
     canonical: bool = False
+    offload_cache: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -114,6 +115,7 @@ def generate_command(
     gpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _layout(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
     batch_size: Annotated[int, _layout(min=1, metavar="N", help="Prompts that are decoded together.")] = 16,
+    offload_cache: Annotated[bool, _layout("--offload-cache", help="Keep keys and values in host memory, for a GPU.")] = False,
 ) -> None:
     """Generate text from a model, on as many devices as it needs.
 
@@ -154,7 +156,9 @@ def generate_command(
     known = [prompt] if prompt is not None else [line.prompt for line in lines]
     unloaded, tokenizer, form = source.model(_torch_dtype(dtype)), source.tokenizer(), None if quant is Quant.none else quant.value
     counted = unloaded if form is None else quantised_copy(unloaded, form)
-    work = Work(source, counted, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1), form is not None)
+    work = Work(
+        source, counted, _longest(known, settings, unloaded, tokenizer), min(batch_size, len(known) or 1), form is not None, offload_cache
+    )
     degrees = [None if value == AUTO else _degree(name, value) for name, value in (("--tp", tp), ("--pp", pp))]
     if any(budgets):
         given = {"--tp": degrees[0], "--pp": degrees[1], "--nproc-per-node": nproc_per_node}
@@ -186,6 +190,7 @@ def generate_command(
         form,
         None if scratch is None else str(scratch),
         canonical,
+        offload_cache,
         settings,
     )
     if asked.tp * asked.pp == 1:
@@ -249,6 +254,11 @@ def _answers(asked: Asked, source: Source, tokenizer: Any) -> int:
     return 0
 
 
+def _ways(asked: Asked) -> dict[str, Any]:
+    """What every call of `generate` gets."""
+    return {"canonical": asked.canonical, "offload_cache": asked.offload_cache, **asked.settings}
+
+
 def _answer_file(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: bool) -> None:
     from contextlib import nullcontext
 
@@ -263,7 +273,7 @@ def _answer_file(asked: Asked, sharded: ShardedModel, tokenizer: Any, *, first: 
             some = lines[start : start + asked.batch_size]
             seed = None if asked.seed is None else asked.seed + start
             texts = [line.prompt for line in some]
-            made = generate(sharded, texts, tokenizer=tokenizer, seed=seed, canonical=asked.canonical, **asked.settings)
+            made = generate(sharded, texts, tokenizer=tokenizer, seed=seed, **_ways(asked))
             write(some, made)
             count += sum(len(one.token_ids) for one in made)
             progress(start + len(some), len(lines))
@@ -282,7 +292,7 @@ def _answer(asked: Asked, sharded: ShardedModel, tokenizer: Any, prompt: Any, *,
         if first:
             print(stream.add(token), end="", flush=True)
 
-    (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, canonical=asked.canonical, **asked.settings)
+    (made,) = generate(sharded, [prompt], tokenizer=tokenizer, seed=asked.seed, on_token=show, **_ways(asked))
     if first:
         print(stream.rest(), flush=True)
     return made.text or ""

@@ -18,6 +18,10 @@ from plait.units import format_bytes
 ROOM = 0.8
 """The part of the free memory that full parameters may take: activations and the allocator need some."""
 
+LAYERS_THERE = 3
+"""Of keys and values on the host, the layers that are on the device at once: the one that a token is added to, as it was and as it is then,
+and the next."""
+
 
 def cache_bytes(config: Any, layout: Layout, *, tokens: int, itemsize: int) -> int:
     """Keys and values of `tokens` tokens on a rank, of a model of Transformers whose layers all see all tokens (an upper bound for those
@@ -31,6 +35,17 @@ def cache_bytes(config: Any, layout: Layout, *, tokens: int, itemsize: int) -> i
         return 0
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * -(-layers // layout.pp) * max(1, -(-heads // layout.tp)) * width * tokens * itemsize
+
+
+def offloaded_cache(config: Any, layout: Layout, size: int) -> tuple[int, int]:
+    """(bytes of the device, bytes of pinned host memory) for keys and values of `size` bytes that are kept on the host: the device has
+    `LAYERS_THERE` layers' at once, and torch rounds a pinned tensor up to a power of two."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None) if config is not None else None
+    if not layers or not size:
+        return size, size
+    layers = -(-layers // layout.pp)
+    tensor = -(-size // (2 * layers))
+    return min(size, LAYERS_THERE * 2 * tensor), 2 * (layers + 1) * (1 << (tensor - 1).bit_length())
 
 
 def activation_bytes(config: Any, *, tokens: int, requests: int, itemsize: int) -> int:
@@ -67,11 +82,11 @@ def free_bytes(device: torch.device, ranks_here: int) -> int | None:
     return int(free + reserved)
 
 
-def check_cache(needed: int, free: int | None, *, requests: int, tokens: int) -> None:
+def check_cache(needed: int, free: int | None, requests: int, tokens: int, *, where: str = "on this rank") -> None:
     """Raise InputError where keys and values do not fit."""
     if free is not None and needed > free:
         raise InputError(
-            f"keys and values of {requests} requests of up to {tokens:,} tokens take {format_bytes(needed)} on this rank, and "
+            f"keys and values of {requests} requests of up to {tokens:,} tokens take {format_bytes(needed)} {where}, and "
             f"{format_bytes(free)} are free; ask for fewer new tokens (max_new_tokens), or fewer requests at once (batch_size)"
         )
 

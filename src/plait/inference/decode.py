@@ -31,6 +31,7 @@ class Decoder:
         *,
         tokenizer: Any,
         use_cache: bool,
+        offload_cache: bool,
         prefill_tokens: int | None,
         on_token: OnToken | None,
         log_softmax: LogSoftmax = log_softmax,
@@ -38,6 +39,7 @@ class Decoder:
         self._sharded, self._settings, self._tokenizer = sharded, settings, tokenizer
         self._on_token = on_token
         self._use_cache, self._prefill = use_cache, prefill_tokens
+        self._offload_cache = offload_cache
         self.predictor, self._log_softmax = predictor, log_softmax
 
     def forwards(self, requests: Sequence[Request], first: int, answers: Sequence[Answer]) -> Iterator[None]:
@@ -72,7 +74,7 @@ class _Cached:
 
     def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
         self._decoder = decoder
-        self._cache = decoder._sharded.new_cache()
+        self._cache = decoder._sharded.new_cache(on_host=decoder._offload_cache)
         longest = max(len(request.token_ids) for request in requests)
         pad = decoder._settings.pad_token_id
         self._ids = torch.tensor([[pad] * (longest - len(r.token_ids)) + list(r.token_ids) for r in requests])

@@ -15,7 +15,7 @@ from plait.cluster.host_memory import free_host_bytes
 from plait.cluster.layout import Layout
 from plait.cluster.topology import default_processes, device_count
 from plait.errors import InputError
-from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, compute_dtype, free_bytes
+from plait.inference.capacity import ROOM, activation_bytes, cache_bytes, compute_dtype, free_bytes, offloaded_cache
 from plait.inference.load import needs_of
 from plait.inference.placement import WORKSPACE, DoesNotFit, place_model
 from plait.inference.source import Source
@@ -39,6 +39,8 @@ class Work:
     requests: int
     """At once."""
     quantised: bool = False
+    offload_cache: bool = False
+    """Keys and values wait in host memory."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Account:
     """Of the places that streamed layers compute in."""
     on_host: int = 0
     """Weights in pinned host memory."""
+    cache_on_host: int = 0
+    """Pinned host memory for keys and values, of which `cache` has the layers that compute."""
+    cache_copied: int = 0
+    """Keys and values that a token brings from there, and takes back, at the end of the longest request."""
     in_files: int = 0
     """Weights that are read from files."""
 
@@ -106,6 +112,7 @@ def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None, o
     """On as few devices as hold the model, at most `devices` (all); streamed to one where all of them do not, and nothing was chosen (`tp`,
     `pp`, `devices`). `on`: other devices than this machine's. Raises InputError, with the numbers, where it cannot be."""
     on = on or devices_here()
+    _check_offloaded(work, on)
     try:
         return _placed(work, on, tp=tp, pp=pp, devices=devices)
     except DoesNotFit:
@@ -118,6 +125,7 @@ def deploy(work: Work, *, tp: int | None, pp: int | None, devices: int | None, o
 def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: int | None = None, on: Devices | None = None) -> Deployment:
     """On one device, within budgets in bytes; None is what is free. Raises InputError, with the numbers, where they are too small."""
     on = on or devices_here()
+    _check_offloaded(work, on)
     if gpu_budget is not None and not on.on_gpu:
         raise InputError("--gpu-budget: no GPU is visible here; give --cpu-budget, to compute on the CPU within it")
     itemsize, tokens = compute_dtype(work.model).itemsize, work.tokens * work.requests
@@ -127,6 +135,11 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
     host = 0
     if on.on_gpu:
         host = cpu_budget if cpu_budget is not None else on.host_bytes
+    kept = copied = 0
+    if work.offload_cache:
+        copied = cache
+        cache, kept = offloaded_cache(config, Layout(), cache)
+        host = _left(host, kept)
     budget = gpu_budget if on.on_gpu else cpu_budget
     if budget is None:
         budget = int((1 - WORKSPACE) * on.memory_bytes)
@@ -141,7 +154,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         way += "read for every token"
     why = (
         f"{format_bytes(found.resident_bytes)} of weights stay {'on the GPU' if on.on_gpu else 'in memory'}, {way}; "
-        f"{format_bytes(cache + activations)} for keys, values and activations"
+        f"{format_bytes(cache + activations)} for keys, values and activations{_on_host(kept)}"
     )
     account = Account(
         memory=budget,
@@ -150,6 +163,8 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         activations=activations,
         slots=found.slot_bytes,
         on_host=found.streamed_bytes - found.read_bytes if on.on_gpu else 0,
+        cache_on_host=kept,
+        cache_copied=copied,
         in_files=found.read_bytes,
     )
     return Deployment(why, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host, account=account)
@@ -160,13 +175,40 @@ def _placed(work: Work, on: Devices, *, tp: int | None, pp: int | None, devices:
     if not on.on_gpu and devices is None:  # processes of one machine share its memory, so more of them hold no more
         here = (tp or 1) * (pp or 1)
     memory = on.memory_bytes if on.on_gpu else on.memory_bytes // here
-    placed = place_model(
-        needs_of(work.model, tokens=work.tokens * work.requests), machines=1, per_machine=here, device_bytes=memory, tp=tp, pp=pp
-    )
+    needs, kept, copied = needs_of(work.model, tokens=work.tokens * work.requests), 0, 0
+    if work.offload_cache:
+        config = getattr(work.model, "config", None)
+        copied, (there, kept) = needs.cache_bytes, offloaded_cache(config, Layout(), needs.cache_bytes)
+        needs = replace(needs, cache_bytes=there)
+        _left(on.host_bytes, kept)
+    placed = place_model(needs, machines=1, per_machine=here, device_bytes=memory, tp=tp, pp=pp)
+    if placed.pp > 1 and work.offload_cache:
+        raise InputError(f"--offload-cache: the model takes {placed.pp} pipeline stages, which cannot bring next layers; leave it out")
     each = " on each" if placed.devices > 1 else ""
-    why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}"
-    account = Account(int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes)
+    why = f"tp {placed.tp}, pp {placed.pp}: {format_bytes(placed.weight_bytes)} of weights{each}; {placed.why}{_on_host(kept)}"
+    account = Account(
+        int(memory * (1 - WORKSPACE)), placed.weight_bytes, placed.cache_bytes, cache_on_host=kept, cache_copied=copied // placed.tp
+    )
     return Deployment(why, placed.tp, placed.pp, account=account)
+
+
+def _check_offloaded(work: Work, on: Devices) -> None:
+    if work.offload_cache and not on.on_gpu:
+        raise InputError("--offload-cache: on the CPU keys and values are in host memory already; leave it out")
+
+
+def _left(host_bytes: int, kept: int) -> int:
+    """Of host memory, beside keys and values. Raises InputError where they do not fit."""
+    if kept > host_bytes:
+        raise InputError(
+            f"--offload-cache: keys and values take {format_bytes(kept)} of pinned host memory, and {format_bytes(host_bytes)} may be "
+            "used; ask for fewer tokens or requests at once, or give a larger --cpu-budget"
+        )
+    return host_bytes - kept
+
+
+def _on_host(kept: int) -> str:
+    return f"; {format_bytes(kept)} of keys and values in host memory" if kept else ""
 
 
 def _can_stream(work: Work) -> bool:

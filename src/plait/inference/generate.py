@@ -12,11 +12,21 @@ import torch.distributed as dist
 
 from plait._torch.units import kept_gathered
 from plait.checkpoint.agreement import together
+from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
 from plait.inference.canonical.arithmetic import Arithmetic
 from plait.inference.canonical.arithmetic import log_softmax as canonical_log_softmax
 from plait.inference.canonical.call import check, compare, run
-from plait.inference.capacity import ROOM, cache_bytes, check_cache, check_positions, free_bytes, gathered_bytes, is_sharded
+from plait.inference.capacity import (
+    ROOM,
+    cache_bytes,
+    check_cache,
+    check_positions,
+    free_bytes,
+    gathered_bytes,
+    is_sharded,
+    offloaded_cache,
+)
 from plait.inference.choose import log_softmax
 from plait.inference.decode import Decoder, OnToken
 from plait.inference.peft_models import refuse_other_adapters
@@ -40,6 +50,7 @@ def generate(
     seed: int | Sequence[int] | None = None,
     batch_size: int | None = None,
     prefill_tokens: int | None = None,
+    offload_cache: bool = False,
     on_token: OnToken | None = None,
     canonical: bool = False,
     **settings: Any,
@@ -50,7 +61,8 @@ def generate(
     hold parts of one model (tp, pp), the first one's are taken. `settings` are Transformers' (`max_new_tokens`, `temperature`, `top_k`,
     `eos_token_id`, `stop_strings` ...), see `inference.settings`. A request draws from a generator of its own: the first of seed `seed`,
     the next of `seed + 1`; or `seed` has one for each; None takes new ones. `batch_size` requests are decoded at once (all), and prompts
-    are read in pieces of `prefill_tokens` (whole). `on_token(request, token)` is called on the ranks that have the request.
+    are read in pieces of `prefill_tokens` (whole). `offload_cache` keeps keys and values in pinned host memory; each layer's come to
+    the GPU while the layer before computes. `on_token(request, token)` is called on the ranks that have the request.
 
     `canonical`: logits and log-probabilities are the same bits as those of `score(..., canonical=True)` on every layout and in every batch,
     and slower; see docs/generation.md.
@@ -68,10 +80,13 @@ def generate(
         for name, value in (("batch_size", batch_size), ("prefill_tokens", prefill_tokens)):
             if value is not None and value < 1:
                 raise InputError(f"{name} = {value} must be at least 1")
+        if offload_cache:
+            _check_offloaded(sharded, use_cache=found.use_cache)
         requests = _requests(checked_ids(model, token_ids(prompts, tokenizer)), found, seed)
         longest = max((len(request.token_ids) + request.new_tokens for request in requests), default=0)
         hashed = check(sharded, longest=longest) if canonical else b""
-        return requests, found, bytes([_fits(sharded, requests, batch_size, found.use_cache)]) + hashed
+        holds = _fits(sharded, requests, batch_size, use_cache=found.use_cache, offload_cache=offload_cache)
+        return requests, found, bytes([holds]) + hashed
 
     (requests, found, _), brought = together(prepared, lambda result: result[2], device=mesh.device, doing="generate", raising=InputError)
     compare([row[1:] for row in brought])
@@ -87,6 +102,7 @@ def generate(
         found,
         tokenizer=tokenizer,
         use_cache=use_cache,
+        offload_cache=offload_cache,
         prefill_tokens=prefill_tokens,
         on_token=on_token,
         log_softmax=canonical_log_softmax if canonical else log_softmax,
@@ -144,17 +160,34 @@ def _requests(prompts: list[tuple[int, ...]], settings: Settings, seed: int | Se
     return found
 
 
-def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | None, use_cache: bool) -> bool:
+def _check_offloaded(sharded: ShardedModel, *, use_cache: bool) -> None:
+    """Raise InputError where keys and values cannot be kept on the host."""
+    if sharded.mesh.device.type == "cpu":
+        raise InputError("offload_cache: this model computes on the CPU, where keys and values are in host memory already; leave it out")
+    if sharded.pipeline is not None:
+        raise InputError(
+            "offload_cache: stages of a pipeline keep the layers of their own alone, and cannot bring the next; use tp, or pp = 1"
+        )
+    if not use_cache or not takes_cache(sharded.model):
+        raise InputError("offload_cache: the model keeps no keys and values in this call (use_cache); leave it out")
+
+
+def _fits(sharded: ShardedModel, requests: Sequence[Request], batch_size: int | None, *, use_cache: bool, offload_cache: bool) -> bool:
     """Whether all parameters may stay gathered. Raises InputError where keys and values do not fit."""
     config, mesh = getattr(sharded.model, "config", None), sharded.mesh
     lengths = [len(request.token_ids) + request.new_tokens for request in requests]
-    check_positions(config, max(lengths, default=0))
+    longest = max(lengths, default=0)
+    check_positions(config, longest)
     free = free_bytes(mesh.device, mesh.ranks_here)
     at_once = min(batch_size or len(requests), len(requests))
     compute = dtype_of(sharded.config.precision.compute) if sharded.config.precision.compute else None
     dtype = compute or next(sharded.model.parameters()).dtype
-    keys = cache_bytes(config, mesh.layout, tokens=at_once * max(lengths, default=0), itemsize=dtype.itemsize) if use_cache else 0
-    check_cache(keys, free, requests=at_once, tokens=max(lengths, default=0))
+    keys = cache_bytes(config, mesh.layout, tokens=at_once * longest, itemsize=dtype.itemsize) if use_cache else 0
+    if offload_cache:
+        keys, on_host = offloaded_cache(config, mesh.layout, keys)
+        free_on_host = free_host_bytes()
+        check_cache(on_host, None if free_on_host is None else free_on_host // mesh.ranks_here, at_once, longest, where="in host memory")
+    check_cache(keys, free, at_once, longest)
     if not is_sharded(sharded.model) or sharded.config.parameter_offload.device != "none":
         return False
     return free is None or gathered_bytes(sharded.model, compute) + keys <= ROOM * free

@@ -53,18 +53,25 @@ def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, req
         bringing[f"reading {format_bytes(account.in_files)} of weights from files at {copies.files / 1e9:.2f} GB/s"] = (
             account.in_files / copies.files
         )
-    if account.streamed and copies.host:
-        bringing[f"copying {format_bytes(account.streamed)} of weights to the GPU at {copies.host / 1e9:.1f} GB/s"] = (
-            account.streamed / copies.host
+    back = 0.0
+    if copies.host and (copied := account.streamed + account.cache_copied):
+        what = (
+            "weights, keys and values"
+            if account.cache_copied and account.streamed
+            else "weights"
+            if account.streamed
+            else "keys and values"
         )
+        bringing[f"copying {format_bytes(copied)} of {what} to the GPU at {copies.host / 1e9:.1f} GB/s"] = copied / copies.host
+        back = account.cache_copied / copies.host  # what a token has added to goes back before the computation goes on
 
     def longest(computing: float, overlap: float) -> tuple[float, str]:
-        times = {"computation": computing, **bringing}
+        times = {"computation, and keys and values back to the host" if back else "computation": computing, **bringing}
         name = max(times, key=lambda key: times[key])
         shared = (1 - overlap) * min(computing, max(bringing.values(), default=0.0))
         also = " (reading takes cores and memory from computing)" if shared > 0.1 * times[name] else ""
         return times[name] + shared, name + also
 
-    first, first_limit = longest(passes.first, copies.overlap[0])
-    token, limit = longest(passes.token, copies.overlap[1])
+    first, first_limit = longest(passes.first + back, copies.overlap[0])
+    token, limit = longest(passes.token + back, copies.overlap[1])
     return Prediction(first, token, requests / token, requests * new / (first + (new - 1) * token), limit, first_limit)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.cluster import accelerator
 from plait.parallel.pipeline.stage import StagedModel
 from plait.parallel.pipeline.stage_cache import CACHE, StageCaches
 
@@ -25,8 +26,11 @@ def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
     layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
     if not all(callable(getattr(layer, "batch_select_indices", None)) for layer in layers):
         return False
+    filled = [layer for layer in layers if layer.is_initialized]
+    if getattr(cache, "offloading", False) and filled:
+        accelerator.synchronize(filled[0].device)  # layers are on their way to the host, and the first one back from it
     for layer in layers:
-        layer.batch_select_indices(rows.to(layer.device) if layer.is_initialized else rows)
+        layer.batch_select_indices(rows.to(layer.keys.device) if layer.is_initialized else rows)
     return True
 
 
@@ -35,14 +39,15 @@ def takes_cache(model: nn.Module) -> bool:
     return CACHE in arguments_of(model) and getattr(model, "config", None) is not None
 
 
-def new_cache(model: nn.Module, staged: StagedModel | None) -> Any:
+def new_cache(model: nn.Module, staged: StagedModel | None, *, on_host: bool = False) -> Any:
     """Transformers' `DynamicCache`, with a layer for each of the model's (full, or with a sliding window); under a pipeline one for each of
-    this rank's stages. None for a model that takes none."""
+    this rank's stages. None for a model that takes none. `on_host`: layers wait in pinned host memory, and come while the one before them
+    computes; for a GPU, without a pipeline."""
     if not takes_cache(model):
         return None
     from transformers import DynamicCache
 
     config: Any = model.config
     if staged is None:
-        return DynamicCache(config=config)
+        return DynamicCache(config=config, offloading=on_host)
     return StageCaches(staged, lambda: DynamicCache(config=config))

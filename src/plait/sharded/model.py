@@ -223,9 +223,10 @@ class ShardedModel:
         output = self.output(self.prepared(batch))
         return self.hooks.joined(output, batch) if self.holds_output else output
 
-    def new_cache(self) -> Any:
-        """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a stage cannot keep one."""
-        return new_cache(self.model, self.pipeline.runtime.staged if self.pipeline is not None else None)
+    def new_cache(self, *, on_host: bool = False) -> Any:
+        """An empty cache for `predict`; None for a model that takes none. Raises ModelError where a stage cannot keep one.
+        `on_host`: see `sharded.cache`."""
+        return new_cache(self.model, self.pipeline.runtime.staged if self.pipeline is not None else None, on_host=on_host)
 
     @torch.no_grad()
     def output(self, piece: Any) -> Any:

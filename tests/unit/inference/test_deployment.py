@@ -9,7 +9,7 @@ import torch
 
 from plait.errors import InputError
 from plait.inference import deployment
-from plait.inference.deployment import Work, deploy, deploy_streamed
+from plait.inference.deployment import Devices, Work, deploy, deploy_streamed
 from plait.inference.placement import DoesNotFit
 from plait.inference.source import open_source
 from plait.inference.stored import Stored
@@ -56,6 +56,32 @@ def test_budgets(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deployment, "free_host_bytes", lambda: 100 * MIB)
     assert deploy_streamed(work, gpu_budget=4 * MIB).host_bytes == 80 * MIB
     assert "are copied to it for every token, 0 B of them from files" in deploy_streamed(work, gpu_budget=4 * MIB).why
+
+
+def test_keys_and_values_on_the_host(work: Work) -> None:
+    from dataclasses import replace
+
+    on = Devices(on_gpu=True, count=2, memory_bytes=7 * MIB, host_bytes=1 << 30)
+    many = replace(work, requests=64)  # 6 layers x 2 x 2 heads x 32 x 4 bytes for each of 2,048 tokens: 6 MiB
+    kept = replace(many, offload_cache=True)
+    with pytest.raises(InputError, match="does not fit"):
+        deploy(many, tp=1, pp=1, devices=None, on=on)
+    found = deploy(kept, tp=1, pp=1, devices=None, on=replace(on, memory_bytes=10 * MIB)).account
+    assert (found.cache, found.cache_copied, found.cache_on_host) == (3 * MIB, 6 * MIB, 7 * MIB)
+    streamed = deploy_streamed(kept, gpu_budget=24 * MIB, cpu_budget=20 * MIB, on=on)
+    assert streamed.account.cache == 3 * MIB and streamed.host_bytes == 13 * MIB
+    assert streamed.why.endswith("for keys, values and activations; 7.0 MiB of keys and values in host memory")
+    for wrong, words in (
+        (
+            {"gpu_budget": 24 * MIB, "cpu_budget": 6 * MIB, "on": on},
+            "keys and values take 7.0 MiB of pinned host memory, and 6.0 MiB may be",
+        ),
+        ({"cpu_budget": 1 << 30}, "--offload-cache: on the CPU keys and values are in host memory already"),
+    ):
+        with pytest.raises(InputError, match=words):
+            deploy_streamed(kept, **wrong)
+    with pytest.raises(InputError, match="takes 2 pipeline stages, which cannot bring next layers"):
+        deploy(kept, tp=1, pp=2, devices=None, on=replace(on, memory_bytes=20 * MIB))
 
 
 def test_how_much_is_kept_on_the_host(work: Work) -> None:

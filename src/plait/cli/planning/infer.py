@@ -79,6 +79,7 @@ def infer(
     pp: Annotated[int | None, _devices(min=1, metavar="N", help="Pipeline stages.")] = None,
     gpu_budget: Annotated[str | None, _devices(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _devices(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
+    offload_cache: Annotated[bool, _devices("--offload-cache", help="Keys and values in host memory.")] = False,
     disk: Annotated[float | None, _devices(metavar="GB/S", help="Of reading weights. (default: measured on the folder)")] = None,
     as_json: Json = False,
 ) -> None:
@@ -115,7 +116,7 @@ def infer(
     )
     form = None if quant is Quant.none else quant.value
     counted = unloaded if form is None else quantised_copy(unloaded, form)
-    work = Work(source, counted, prompt_tokens + new_tokens, requests, form is not None)
+    work = Work(source, counted, prompt_tokens + new_tokens, requests, form is not None, offload_cache)
     if any(budgets):
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1], on=on)
     else:
@@ -202,7 +203,7 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
             how += f"; {token:.0%} of the shorter of reading and computing a token goes on beside the other"
     if target is not None:
         return copy_rates(target, files)
-    host = measure_host_copies(torch.device(accelerator.NAME)) if account.streamed and on.on_gpu else None
+    host = measure_host_copies(torch.device(accelerator.NAME)) if (account.streamed or account.cache_copied) and on.on_gpu else None
     return CopyRates(files, host, overlap, how if files is not None else "")
 
 
@@ -248,6 +249,7 @@ def _show(
         [where, "keys and values", format_bytes(account.cache)],
         [where, "activations", format_bytes(account.activations)],
         ["pinned host memory", "weights", format_bytes(account.on_host)],
+        ["pinned host memory", "keys and values", format_bytes(account.cache_on_host)],
         ["files", "weights, read for every token", format_bytes(account.in_files)],
     ]
     print_table(console, ("tier", "what", "bytes"), [row for row in rows if row[2] != "0 B"])
