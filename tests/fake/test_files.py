@@ -20,6 +20,7 @@ from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.order import account_all
 from tests.fake import pipelines as pipeline
 from tests.parity import cases
+from tests.parity.experts import Case, build, configured
 from tests.parity.pipelines import settings as pipeline_settings
 from tests.parity.tensor_parallel import settings
 
@@ -89,6 +90,23 @@ def test_files_are_as_priced(
     pieces = 4 * 4 * 1000 if kinds >= STATES else 0
     pool = min(int(ledger.memory["parameters"][0]), 5 * 4 * 50_000) if stage == 3 and kinds >= PARAMETERS else 0
     assert int(ledger.memory["step_buffers"][0]) == max(pieces, pool) < in_files + 1
+
+
+@pytest.mark.parametrize(("stage", "kinds"), [(2, STATES | PARAMETERS), (3, STATES | PARAMETERS), (3, STATES)])
+def test_files_of_experts(fake_world: Callable[..., None], tmp_path: Path, stage: int, kinds: set[str]) -> None:
+    """Of a rank's own experts, and its shards of the rest."""
+    fake_world(4, 3)
+    config = configured(Case("mixtral", stage, (("ep", 2),), dp=4))
+    config["zero_optimization"] |= offloads(tmp_path, kinds, stage)
+    model = build(Case("mixtral"), dtype=torch.float32)
+    facts = model_facts(model, find_blocks(model))
+    resolved = resolve(load(config), world_size=4)
+    engine = plait.initialize(model, resolved, loss_fn=plait.causal_lm_loss)
+    ids = torch.arange(64).view(4, 16) % cases.VOCABULARY
+    in_files = bytes_in_files(engine, {"input_ids": ids, "labels": ids}, kinds=kinds)
+    at = resolved.layout
+    ledger = account_all(resolved.techniques, Ledger.of_rank(at, at.coordinates(3), accumulation=2), facts)
+    assert in_files == int(ledger.memory["files"][0]) > 0
 
 
 @pytest.mark.parametrize(("rank", "stage", "schedule", "ratio"), [(0, 2, "zbv", 1), (2, 3, "1f1b", 1), (2, 2, "interleaved-1f1b", 0.5)])

@@ -3,6 +3,7 @@ by workers."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -104,6 +105,10 @@ class Case:
     window: bool = False
     """Of sliding attention, shorter than a part of a sequence."""
     attention: Literal["eager", "sdpa"] = "eager"
+    offload: Literal["", "states", "parameters", "both"] = ""
+    """What of the optimizer and of ZeRO's shards is elsewhere."""
+    offload_to: Literal["nvme", "cpu"] = "nvme"
+    """In files in the folder for temporary ones, or in the host's memory."""
 
     @property
     def world(self) -> int:
@@ -122,17 +127,20 @@ class Case:
             word for word, on in (*said, ("unmasked", not self.mask), ("window", self.window), ("sdpa", self.attention == "sdpa")) if on
         ]
         parts += [f"{name}{count}" for name, count in (("layers", self.layers), ("kv", self.kv_heads)) if count]
+        parts += [f"{self.offload} on {self.offload_to}"] if self.offload else []
         parts += [self.data] if self.data != "ragged" else []
         return "-".join([*parts, *(key for key, _ in self.more)])
 
 
 def configured(case: Case) -> dict[str, Any]:
     """A configuration file as a user would write it."""
+    there = {"device": "nvme", "nvme_path": tempfile.gettempdir()} if case.offload_to == "nvme" else {"device": "cpu"}
+    offloads = {"states": ("offload_optimizer",), "parameters": ("offload_param",), "both": ("offload_optimizer", "offload_param")}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": CLIPPING,
-        "zero_optimization": {"stage": case.stage},
+        "zero_optimization": {"stage": case.stage, **dict.fromkeys(offloads.get(case.offload, ()), there)},
         "optimizer": cases.OPTIMIZER,
         "parallel": {**dict(case.degrees), **dict(case.more)},
         "experts": {"bias_update_rate": case.rate, "balance": case.balanced, "z_loss": case.z_loss},
@@ -198,6 +206,13 @@ def never_to_second(module: nn.Module, args: Any, output: Any) -> Any:
     """A hook of a router."""
     logits, weights, chosen = output
     return logits, weights, torch.where(chosen == 1, 0, chosen)
+
+
+def balanced(module: Any, args: Any, output: Any) -> Any:
+    """A hook of a router: every expert gets as many tokens from every rank."""
+    logits, weights, chosen = output
+    even = torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]
+    return logits, weights, even
 
 
 def steps(case: Case, micro_batches: int) -> list[list[dict[str, torch.Tensor]]]:
@@ -268,7 +283,7 @@ def carried_over(one: Trained, other: Trained, folder: str) -> list[float]:
 
 def reference(case: Case) -> Result:
     """Of the same global batches."""
-    alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager")
+    alone = replace(case, stage=0, degrees=(), more=(), dp=1, kind="eager", offload="")
     if case.z_loss or case.balanced == "global":
         return _reference_of_routers(alone, case.dp), biases(build(alone))
     return _reference(alone, 2 * case.dp)

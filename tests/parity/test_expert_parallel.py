@@ -18,7 +18,20 @@ from plait.model.facts import model_facts
 from plait.verify.keep_float64 import keeping_float64
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.experts import SIZES, Account, Case, account_of, assert_equal, build, carried_over, configured, routers, steps, train
+from tests.parity.experts import (
+    SIZES,
+    Account,
+    Case,
+    account_of,
+    assert_equal,
+    balanced,
+    build,
+    carried_over,
+    configured,
+    routers,
+    steps,
+    train,
+)
 from tests.pool import Pool
 
 FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
@@ -80,13 +93,6 @@ def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
 
 
 # ---- one engine, asked for everything else --------------------------------------------------------------------------------------------
-
-
-def balanced(module: Any, args: Any, output: Any) -> Any:
-    """A hook of a router: every expert gets as many tokens from every rank."""
-    logits, weights, chosen = output
-    even = torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]
-    return logits, weights, even
 
 
 def one_engine(rank: int, world: int, case: Case, folder: str, plain: Case) -> tuple[Account, list[str], list[float]]:

@@ -7,7 +7,7 @@ answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, cast
@@ -76,8 +76,6 @@ class TensorPlan:
     sequence_parallel: Literal[True] | str
     """True where the blocks can work on sequence shards, else the reason why not."""
     source: str
-    share: float
-    """Of the parameters, what is split; every rank holds and computes the rest in full."""
 
     @property
     def styles(self) -> dict[str, Style]:
@@ -134,7 +132,6 @@ def _plan_of(model: nn.Module, *, tp: int, user: Mapping[str, str] | None, block
         embedding=embedding,
         sequence_parallel=order.possible,
         source=rule_set.source,
-        share=_share(model, dims),
     )
 
 
@@ -150,29 +147,32 @@ def _with_adapters(plan: TensorPlan, model: nn.Module, wrappers: Mapping[str, nn
         known.setdefault(name, {"colwise": 0, "rowwise": 1}.get(styles.get(name.rpartition(".")[0], "")))
     dims = {name: known[name] for name, _ in model.named_parameters(remove_duplicate=False)}
     reason = "low-rank adapters would see a part of the sequence on every rank, and their gradients are not summed over the parts"
-    return replace(plan, modules=modules, dims=dims, sequence_parallel=reason, share=_share(model, dims))
-
-
-def _share(model: nn.Module, dims: Mapping[str, int | None]) -> float:
-    sizes = [(parameter.numel(), dims[name] is not None) for name, parameter in model.named_parameters()]
-    return sum(numel for numel, split in sizes if split) / max(1, sum(numel for numel, _ in sizes))
+    return replace(plan, modules=modules, dims=dims, sequence_parallel=reason)
 
 
 LITTLE = 0.5
 """A plan that splits less of the parameters than this is warned of."""
 
 
-def little_is_split(plan: TensorPlan, model: nn.Module) -> str | None:
-    """The warning for a plan that splits so little of the model that tensor parallelism mostly repeats work; None for others."""
-    if plan.share >= LITTLE:
-        return None
+def little_is_split(plan: TensorPlan, model: nn.Module, *, besides: Collection[str] = ()) -> str | None:
+    """The warning for a plan that splits so little of the model that tensor parallelism mostly repeats work; None for others. `besides`:
+    parameters that are split over other axes, which do not count."""
     whole: dict[str, int] = {}
+    split = 0
     for name, parameter in model.named_parameters():
+        if name in besides:
+            continue
         if plan.dims[name] is None:
             whole[generic(name)] = whole.get(generic(name), 0) + parameter.numel()
+        else:
+            split += parameter.numel()
+    share = split / max(1, split + sum(whole.values()))
+    if share >= LITTLE:
+        return None
     largest = sorted(whole, key=lambda name: -whole[name])[:3]
+    counted = "the parameters" if not besides else "the parameters besides experts"
     return (
-        f"parallel.tp = {plan.tp}: {plan.source} splits {plan.share:.1%} of the parameters of this {type(model).__name__}; every rank of "
+        f"parallel.tp = {plan.tp}: {plan.source} splits {share:.1%} of {counted} of this {type(model).__name__}; every rank of "
         f"tp holds and computes the rest in full, most of it in {', '.join(largest)}; give parallel.plan with styles for these layers, "
         "or use parallel.tp = 1"
     )

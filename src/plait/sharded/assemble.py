@@ -20,6 +20,7 @@ from plait.config.schema.config import Config
 from plait.dryrun.rank_activations import solved_recompute
 from plait.errors import InputError, warn
 from plait.losses.loss import Loss
+from plait.model.experts import find_experts
 from plait.model.plans import TensorPlan, little_is_split
 from plait.optim.disk_files import build_disk_tier
 from plait.parallel import materialise
@@ -120,7 +121,7 @@ def split(
     if weights is not None and not on_meta:
         raise InputError("weights= fills a model that was built under torch.device('meta'); this one has real weights already")
     warn_of_no_blocks(model, checked.blocks, stage=resolved.data_parallel.stage)
-    _warn_of_little(checked.parts.noted(TensorPlan), model)
+    _warn_of_little(checked.parts.noted(TensorPlan), model, ep=resolved.layout.ep)
     check_placement(resolved)
     on_host = resolved.optimizer_offload.device == "cpu"
     mesh = build_mesh(
@@ -142,7 +143,8 @@ def split(
     return mesh, apply_all(techniques, checked.parts, mesh), seed
 
 
-def _warn_of_little(plan: TensorPlan | None, model: nn.Module) -> None:
-    words = little_is_split(plan, model) if plan is not None else None
+def _warn_of_little(plan: TensorPlan | None, model: nn.Module, *, ep: int) -> None:
+    over_ep = {name for experts in find_experts(model) for name in experts.parameters} if ep > 1 else ()
+    words = little_is_split(plan, model, besides=over_ep) if plan is not None else None
     if words is not None and place().rank == 0:
         warn(words)

@@ -430,12 +430,15 @@ def test_a_plan_that_splits_little_is_told_of() -> None:
     """B10: with its largest layers by name."""
     model = nn.ModuleDict({"tower": nn.Linear(100, 100), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
     plan = plan_of(model, 2, {"up": "colwise", "down": "rowwise"})
-    assert plan.share == pytest.approx((8 * 16 * 2 + 16) / (100 * 101 + 8 * 16 * 2 + 24))
     words = little_is_split(plan, model)
     assert words is not None
     assert "splits 2.6% of the parameters" in words
     assert "tower.weight" in words
     assert little_is_split(plan_of(family("llama", device="meta"), 2), family("llama", device="meta")) is None
+    words = little_is_split(plan, model, besides=("tower.weight",))  # split over ep
+    assert words is None
+    words = little_is_split(plan, model, besides=("up.weight", "down.weight"))
+    assert words is not None and "splits 0.2% of the parameters besides experts" in words
 
 
 class Adapter(nn.Module):

@@ -37,6 +37,7 @@ from plait.comm.waits import Waits
 from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
+from plait.parallel.accounting.expert_view import is_sharded, of_experts
 from plait.parallel.accounting.ledger import Array, Ledger, local_rows, part_of
 from plait.parallel.accounting.zero_rule import of_block
 from plait.parallel.buffers import ChangingBuffers
@@ -185,7 +186,9 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     # What goes into them besides tokens keeps its dtype: the weights of experts.
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
     for name, own in parts.shard.own_mesh.items():
-        fully_shard(parts.model.get_submodule(name), mesh=own, mp_policy=apart, reshard_after_forward=free_after_forward)
+        unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
+        experts = parts.model.get_submodule(name)
+        fully_shard(experts, mesh=own, mp_policy=apart, offload_policy=offload(unit), reshard_after_forward=free_after_forward)
     for name in parts.blocks:
         block = parts.model.get_submodule(name)
         fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
@@ -282,34 +285,17 @@ def free_gathered(model: nn.Module) -> None:
 
 def _account(technique: DataParallel, ledger: Ledger, facts: ModelFacts) -> Ledger:
     if not ledger.experts:
-        return _account_of(technique, ledger, facts, sharded=_is_sharded(ledger))
+        return _account_of(technique, ledger, facts, sharded=is_sharded(ledger))
     apart = tuple(p for p in facts.parameters if p.name in ledger.experts)
     rest = tuple(p for p in facts.parameters if p.name not in ledger.experts)
-    found = _account_of(technique, ledger, replace(facts, parameters=rest), sharded=_is_sharded(ledger))
-    # Experts are split over ep along their first dimension, as tensor parallelism splits, then reduced or sharded over the ranks of edp.
-    same = ledger.dp_replicate * ledger.dp_shard * ledger.cp * ledger.tp // ledger.ep
-    shards, one = _is_sharded(ledger), np.ones_like(same)
-    view = ledger.with_(
-        dp_replicate=np.where(shards, one, same),
-        dp_shard=np.where(shards, same, one),
-        shard_rank=np.where(shards, ledger.edp_rank, 0),
-        tp=ledger.ep,
-        tp_rank=np.zeros_like(same),
-        tensor_dims=dict.fromkeys(ledger.experts, 0),
-        memory={},
-        traffic={},
-    )
+    found = _account_of(technique, ledger, replace(facts, parameters=rest), sharded=is_sharded(ledger))
     plain = technique.model_copy(update={"all_reduce": "by-machines"})  # another hook sums them
-    view = _account_of(plain, view, replace(facts, parameters=apart), sharded=_is_sharded(ledger))
+    view = _account_of(plain, of_experts(ledger), replace(facts, parameters=apart), sharded=is_sharded(ledger))
     for kind, count in view.memory.items():
         found = found.add_memory(kind, count)
     for collective, count in view.traffic.items():
         found = found.add_traffic(collective, count)
     return found
-
-
-def _is_sharded(ledger: Ledger) -> NDArray[np.bool_]:
-    return (ledger.dp_shard > 1) | np.asarray(ledger.compute_bytes is not None)
 
 
 def _account_of(technique: DataParallel, ledger: Ledger, facts: ModelFacts, *, sharded: NDArray[np.bool_]) -> Ledger:

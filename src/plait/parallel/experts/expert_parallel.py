@@ -101,11 +101,6 @@ def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
     compression = context.chosen(Compression)
     return (
         (
-            data.stage > 0 and layout.dp_replicate > 1,
-            f"experts with hybrid sharding (dp_replicate {layout.dp_replicate}) are not proven",
-            "leave parallel.dp_replicate out",
-        ),
-        (
             data.stage == 0 and precision.compute is not None,
             f"ZeRO stage 0 computes in {precision.compute} by torch's sharding, which has no replicas of experts",
             "set zero_optimization.stage = 1",
@@ -115,7 +110,11 @@ def _rules(context: Context) -> tuple[tuple[bool, str, str], ...]:
         (data.secondary_partition > 0, "parallel.secondary_partition is not proven", "set that to 0"),
         (compression.gradients or compression.scheme.weight_bits > 0, "compressed messages are not proven", "leave the compression out"),
         (context.chosen(Compile).enabled, "compile.enabled is not proven", "set that to false"),
-        (offloads != {"none"}, "offloaded states and parameters are not proven", 'use device "none"'),
+        (
+            offloads != {"none"} and layout.dp_shard == 1,
+            "offloaded states are those of shards, and parallel.dp_shard is 1",
+            'set that to 2 or more, or use device "none"',
+        ),
         (
             context.chosen(Recompute).mode == "budget",
             "parallel.recompute.budget_gib counts what every process keeps for all experts",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from plait.model.facts import ModelFacts, ParameterFacts
+from plait.parallel.accounting.expert_view import view_of
 from plait.parallel.accounting.ledger import Array, Ledger, part_of
 
 
@@ -26,9 +27,10 @@ def offloaded_units(facts: ModelFacts, ratio: float) -> frozenset[int]:
 def held_of(facts: ModelFacts, ledger: Ledger, ratio: float) -> Iterator[tuple[ParameterFacts, Array, Array]]:
     """Of every parameter of the chosen units: (it, bytes of its shard, padded to the first rank's; bytes of what this rank really
     holds)."""
-    chosen = offloaded_units(facts, ratio)
+    chosen, view = offloaded_units(facts, ratio), view_of(ledger)
     for parameter in facts.parameters:
         if parameter.unit not in chosen:
             continue
-        part = part_of(parameter.shape, ledger.tensor_dims.get(parameter.name), ledger)
+        seen = view(parameter.name)
+        part = part_of(parameter.shape, seen.tensor_dims.get(parameter.name), seen)
         yield parameter, part.padded * part.row * parameter.itemsize, part.held * part.row * parameter.itemsize
