@@ -1,9 +1,11 @@
 """How long weights take from one layout to another, as a ratio to copying the same bytes the same way; on CPUs, float32, one thread a rank.
 
-    python -m benchmarks.inference.weight_sync        two minutes
+    python -m benchmarks.inference.weight_sync        ten minutes
 
-The floor is as many bytes in as few calls as one can: `copy_` inside of a process, gloo's send and receive of 32 MiB at a time between
-processes. The ratios are of what `verify` compares: nothing, sums, or hashes of every value where it leaves and where it lies in the end.
+The floor is as many bytes from memory that lies in one stretch to such memory, by the same processes and the same way: `copy_` inside of a
+process, gloo's send and receive between processes, as one message to each rank or in several, whichever is fastest. It computes no hash. A
+ratio is of the fastest of some calls, in turn, to the fastest of the floor; `verify` compares nothing, hashes of what leaves and of what
+lies in the target's memory in the end, or these and computes a hash that is equal on every layout.
 """
 
 from __future__ import annotations
@@ -15,23 +17,26 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import xxhash
 
 import plait
 from benchmarks.common.machine import facts
 from plait._torch.dtensor import local_tensor
 from plait._torch.groups import make_gloo
 from plait.inference.weight_sync.holdings import holding_of, tensors_of
-from plait.inference.weight_sync.route import pieces_of
+from plait.inference.weight_sync.route import PIECE, pieces_of
+from plait.inference.weight_sync.transfer import Verification
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/weight_sync.json"
-TIMES, MESSAGE = 5, 32 << 20
-HOW = ("off", "sums", "full")
+TIMES = 9
+MESSAGES = (1 << 40, 32 << 20, 4 << 20)
+"""Bytes of one, at most."""
+HOW: tuple[Verification, ...] = ("off", "hashes", "content")
 OFF: dict[str, Any] = {"sequence_parallel": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"zero_optimization": {"stage": 3}},
@@ -41,19 +46,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PAIRS = [("ZeRO 3", "tp 2"), ("pp 2", "tp 2"), ("tp 2", "ZeRO 3")]
 
 
-def model() -> torch.nn.Module:
-    """60 M parameters, 240 MB."""
+SIZES: dict[str, dict[str, int]] = {
+    "15 M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "60 M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 7, "num_attention_heads": 12, "num_key_value_heads": 4},
+    "250 M": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 9, "num_attention_heads": 24, "num_key_value_heads": 8},
+}
+
+
+def model(size: str) -> torch.nn.Module:
+    """So many parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192, hidden_size=768, intermediate_size=2048, num_hidden_layers=7, num_attention_heads=12, num_key_value_heads=4
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, **SIZES[size]))
 
 
 def timed(*works: Callable[[], Any], together: bool) -> list[float]:
-    """The median time of each, in turn."""
+    """The shortest time of each, in turn: other programs use the cores."""
     times: list[list[float]] = [[] for _ in works]
     for turn in range(TIMES + 1):
         for work, found in zip(works, times, strict=True):
@@ -65,13 +73,13 @@ def timed(*works: Callable[[], Any], together: bool) -> list[float]:
                 dist.barrier()
             if turn:
                 found.append(time.perf_counter() - began)
-    return [median(found) for found in times]
+    return [min(found) for found in times]
 
 
-def same_ranks(rank: int, port: int, pair: tuple[str, str], out: Any) -> None:
+def same_ranks(rank: int, port: int, size: str, pair: tuple[str, str], out: Any) -> None:
     """Both models on two ranks."""
     _start(rank, port)
-    one, other = (plait.parallelize(model(), {"train_micro_batch_size_per_gpu": 1, **LAYOUTS[name]}) for name in pair)
+    one, other = (plait.parallelize(model(size), {"train_micro_batch_size_per_gpu": 1, **LAYOUTS[name]}) for name in pair)
     sides = [holding_of(tensors_of(each.model, "")) for each in (one, other)]
     rows: list[Any] = [None, None]
     dist.all_gather_object(rows, sides)
@@ -83,14 +91,15 @@ def same_ranks(rank: int, port: int, pair: tuple[str, str], out: Any) -> None:
     }
     buffers = {name: [torch.ones(max(size, 1), dtype=torch.uint8) for _ in range(2)] for name, size in sizes.items()}
 
-    def floor() -> None:
-        works = [dist.irecv(part, 1 - rank) for part in buffers["received"][0].split(MESSAGE)] if sizes["received"] else []
-        works += [dist.isend(part, 1 - rank) for part in buffers["sent"][0].split(MESSAGE)] if sizes["sent"] else []
+    def floor(message: int) -> None:
+        works = [dist.irecv(part, 1 - rank) for part in buffers["received"][0].split(message)] if sizes["received"] else []
+        works += [dist.isend(part, 1 - rank) for part in buffers["sent"][0].split(message)] if sizes["sent"] else []
         buffers["inside"][0].copy_(buffers["inside"][1])
         for work in works:
             work.wait()
 
-    times = timed(floor, *(partial(plait.sync_weights, one, other, verify=how) for how in HOW), together=True)
+    floors = [partial(floor, message) for message in MESSAGES]
+    times = timed(*floors, *(partial(plait.sync_weights, one, other, verify=how) for how in HOW), together=True)
     if rank == 0:
         out.put((sum(local_tensor(t).nbytes for t in tensors_of(other.model, "").values()), times))
     one.close()
@@ -98,35 +107,48 @@ def same_ranks(rank: int, port: int, pair: tuple[str, str], out: Any) -> None:
     dist.destroy_process_group()
 
 
-def apart(rank: int, port: int, pair: tuple[str, str], out: Any) -> None:
+def apart(rank: int, port: int, size: str, pair: tuple[str, str], out: Any) -> None:
     """A trainer and a generator of one process each."""
     torch.set_num_threads(1)
-    one = model()
-    size = sum(p.nbytes for p in one.parameters())
-    flat = torch.ones(size, dtype=torch.uint8)
+    one = model(size)
+    count = sum(p.nbytes for p in one.parameters())
+    flat = torch.ones(count, dtype=torch.uint8)
     store = dist.TCPStore("127.0.0.1", port + 1, 2, is_master=rank == 0)
     gloo = make_gloo(store, rank, 2, timedelta(seconds=60))
 
-    def floor() -> None:
-        for work in [(gloo.recv if rank else gloo.send)([part], 1 - rank, 0) for part in flat.split(MESSAGE)]:
+    def floor(message: int) -> None:
+        for work in [(gloo.recv if rank else gloo.send)([part], 1 - rank, 0) for part in flat.split(message)]:
             work.wait()
 
+    floors = [partial(floor, message) for message in MESSAGES]
     address = f"127.0.0.1:{port}"
     if rank == 0:
         with plait.WeightSender(one, address, receivers=1, timeout=60) as sender:
-            out.put((size, timed(floor, *(partial(sender.send, verify=how) for how in HOW), together=False)))
+            out.put((count, timed(*floors, *(partial(sender.send, verify=how) for how in HOW), together=False)))
     else:
         with plait.WeightReceiver(one, address, timeout=60) as receiver:
-            timed(floor, *[receiver.receive] * len(HOW), together=False)
+            timed(*floors, *[receiver.receive] * len(HOW), together=False)
 
 
-def one_process() -> tuple[int, list[float]]:
+def one_process(size: str) -> tuple[int, list[float]]:
     """Two plain models."""
-    one, other = model(), model()
-    size = sum(p.nbytes for p in one.parameters())
-    flats = [torch.ones(size, dtype=torch.uint8) for _ in range(2)]
+    one, other = model(size), model(size)
+    count = sum(p.nbytes for p in one.parameters())
+    flats = [torch.ones(count, dtype=torch.uint8) for _ in range(2)]
+
+    def floor(message: int) -> None:
+        for to, of in zip(*(flat.split(message) for flat in flats), strict=True):
+            to.copy_(of)
+
     syncs = [partial(plait.sync_weights, one, other, verify=how) for how in HOW]
-    return size, timed(lambda: flats[0].copy_(flats[1]), *syncs, together=False)
+    return count, timed(*(partial(floor, message) for message in MESSAGES), *syncs, together=False)
+
+
+def hash_rate() -> float:
+    """Bytes that one core hashes in a second, of memory that is in no cache."""
+    flat = torch.ones(256 << 20, dtype=torch.uint8)
+    (seconds,) = timed(lambda: [xxhash.xxh3_128_digest(part.numpy()) for part in flat.split(PIECE)], together=False)
+    return flat.numel() / seconds
 
 
 def _start(rank: int, port: int) -> None:
@@ -134,14 +156,14 @@ def _start(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
-def two(function: Any, pair: tuple[str, str]) -> tuple[int, list[float]]:
+def two(function: Any, size: str, pair: tuple[str, str]) -> tuple[int, list[float]]:
     """What rank 0 found."""
     context = mp.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = context.SimpleQueue()
-    processes = [context.Process(target=function, args=(rank, port, pair, out)) for rank in range(2)]
+    processes = [context.Process(target=function, args=(rank, port, size, pair, out)) for rank in range(2)]
     for process in processes:
         process.start()
     found = out.get()
@@ -153,17 +175,20 @@ def two(function: Any, pair: tuple[str, str]) -> tuple[int, list[float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows: dict[str, Callable[[], tuple[int, list[float]]]] = {"two models of one process": one_process}
+    rows: dict[str, Callable[[str], tuple[int, list[float]]]] = {"two models of one process": one_process}
     for pair in PAIRS:
-        rows[f"{pair[0]} to {pair[1]}, the same two ranks"] = partial(two, same_ranks, pair)
-    rows["one process to another"] = partial(two, apart, ("", ""))
-    table = {}
+        rows[f"{pair[0]} to {pair[1]}, the same two ranks"] = partial(two, same_ranks, pair=pair)
+    rows["one process to another"] = partial(two, apart, pair=("", ""))
+    table: dict[str, Any] = {}
     for name, measured in rows.items():
-        size, (floor, *times) = measured()
-        ratios = {how: round(seconds / floor, 2) for how, seconds in zip(HOW, times, strict=True)}
-        table[name] = {"MB": round(size / 1e6), "floor_s": floor, "ratio": ratios}
-        print(f"{name:38} {size / 1e6:5.0f} MB  floor {floor:.3f} s  {ratios}", flush=True)
-    RESULT.write_text(json.dumps({"machine": facts(), "rows": table}, indent=1) + "\n", encoding="utf-8")
+        for size in SIZES:
+            count, times = measured(size)
+            floor, times = min(times[: len(MESSAGES)]), times[len(MESSAGES) :]
+            ratios = {how: round(seconds / floor, 2) for how, seconds in zip(HOW, times, strict=True)}
+            table.setdefault(name, {})[size] = {"MB": round(count / 1e6), "floor_s": floor, "ratio": ratios}
+            print(f"{name:38} {size:5} {count / 1e6:5.0f} MB  floor {floor:.3f} s  {ratios}", flush=True)
+    found = {"machine": facts("torch", "xxhash"), "hash_bytes_per_s": hash_rate(), "rows": table}
+    RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def transformers_config(kind: str, *, tied: bool, layers: int | None = None) -> 
         "llama": llama_like,
         "wide": {**llama_like, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4},
         "mistral": {**llama_like, "sliding_window": None},
+        "qwen2": llama_like,
         "qwen3": wide,
         "gemma": wide,
         "gemma2": {**wide, "sliding_window": 64},

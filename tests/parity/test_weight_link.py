@@ -61,7 +61,7 @@ def trains(rank: int, world: int, layout: str, address: str, receivers: int) -> 
     """Sends three versions, and is refused others. Runs in a worker."""
     source = laid_out(layout, 7)
     with plait.WeightSender(source, address, receivers=receivers, timeout=60) as sender:
-        made = [sender.send(), sender.send(version=4)]
+        made = [sender.send(verify="content"), sender.send(version=4, verify="content")]
         with pytest.raises(InputError, match="version = 4 is stale"):
             sender.send(version=4)
         with pytest.raises(InputError, match="rank 1 sends version 9"):
@@ -74,7 +74,7 @@ def trains(rank: int, world: int, layout: str, address: str, receivers: int) -> 
         with torch.no_grad():
             for parameter in source.model.parameters():
                 local_tensor(parameter).mul_(2)
-        made.append(sender.send())
+        made.append(sender.send(verify="content"))
     source.close()
     return [(one.version, one.content) for one in made]
 
@@ -140,11 +140,11 @@ def ends_in_the_middle(address: str, how: int) -> None:
     took = meeting.Meeting.receive
     taken = []
 
-    def take(self: Any, tensor: torch.Tensor, piece: Any) -> Any:
-        taken.append(piece)
+    def take(self: Any, tensor: torch.Tensor, source: int) -> Any:
+        taken.append(source)
         if len(taken) == 2:
             os.kill(os.getpid(), how)
-        return took(self, tensor, piece)
+        return took(self, tensor, source)
 
     meeting.Meeting.receive = take  # type: ignore[method-assign]
     link.WeightReceiver(large(0.0), address).receive()
@@ -171,12 +171,13 @@ def test_a_receiver_that_ends_or_stops_is_named(how: int) -> None:
 
 def ends_while_sending(address: str) -> None:
     """A trainer that is killed after some pieces."""
-    gave = meeting.Meeting.send
+    gave, given = meeting.Meeting.send, []
 
-    def give(self: Any, tensor: torch.Tensor, piece: Any) -> Any:
-        if piece.window[0][0] >= 3072:  # of 4096 rows: some have arrived
+    def give(self: Any, tensor: torch.Tensor, target: int) -> Any:
+        given.append(tensor.nbytes)
+        if sum(given) > 48 << 20:  # of 64: some have arrived
             os.kill(os.getpid(), signal.SIGKILL)
-        return gave(self, tensor, piece)
+        return gave(self, tensor, target)
 
     meeting.Meeting.send = give  # type: ignore[method-assign]
     link.WeightSender(large(1.0), address, receivers=1).send()
@@ -192,6 +193,64 @@ def test_a_trainer_that_ends_leaves_no_mixed_weights() -> None:
             receiver.receive()
     finally:
         process.join()
+    with pytest.raises(InputError, match="mixes two versions"):
+        status.refuse_incomplete(target)
+
+
+class Several(torch.nn.Module):
+    """One tensor in two messages, one that does not lie in one stretch, one in another dtype, and small ones that go together."""
+
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.full((1500, 1024), value))
+        self.turned = torch.nn.Parameter(torch.full((300, 500), value).t())
+        self.small = torch.nn.ParameterList(torch.arange(1.0, size + 1) * value for size in (1, 3, 7))
+        self.other = torch.nn.Parameter(torch.full((5, 5), value, dtype=dtype))
+        self.register_buffer("count", torch.tensor(int(value)))
+
+
+def test_tensors_of_any_form_arrive() -> None:
+    address, target = free_address(), Several(0.0, torch.bfloat16)
+
+    def send() -> str:
+        with link.WeightSender(Several(3.0, torch.float64), address, receivers=1, timeout=60) as sender:
+            return sender.send(verify="content").content
+
+    sent = beside(send)
+    with link.WeightReceiver(target, address, timeout=60) as receiver:
+        made = receiver.receive(wait=60)
+    wanted = Several(3.0, torch.bfloat16).state_dict()
+    assert made.content == sent() and made.bytes == sum(tensor.nbytes for tensor in wanted.values())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in target.state_dict().items())
+    assert not target.turned.is_contiguous()
+
+
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
+    """As of an optimizer that steps while weights are sent, or of a network that spoils them: in one message of the three kinds."""
+    address, target, gave, sizes = free_address(), Several(0.0, torch.float32), meeting.Meeting.send, list[int]()
+
+    def give(self: Any, tensor: torch.Tensor, to: int) -> Any:
+        sizes.append(tensor.numel())
+        if len(sizes) == which:
+            tensor[-1] ^= 1
+        return gave(self, tensor, to)
+
+    monkeypatch.setattr(meeting.Meeting, "send", give)
+
+    def send() -> None:
+        with link.WeightSender(Several(3.0, torch.float32), address, receivers=1, timeout=60) as sender:
+            with pytest.raises(CommunicationError, match="generator rank 0: what arrived from rank 0 of the source has the hash"):
+                sender.send()
+            with pytest.raises(CommunicationError, match="this connection ended"):
+                sender.send()
+
+    sent = beside(send)
+    with link.WeightReceiver(target, address, timeout=60) as receiver:
+        with pytest.raises(CommunicationError, match="what arrived from rank 0 of the source has the hash"):
+            receiver.receive(wait=60)
+        sent()
+    assert len(sizes) == 5, "two of the large tensor, one of the turned one, the small ones together, and the hash"
     with pytest.raises(InputError, match="mixes two versions"):
         status.refuse_incomplete(target)
 

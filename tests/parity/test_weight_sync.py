@@ -15,7 +15,7 @@ from plait.errors import CommunicationError, InputError, PlaitError
 from plait.inference.weight_sync import same_ranks, transfer
 from plait.inference.weight_sync.holdings import tensors_of
 from plait.inference.weight_sync.status import ReceivedWeights, note
-from tests.parity import cases
+from tests.parity import cases, experts
 from tests.parity.live_content import lanes_of, total
 from tests.parity.two_models import FOUR, LAYOUTS, built
 from tests.pool import Pool
@@ -37,7 +37,7 @@ def received(rank: int, world: int, pairs: list[tuple[str, str]], tied: bool, dt
     for one, other in pairs:
         source, target = on(layouts[one], rank, 7, tied=tied), on(layouts[other], rank, 8, tied=tied, dtype=dtype)
         for version in (3, 4):
-            made = plait.sync_weights(source, target, version=version)
+            made = plait.sync_weights(source, target, version=version, verify="content")
             assert (made is None) == (target is None)
             if made is not None:
                 assert made.version == version and made.is_complete
@@ -76,6 +76,48 @@ def test_between_all_layouts(pool: Pool) -> None:
     check(pool, 4, list(product(FOUR, repeat=2)))
 
 
+def mixture(seed: int) -> torch.nn.Module:
+    """Mixtral's shape: all experts of a layer in one tensor."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", vocab_size=cases.VOCABULARY, **tokens, **experts.SIZES["mixtral"])
+    )
+
+
+def experts_received(rank: int, world: int, pairs: list[tuple[str, str]]) -> set[str]:
+    """From a trainer with experts on different ranks, which has trained; the hashes. Runs in a worker."""
+    layouts = {**LAYOUTS, "ep": {"parallel": {"ep": 2}}, "ep x ZeRO 3": {"parallel": {"ep": 2}, "zero_optimization": {"stage": 3}}}
+    wanted, hashes = mixture(7).state_dict(), set()
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+    def engine(layout: str, seed: int) -> Any:
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}, **(layouts[layout] or {})}
+        return plait.initialize(mixture(seed), config, loss_fn=plait.causal_lm_loss)
+
+    for one, other in pairs:
+        source, target = engine(one, 7), engine(other, 8)
+        source.train_batch({"input_ids": ids, "labels": ids})
+        made = plait.sync_weights(source, target, verify="content")
+        assert made is not None
+        hashes.add(made.content)
+        for name, tensor in tensors_of(target.model, "target").items():
+            window, everything = window_of(tensor), tuple((0, size) for size in wanted[name].shape)
+            assert torch.equal(local_tensor(tensor).detach(), wanted[name][inside(window, everything)]), (one, other, name)
+        if not other.startswith("ep"):
+            assert [len(row.token_ids) for row in target.generate([[5, 3, 8]], max_new_tokens=3, eos_token_id=[])] == [3]
+        source.close()
+        target.close()
+    return hashes
+
+
+def test_experts(pool: Pool) -> None:
+    hashes = set().union(*pool.run(2, experts_received, [("ep", "tp"), ("ep x ZeRO 3", "ZeRO 3"), ("ep", "pp"), ("ZeRO 3", "ep")]))
+    assert hashes == {total({name: lanes_of(name, tensor) for name, tensor in mixture(7).state_dict().items()})}
+
+
 def unchanged(rank: int, world: int, times: int, layout: str) -> None:
     """Steps of a learning rate of 0 leave the generator's logits as they were. Runs in a worker."""
     ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
@@ -85,7 +127,7 @@ def unchanged(rank: int, world: int, times: int, layout: str) -> None:
     seen = []
     for version in range(times):
         engine.train_batch({"input_ids": ids, "labels": ids})
-        made = plait.sync_weights(engine, generator)
+        made = plait.sync_weights(engine, generator, verify="content")
         assert made is not None and made.version == version
         if version:
             assert made.content == seen[0][0] and torch.equal(generator.predict({"input_ids": ids}).logits, seen[0][1]), version
@@ -109,9 +151,16 @@ def test_a_thousand_times(pool: Pool, layout: str) -> None:
     pool.run(2, unchanged, 1000, layout, timeout=580)
 
 
-def changed(hash_of: Any) -> Any:
-    """As if one more had been added to every value."""
-    return lambda piece, values: hash_of(piece, values + 1)
+def spoils(rank: int) -> Any:
+    """As if one value had changed in the memory of rank 1 when a piece was put there."""
+    hashed = transfer._Transfer._hash
+
+    def spoiled(self: Any, states: Any, pair: Any, values: torch.Tensor) -> None:
+        if states is self._arrived and values.numel() > 1:
+            values.view(-1)[-1] += 1
+        hashed(self, states, pair, values)
+
+    return spoiled if rank == 1 else hashed
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -130,17 +179,16 @@ def refused(rank: int, world: int) -> list[str]:
     hears(InputError, source, source)
     hears(InputError, source, built(8, tied=False).model)
     with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:  # one value of this rank's is not what was sent
-            kept = dict(transfer.HASHES)
-            patch.setattr(transfer, "HASHES", {name: changed(kept[name]) for name in ("full", "sums")})
+        patch.setattr(transfer._Transfer, "_hash", spoils(rank))
         hears(CommunicationError, source, target)
-        hears(CommunicationError, source, target, verify="sums")
+        hears(CommunicationError, source, target, verify="content")
     with pytest.raises(InputError) as incomplete:
         plait.generate(target, [[1, 2]], max_new_tokens=1)
     heard.append(str(incomplete.value))
     assert plait.sync_weights(source, target).version == 6 and len(plait.generate(target, [[1, 2]], max_new_tokens=1)) == 1
-    for verify in ("sums", "off"):
+    for verify in ("hashes", "off"):
         assert not plait.sync_weights(source, target, verify=verify).content
+    hears(InputError, source, target, verify="off" if rank else "content")
     source.close()
     target.close()
     return heard
@@ -150,7 +198,8 @@ def test_what_is_refused(pool: Pool) -> None:
     one, other = pool.run(2, refused)
     assert one[0] == other[0] and "version = 5 is stale" in one[0]
     assert "versions [6, 7]" in one[1] and "one model" in one[2] and "lacks" in one[3]
-    assert all("what arrived has the hash" in one[at] for at in (4, 5)) and "mixes two versions" in one[6]
+    assert all("rank 1, sync_weights: what arrived from rank" in one[at] for at in (4, 5)) and "mixes two versions" in one[6]
+    assert "verify = content, off" in one[7]
 
 
 def test_one_process() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import plait
+from plait._torch.operators import TorchDispatchMode, operator_name
 from plait.errors import InputError
 from plait.inference.canonical import attention as attentions
 from plait.inference.canonical import call, exact_products, self_test, sums
@@ -144,6 +145,30 @@ def test_functions(name: str, dtype: torch.dtype) -> None:
     if name not in ("two tensors",):
         for row in (0, 4, 8):
             assert torch.equal(canonical(function, x[row : row + 1]), found[row : row + 1])
+
+
+class Seen(TorchDispatchMode):
+    """Names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(operator_name(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_what_has_no_values_is_left_to_other_modes() -> None:
+    """A pipeline's cut is checked on meta, in the first forward, which may be a canonical call's."""
+    x, weight, bias = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 8), (8,)))
+    arithmetic = Arithmetic(nn.Linear(8, 8), None, keeps=True)
+    with torch.no_grad(), arithmetic(), Seen() as seen:
+        found = F.silu(torch.addmm(bias, F.linear(x, weight), weight))
+        F.scaled_dot_product_attention(*[found.view(1, 1, 4, 8)] * 3)
+    assert found.is_meta and not arithmetic.unknown
+    assert {"addmm", "silu"} < set(seen.names) and any("attention" in name or "bmm" in name for name in seen.names)
+    assert any(name in ("mm", "linear", "t") for name in seen.names), "a linear layer is seen"
 
 
 def test_sums_of_any_length() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.errors import InputError
-from plait.inference.weight_sync import route
+from plait.inference.weight_sync import messages, route
 from plait.inference.weight_sync.holdings import Held
 from plait.shards import shard_length, shard_size
 
@@ -79,3 +79,32 @@ def test_models_that_differ() -> None:
     assert "lacks 1 tensors of the target (weight)" in hears({}, WHOLE) and "1 that the target lacks (weight)" in hears(WHOLE, {})
     assert "(7, 10) in the source and (10, 7) in the target" in hears(WHOLE, {"weight": Held("float32", (10, 7), ((0, 10), (0, 7)))})
     assert "hold 28 of 70 elements" in hears({"weight": Held("float32", SHAPE, ((0, 7), (0, 4)))}, WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("rows of 3", "columns of 4"), ("replicas", "rows of 5, one empty"), ("columns of 4", "one of two")]
+)
+def test_messages_are_the_same_at_both_ends(monkeypatch: pytest.MonkeyPatch, one: str, other: str) -> None:
+    """Every piece once, in messages that are not too large; small ones together, of two ranks in one order."""
+    for module in (route, messages):
+        monkeypatch.setattr(module, "PIECE", 256)
+    monkeypatch.setattr(messages, "SMALL", 100)
+    both = [[{f"{name} {at}": tensor for at in range(5) for name, tensor in held.items()} for held in SIDES[side]] for side in (one, other)]
+    ends = [("source", rank) for rank in range(len(both[0]))] + [("target", rank) for rank in range(len(both[1]))]
+    of_end = {end: messages.messages_of(route.pieces_of(*both, same_ranks=False, mine=[end])) for end in ends}
+    count = 0
+    for (side, rank), found in of_end.items():
+        pieces = [piece for message in found for piece in message.pieces]
+        assert sorted(pieces, key=str) == sorted(route.pieces_of(*both, same_ranks=False, mine=[(side, rank)]), key=str)
+        for message in found:
+            assert message.size <= 256 and len({(piece.source, piece.target) for piece in message.pieces}) == 1
+            assert all(start % messages.ALIGNMENT == 0 for start in message.starts) and message.starts[0] == 0
+            ends_ = [start + piece.size for start, piece in zip(message.starts, message.pieces, strict=True)]
+            assert all(end <= start for end, start in zip(ends_, message.starts[1:], strict=False)) and ends_[-1] == message.size
+            assert len(message.pieces) == 1 or all(piece.size < 100 for piece in message.pieces)
+            count += len(message.pieces) > 1
+        if side == "source":
+            for target in range(len(both[1])):
+                theirs = [message for message in of_end["target", target] if message.source == rank]
+                assert [message for message in found if message.target == target] == theirs
+    assert count, "some go together"

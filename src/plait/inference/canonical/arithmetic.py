@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from plait._torch.operators import TorchDispatchMode, TorchFunctionMode, without_dispatch_modes
+from plait._torch.operators import TorchDispatchMode, TorchFunctionMode, tree_leaves, without_dispatch_modes
 from plait.inference.canonical import sums
 from plait.inference.canonical.attention import attention
 from plait.inference.canonical.exact_products import slices_of
@@ -97,7 +97,8 @@ class _Functions(TorchFunctionMode):
         self._arithmetic = arithmetic
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        return (self._arithmetic.function(function) or function)(*args, **(kwargs or {}))
+        run = self._arithmetic.function(function)
+        return (function if run is None or _has_no_values(args, kwargs) else run)(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):
@@ -107,7 +108,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         run = self._arithmetic.replaced(operator)
-        if run is None:
+        if run is None or _has_no_values(args, kwargs):
             return operator(*args, **(kwargs or {}))
         try:
             return run(*args, **(kwargs or {}))
@@ -115,3 +116,8 @@ class _Operators(TorchDispatchMode):
             # Every rank runs on, so that none of them waits for one that has stopped.
             self._arithmetic.unknown.add(str(unknown))
             return unknown.found[0] if unknown.found else operator(*args, **(kwargs or {}))
+
+
+def _has_no_values(args: Any, kwargs: Any) -> bool:
+    """Whether only shapes are computed: a pipeline's cut is checked with a copy of the model on meta, whose own modes have to see all."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))

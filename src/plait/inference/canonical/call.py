@@ -21,6 +21,8 @@ from plait.units import dtype_of
 
 _OTHERWISE = "use canonical=False; the probabilities that the trainer itself gives to tokens come from engine.score(sequences)"
 
+_OTHER_ATTENTION = ', but with scaled_dot_product_attention (model.set_attn_implementation("sdpa"))'
+
 
 def check(sharded: ShardedModel, *, longest: int) -> bytes:
     """What the self-test hashed, to be compared with other ranks'; 32 bytes a dtype. `longest`: tokens of a sequence. Raises InputError for
@@ -94,7 +96,7 @@ def _not_proven(sharded: ShardedModel) -> Iterator[str]:
         yield "torch.compile"
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if attention not in (None, "sdpa"):
-        yield f'the attention "{attention}": it takes the place of scaled_dot_product_attention (model.set_attn_implementation("sdpa"))'
+        yield f'the attention "{attention}"{_OTHER_ATTENTION if getattr(model, "_supports_sdpa", False) else ""}'
 
 
 def _dtype(sharded: ShardedModel) -> torch.dtype:

@@ -126,7 +126,7 @@ def _of_elements(operator: Any, name: str) -> Run | None:
 def _own(products: Products) -> Mapping[str, Callable[[Any], Run]]:
     def mm(operator: Any) -> Run:
         def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            if not (products.is_parameter(left) or products.is_parameter(right)):
+            if not (products.is_parameter(right) or products.is_parameter(left)):
                 raise Unknown(f"{operator} of two tensors that are no parameters")
             return products.linear(left, right.mT)
 

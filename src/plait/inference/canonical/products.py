@@ -34,14 +34,18 @@ class Products:
         """`keeps`: parameters stay where they are for the whole call, so what they are split into is kept: 16 bytes an element of two
         slices, 24 of three."""
         self._model, self._keeps = model, keeps
-        self._parameters = self._storages() if keeps else frozenset()
+        self._parameters: frozenset[int] = frozenset()
+        """Storages, as they were when one was last looked for in vain: a sharded parameter that is gathered has another."""
         self._kept: dict[Hashable, _Split] = {}
         self._last: tuple[torch.Tensor, int, int, _Split] | None = None
         """What the last product read, how often that was written to, the bits, and what it was split into: siblings read the same."""
 
     def is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the model's parameters, or a view of one."""
-        return tensor.untyped_storage().data_ptr() in (self._parameters if self._keeps else self._storages())
+        place = tensor.untyped_storage().data_ptr()
+        if not self._keeps or place not in self._parameters:
+            self._parameters = self._storages()
+        return place in self._parameters
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., out] in the dtype of `x` [..., in]; `weight` [out, in]."""

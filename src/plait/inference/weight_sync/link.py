@@ -15,10 +15,10 @@ import torch.distributed as dist
 from plait.errors import CommunicationError, InputError, PlaitError
 from plait.inference.weight_sync.holdings import Held, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.meeting import GENERATOR, TRAINER, Meeting
+from plait.inference.weight_sync.messages import messages_of
 from plait.inference.weight_sync.route import pieces_of
-from plait.inference.weight_sync.same_ranks import check_verification
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
-from plait.inference.weight_sync.transfer import Verification, checked, move
+from plait.inference.weight_sync.transfer import Buffers, Moved, Verification, check_verification, content_of, move
 
 TIMEOUT = 4.0
 """Seconds that a rank waits for another one's next sign before it names it."""
@@ -52,7 +52,7 @@ class _End:
             ends.append([{name: Held.of_json(held) for name, held in row["holds"].items()} for row in rows])
         self._counts = trainers, generators
         mine = ("source" if self._role == TRAINER else "target", self._rank)
-        self._route = pieces_of(*ends, same_ranks=False, mine=[mine])
+        self._messages, self._buffers = messages_of(pieces_of(*ends, same_ranks=False, mine=[mine])), Buffers()
         self._meeting.connect(trainers, generators)
 
     def _register(self, **more: Any) -> None:
@@ -65,6 +65,19 @@ class _End:
         if holding_of(found) != self._holding:
             raise InputError("the model is laid out otherwise than when it was connected; connect both sides anew")
         return found
+
+    def _move(self, tensors: dict[str, Any], verify: Verification) -> Moved:
+        sends = self._role == TRAINER
+        return move(
+            self._messages,
+            tensors if sends else {},
+            {} if sends else tensors,
+            self._meeting,
+            source=self._rank if sends else None,
+            target=None if sends else self._rank,
+            verify=verify,
+            buffers=self._buffers,
+        )
 
     def _key(self, what: str) -> str:
         return f"{self._number}/{what}"
@@ -96,7 +109,7 @@ class WeightSender(_End):
         self._old: list[str] = []
         self._join(receivers, connect_timeout)
 
-    def send(self, *, version: int | None = None, verify: Verification = "full") -> ReceivedWeights:
+    def send(self, *, version: int | None = None, verify: Verification = "hashes") -> ReceivedWeights:
         """Send the weights as `version`, which has to grow (by default the last one + 1, from 0). Collective over the trainer.
 
         Raises CommunicationError, on every rank, that names a receiver which does not ask for weights within `timeout` seconds (it still
@@ -110,9 +123,9 @@ class WeightSender(_End):
         self._agree(number, verify)
         _, generators = self._counts
         try:
-            moved = move(self._route, sources, {}, self._meeting, source=self._rank, target=None, verify=verify)
-            sums = {str(to): bytes(one).hex() for to, one in moved.sent.items()}
-            self._meeting.tell(self._key(f"sent/{self._rank}"), {"to": sums, "counted": bytes(moved.counted).hex()})
+            moved = self._move(sources, verify)
+            if verify == "content":
+                self._meeting.tell(self._key(f"counted/{self._rank}"), bytes(moved.counted).hex())
             keys = {self._key(f"done/{rank}"): f"{GENERATOR} {rank}" for rank in range(generators)}
             ends = self._meeting.ask(keys, self._timeout, "did not say that it has the weights")
             refused = [f"{GENERATOR} {rank}: {end['error']}" for rank, end in enumerate(ends) if end["error"]]
@@ -127,7 +140,8 @@ class WeightSender(_End):
         if not self._rank:
             self._forget()
         self._number, self._attempt = self._number + 1, 0
-        return ReceivedWeights(number, ends[0]["content"], sum(piece.size for piece in self._route), time.perf_counter() - began)
+        size = sum(piece.size for message in self._messages for piece in message.pieces)
+        return ReceivedWeights(number, ends[0]["content"], size, time.perf_counter() - began)
 
     def _end_together(self) -> None:
         """Rank 0 keeps the store, so it is the last to leave: else the others would hear that it is gone, and not what is wrong."""
@@ -142,7 +156,7 @@ class WeightSender(_End):
         """What was told for the version before this one, which all ranks have ended."""
         trainers, generators = self._counts
         self._old, old = self._keys_of_attempts(trainers), self._old
-        self._old += [self._key("go"), *(self._key(f"{what}/{rank}") for what in ("sent", "ended") for rank in range(trainers))]
+        self._old += [self._key("go"), *(self._key(f"{what}/{rank}") for what in ("counted", "ended") for rank in range(trainers))]
         self._old += [self._key(f"{what}/{rank}") for what in ("ready", "done") for rank in range(generators)]
         self._meeting.forget(old)
 
@@ -210,14 +224,11 @@ class WeightReceiver(_End):
         try:
             check_newer(version, before)
             note(self._model, ReceivedWeights(version, "", 0, 0.0, is_complete=False))
-            moved = move(self._route, {}, targets, self._meeting, source=None, target=self._rank, verify=verify)
-            keys = {self._key(f"sent/{rank}"): f"{TRAINER} {rank}" for rank in range(trainers)}
-            rows = self._meeting.ask(keys, self._timeout, "did not say what it sent")
-            content = ""
-            if verify != "off":
-                sent = [bytes.fromhex(row["to"][str(self._rank)]) for row in rows if str(self._rank) in row["to"]]
-                content = checked(moved.received, sent, [bytes.fromhex(row["counted"]) for row in rows])
-            content = content if verify == "full" else ""
+            moved, content = self._move(targets, verify), ""
+            if verify == "content":
+                keys = {self._key(f"counted/{rank}"): f"{TRAINER} {rank}" for rank in range(trainers)}
+                counted = self._meeting.ask(keys, self._timeout, "did not say what it sent")
+                content = content_of(map(bytes.fromhex, counted))
         except PlaitError as error:
             self._broken = str(error)
             with suppress(CommunicationError):  # whoever would read it may be gone

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from plait._torch.groups import make_gloo
 from plait.errors import CommunicationError, InputError
-from plait.inference.weight_sync.route import Piece
 
 TRAINER, GENERATOR = "trainer rank", "generator rank"
-_SOON, _LATER = 0.0005, 0.02
-"""Seconds between two looks at the store, at first and after some of them."""
-_LOOKS = 15
+_AT_ONCE = 1.0
+"""Seconds that the store is asked to wait, after which signals are looked at."""
+_LOOKS, _PAUSE = 15, 0.02
 
 
 class Meeting:
@@ -71,15 +70,21 @@ class Meeting:
     def ask(self, keys: dict[str, str], timeout: float | None, what: str) -> list[Any]:
         """The values of keys, by who tells them. Raises CommunicationError that names those who `what` within the time."""
         end = None if timeout is None else time.monotonic() + timeout
-        pause = _SOON
         with _Lost(self):
-            while not self._store.check(list(keys)):
-                if end is not None and time.monotonic() > end:
+            while not self._arrived(list(keys), end):
+                if end is not None and time.monotonic() >= end:
                     missing = [who for key, who in keys.items() if not self._store.check([key])]
                     raise CommunicationError(f"{', '.join(map(self._described, missing))} {what} within {timeout:g} s")
-                time.sleep(pause)
-                pause = min(2 * pause, _LATER)
             return [json.loads(self._store.get(key)) for key in keys]
+
+    def _arrived(self, keys: list[str], end: float | None) -> bool:
+        """Whether all keys are there, after at most _AT_ONCE seconds."""
+        left = _AT_ONCE if end is None else min(_AT_ONCE, end - time.monotonic())
+        try:
+            self._store.wait(keys, timedelta(seconds=max(left, 0.001)))
+        except dist.DistStoreError:
+            return self._store.check(keys)
+        return True
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drop what nobody reads any more."""
@@ -97,13 +102,13 @@ class Meeting:
 
     # ---- messages, as a channel of `transfer` ---------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, piece: Piece) -> Callable[[], None]:
+    def send(self, tensor: torch.Tensor, target: int) -> Callable[[], None]:
         """To the generator's rank."""
-        return self._started(self._group.send, tensor, self._trainers + piece.target, f"{GENERATOR} {piece.target}", "takes no weights")
+        return self._started(self._group.send, tensor, self._trainers + target, f"{GENERATOR} {target}", "takes no weights")
 
-    def receive(self, tensor: torch.Tensor, piece: Piece) -> Callable[[], None]:
+    def receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
         """From the trainer's rank."""
-        return self._started(self._group.recv, tensor, piece.source, f"{TRAINER} {piece.source}", "sends no weights")
+        return self._started(self._group.recv, tensor, source, f"{TRAINER} {source}", "sends no weights")
 
     def _started(self, start: Any, tensor: torch.Tensor, peer: int, who: str, what: str) -> Callable[[], None]:
         def failed(error: RuntimeError) -> CommunicationError:
@@ -154,7 +159,7 @@ def _ends(pid: int) -> bool:
                     return True
         except OSError:
             return True
-        time.sleep(_LATER)
+        time.sleep(_PAUSE)
     return False
 
 

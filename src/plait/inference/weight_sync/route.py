@@ -12,8 +12,8 @@ from plait.checkpoint.windows import TensorRecord, Window, overlap
 from plait.errors import InputError
 from plait.inference.weight_sync.holdings import Held, Holding
 
-PIECE = 16 << 20
-"""Bytes of a message at most: a few of them are in flight at a time."""
+PIECE = 4 << 20
+"""Bytes of a message at most: a few of them are in flight at a time, and are hashed while a core has them in its cache."""
 
 
 @dataclass(frozen=True)

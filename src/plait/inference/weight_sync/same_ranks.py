@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,20 +15,53 @@ import torch.distributed as dist
 from plait.checkpoint.agreement import together
 from plait.cluster import accelerator
 from plait.errors import CommunicationError, InputError
-from plait.inference.weight_sync.holdings import holding_of, model_of, tensors_of
-from plait.inference.weight_sync.route import Piece, pieces_of
+from plait.inference.weight_sync.holdings import Held, holding_of, model_of, tensors_of
+from plait.inference.weight_sync.messages import Message, messages_of
+from plait.inference.weight_sync.route import pieces_of
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
-from plait.inference.weight_sync.transfer import HASHES, Verification, checked, move
+from plait.inference.weight_sync.transfer import (
+    DIGEST,
+    VERIFICATIONS,
+    Buffers,
+    Verification,
+    check_verification,
+    content_of,
+    move,
+)
 
 
-def sync_weights(source: Any, target: Any, *, version: int | None = None, verify: Verification = "full") -> ReceivedWeights | None:
+@dataclass
+class _Known:
+    """Routes of layouts that were met before. They follow from what the ranks hold, so a hash of that finds them."""
+
+    routes: dict[bytes, list[Message]] = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=Buffers)
+
+    @property
+    def state(self) -> bytes:
+        """Equal on ranks that know the same."""
+        return hashlib.blake2b(b"".join(self.routes), digest_size=DIGEST).digest()
+
+    def add(self, key: bytes, messages: list[Message]) -> list[Message]:
+        """In place of the oldest one, where there are several already."""
+        while len(self.routes) >= MOST_ROUTES:
+            self.routes.pop(next(iter(self.routes)))
+        self.routes[key] = messages
+        return messages
+
+
+_KNOWN = _Known()
+MOST_ROUTES = 4
+
+
+def sync_weights(source: Any, target: Any, *, version: int | None = None, verify: Verification = "hashes") -> ReceivedWeights | None:
     """Copy the weights of `source` into `target`, each on a layout of its own, over the same ranks; for a generator beside a trainer.
 
     Both are engines, what `plait.parallelize` returned, or plain modules; None on a rank that has none of it. Parameters and persistent
-    buffers are copied, in the target's dtypes, a few pieces of a tensor at a time: 80 MiB at most beside the two models. `version` grows
-    with every call (by default by 1 from 0); a stale one is refused. With `verify="full"` every rank hashes what leaves it and what lies in
-    its target in the end, and these are compared; "sums" compares sums of every piece, which is faster; "off" compares nothing. Returns
-    what the target has now (`version`, `content` of a full verification, `bytes`, `seconds`); None on a rank without one.
+    buffers are copied, in the target's dtypes, a few MiB at a time: 64 MiB at most beside the two models. `version` grows with every call
+    (by default by 1 from 0); a stale one is refused. With `verify="hashes"` every rank hashes what leaves it and what lies in its target
+    in the end, and these are compared; "content" also gives a hash that is equal on every layout; "off" compares nothing. Returns what the
+    target has now (`version`, `content`, `bytes`, `seconds`); None on a rank without one.
 
     Collective over all ranks. Raises InputError on all of them where the models differ or the version is stale, and CommunicationError
     where something else arrived than was sent; the target is then refused by `generate` until a later call succeeds.
@@ -36,48 +71,80 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
     have, want = model_of(source), model_of(target)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = _device(world)
+    agree = partial(together, device=device, doing="sync_weights")
 
-    def prepared() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    def prepared() -> _Prepared:
         before = received_weights(want) if want is not None else None
         found = version if version is not None else before.version + before.is_complete if before is not None else 0
         if want is not None:
             check_newer(found, before)
         if want is not None and want is have:
             raise InputError("source and target are one model")
-        return tensors_of(have, "source"), tensors_of(want, "target"), found if want is not None or version is not None else -1
+        return _Prepared(tensors_of(have, "source"), tensors_of(want, "target"), found if want is not None or version is not None else -1)
 
-    agree = partial(together, device=device, doing="sync_weights")
-    (sources, targets, _), brought = agree(prepared, lambda found: found[2].to_bytes(8, "little", signed=True), raising=InputError)
-    versions = {int.from_bytes(row[:8], "little", signed=True) for row in brought} - {-1}
-    if len(versions) != 1:
-        raise InputError(f"sync_weights: the ranks have the versions {sorted(versions)}; give every rank the same" if versions else NOBODY)
-    (number,) = versions
-    holdings = _of_all((holding_of(sources), holding_of(targets)), world)
-    have_all, want_all = [row[0] for row in holdings], [row[1] for row in holdings]
-    mine = (("source", rank), ("target", rank))
-    route, _ = agree(lambda: pieces_of(have_all, want_all, same_ranks=True, mine=mine), raising=InputError)
+    mine, brought = agree(prepared, lambda found: found.said(verify), raising=InputError)
+    number = _agreed(brought)
+    messages = _route(mine, [row[9:] for row in brought], rank, world, agree)
     if want is not None:
         note(want, ReceivedWeights(number, "", 0, 0.0, is_complete=False))
-    moved, _ = agree(
-        lambda: move(route, sources, targets, _Default(device), source=rank, target=rank, verify=verify),
+    moved, counted = agree(
+        lambda: move(
+            messages, mine.sources, mine.targets, _Default(device), source=rank, target=rank, verify=verify, buffers=_KNOWN.buffers
+        ),
+        lambda found: bytes(found.counted),
         raising=CommunicationError,
     )
-    content = ""
-    if verify != "off":
-        rows = _of_all(({to: bytes(sum_) for to, sum_ in moved.sent.items()}, bytes(moved.counted)), world)
-        sent, counted = [sums[rank] for sums, _ in rows if rank in sums], [one for _, one in rows]
-        content, _ = agree(lambda: checked(moved.received, sent, counted), raising=CommunicationError)
-    content = content if verify == "full" else ""
-    return note(want, ReceivedWeights(number, content, moved.bytes, time.perf_counter() - began)) if want is not None else None
+    if want is None:
+        return None
+    content = content_of(row[:DIGEST] for row in counted) if verify == "content" else ""
+    return note(want, ReceivedWeights(number, content, moved.bytes, time.perf_counter() - began))
 
 
 NOBODY = "sync_weights: no rank has a target"
 
 
-def check_verification(verify: object) -> None:
-    """Raise InputError for a word that is none."""
-    if verify not in HASHES:
-        raise InputError(f"verify = {verify!r} must be one of {', '.join(HASHES)}")
+@dataclass
+class _Prepared:
+    """What a rank has to move."""
+
+    sources: dict[str, torch.Tensor]
+    targets: dict[str, torch.Tensor]
+    version: int
+    """-1 for one that follows the others."""
+    holdings: tuple[dict[str, Held], dict[str, Held]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holdings = holding_of(self.sources), holding_of(self.targets)
+
+    def said(self, verify: Verification) -> bytes:
+        """To the other ranks: version, how to verify, a hash of what it holds, and which routes it knows."""
+        held = hashlib.blake2b(repr(self.holdings).encode(), digest_size=DIGEST).digest()
+        return self.version.to_bytes(8, "little", signed=True) + bytes([VERIFICATIONS.index(verify)]) + held + _KNOWN.state
+
+
+def _agreed(brought: Sequence[bytes]) -> int:
+    """The version of all ranks."""
+    versions = {int.from_bytes(row[:8], "little", signed=True) for row in brought} - {-1}
+    if len(versions) != 1:
+        raise InputError(f"sync_weights: the ranks have the versions {sorted(versions)}; give every rank the same" if versions else NOBODY)
+    if len(ways := {row[8] for row in brought}) > 1:
+        said = ", ".join(VERIFICATIONS[way] for way in sorted(ways))
+        raise InputError(f"sync_weights: the ranks have verify = {said}; give every rank the same")
+    return versions.pop()
+
+
+def _route(mine: _Prepared, rows: Sequence[bytes], rank: int, world: int, agree: Any) -> list[Message]:
+    """What this rank sends and gets. `rows`: of every rank, a hash of what it holds, and of the routes that it knows. Collective."""
+    key = hashlib.blake2b(b"".join(row[:DIGEST] for row in rows), digest_size=DIGEST).digest()
+    if len({row[DIGEST : 2 * DIGEST] for row in rows}) > 1:
+        _KNOWN.routes.clear()
+    if (known := _KNOWN.routes.get(key)) is not None:
+        return known
+    holdings = _of_all(mine.holdings, world)
+    have, want = [row[0] for row in holdings], [row[1] for row in holdings]
+    ends = (("source", rank), ("target", rank))
+    route, _ = agree(lambda: pieces_of(have, want, same_ranks=True, mine=ends), raising=InputError)
+    return _KNOWN.add(key, messages_of(route))
 
 
 def _device(world: int) -> torch.device:
@@ -101,11 +168,11 @@ class _Default:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def send(self, tensor: torch.Tensor, piece: Piece) -> Callable[[], None]:
-        return _waiting(dist.isend(tensor, piece.target), tensor)
+    def send(self, tensor: torch.Tensor, target: int) -> Callable[[], None]:
+        return _waiting(dist.isend(tensor, target), tensor)
 
-    def receive(self, tensor: torch.Tensor, piece: Piece) -> Callable[[], None]:
-        return _waiting(dist.irecv(tensor, piece.source), tensor)
+    def receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]:
+        return _waiting(dist.irecv(tensor, source), tensor)
 
 
 def _waiting(work: dist.Work | None, tensor: torch.Tensor) -> Callable[[], None]:

@@ -1,38 +1,59 @@
-"""Pieces on their way: a few at a time, each hashed where it leaves and where it lies in the end."""
+"""Messages on their way: a few at a time, each hashed where it leaves and where it lies in the end."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
+import xxhash
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.content import ContentHash, pieces
 from plait.checkpoint.windows import Window, inside, window_of
-from plait.errors import CommunicationError
+from plait.errors import CommunicationError, InputError
+from plait.inference.weight_sync.messages import Message
 from plait.inference.weight_sync.route import PIECE, Piece
 
-Verification = Literal["full", "sums", "off"]
-HashOf = Callable[[Piece, torch.Tensor], bytes]
-IN_FLIGHT = 4 * PIECE
+Verification = Literal["hashes", "content", "off"]
+VERIFICATIONS: tuple[Verification, ...] = ("hashes", "content", "off")
+IN_FLIGHT = 16 * PIECE
 """Bytes that a rank has on their way at most, beside the models."""
+IN_CACHE = 512 << 10
+"""Bytes that are copied inside of a rank before they are hashed."""
+DIGEST = 16
+"""Bytes of a hash: XXH3 of 128 bits."""
 
 
 class Channel(Protocol):
-    """What carries pieces to other ranks. Both calls start a message, and keep its tensor; the result waits for its end, and raises where
+    """What carries bytes to other ranks. Both calls start a message, and keep its tensor; the result waits for its end, and raises where
     there is none."""
 
     device: torch.device
     """Where its tensors lie."""
 
-    def send(self, tensor: torch.Tensor, piece: Piece) -> Callable[[], None]: ...
+    def send(self, tensor: torch.Tensor, target: int) -> Callable[[], None]: ...
 
-    def receive(self, tensor: torch.Tensor, piece: Piece) -> Callable[[], None]: ...
+    def receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]: ...
+
+
+class Buffers:
+    """Flat memory for messages whose pieces do not lie in one stretch; kept from one version to the next, as the kernel takes as long to
+    give new memory as a copy takes."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[torch.Tensor]] = {}
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """[PIECE], uint8."""
+        free = self._free.get(device)
+        return free.pop() if free else torch.empty(PIECE, dtype=torch.uint8, device=device)
+
+    def put_back(self, buffer: torch.Tensor) -> None:
+        """It may be taken again."""
+        self._free.setdefault(buffer.device, []).append(buffer)
 
 
 @dataclass
@@ -41,15 +62,18 @@ class Moved:
 
     bytes: int = 0
     """Received, or copied on the rank."""
-    sent: dict[int, ContentHash] = field(default_factory=dict)
-    """By target rank."""
-    received: ContentHash = field(default_factory=ContentHash)
     counted: ContentHash = field(default_factory=ContentHash)
     """This rank's part of the content hash."""
 
 
+def check_verification(verify: object) -> None:
+    """Raise InputError for a word that is none."""
+    if verify not in VERIFICATIONS:
+        raise InputError(f"verify = {verify!r} must be one of {', '.join(VERIFICATIONS)}")
+
+
 def move(
-    route: Sequence[Piece],
+    messages: Sequence[Message],
     sources: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     channel: Channel,
@@ -57,105 +81,200 @@ def move(
     source: int | None,
     target: int | None,
     verify: Verification,
+    buffers: Buffers,
 ) -> Moved:
     """Carry out a route. `source`, `target`: this rank's number among those that have and that get the weights, None where it is none of
-    them. Memory for IN_FLIGHT bytes is needed beside the models."""
-    hash_of = HASHES[verify]
-    moved, on_the_way, waiting = Moved(), 0, deque[tuple[int, Callable[[], None]]]()
-    last: tuple[str, Window, bytes] | None = None
-
-    def end_first() -> None:
-        nonlocal on_the_way
-        size, end = waiting.popleft()
-        end()
-        on_the_way -= size
-
+    them. Memory for IN_FLIGHT bytes is needed beside the models. Raises CommunicationError where something else lies in the end in
+    `targets` than left from a source."""
+    transfer = _Transfer(sources, targets, channel, source, target, verify, buffers)
+    inside = deque(message for message in messages if message.source == source and message.target == target)
     with torch.no_grad():
-        for piece in route:
-            leaves, arrives = piece.source == source, piece.target == target
-            given = _part(sources[piece.name], piece.window) if leaves else None
-            place = _part(targets[piece.name], piece.window) if arrives else None
-            dtype: torch.dtype = getattr(torch, piece.record.dtype)
-            if given is not None and place is not None:
-                place.copy_(given)
-            elif given is not None:
-                staged = given.to(channel.device, dtype).contiguous()
-                waiting.append((piece.size, channel.send(staged, piece)))
-            elif place is not None:
-                direct = place.is_contiguous() and place.device == channel.device
-                buffer = place if direct else torch.empty(place.shape, dtype=dtype, device=channel.device)
-                waiting.append((piece.size, _placed(moved, piece, buffer, place, channel.receive(buffer, piece), hash_of)))
-            if given is not None and hash_of is not None:
-                if last is None or last[:2] != (piece.name, piece.window):
-                    last = piece.name, piece.window, hash_of(piece, given.to(dtype))
-                moved.sent.setdefault(piece.target, ContentHash()).add(last[2])
-                if piece.is_counted:
-                    moved.counted.add(last[2])
-            if given is not None and place is not None:
-                moved.bytes += piece.size
-                if hash_of is not None:
-                    moved.received.add(hash_of(piece, place))
-            else:
-                on_the_way += piece.size
-            while on_the_way > IN_FLIGHT:
-                end_first()
-        while waiting:
-            end_first()
-    return moved
+        for message in messages:
+            if message.source != source or message.target != target:
+                transfer.start(message)
+                while transfer.on_the_way > IN_FLIGHT:
+                    if inside:
+                        transfer.copy(inside.popleft())
+                    transfer.end_first()
+        while inside:
+            transfer.copy(inside.popleft())
+        transfer.end()
+    return transfer.moved
 
 
-def checked(received: ContentHash, sent: Iterable[bytes], counted: Iterable[bytes]) -> str:
-    """The content hash, of what every source rank has `counted`. Raises CommunicationError where what was `received` is not what was
-    `sent` here."""
-    expected, content = ContentHash(), ContentHash()
-    for one in sent:
-        expected.add(one)
+def content_of(counted: Iterable[bytes]) -> str:
+    """The content hash, of what every source rank has counted."""
+    content = ContentHash()
     for one in counted:
         content.add(one)
-    if bytes(expected) != bytes(received):
-        raise CommunicationError(f"what arrived has the hash {received}, and what was sent {expected}; the weights are not used")
     return str(content)
 
 
-def _part(tensor: torch.Tensor, window: Window) -> torch.Tensor:
-    """A view."""
-    return local_tensor(tensor).detach()[inside(window, window_of(tensor))]
+class _Transfer:
+    """Of one rank and one version."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
+        channel: Channel,
+        source: int | None,
+        target: int | None,
+        verify: Verification,
+        buffers: Buffers,
+    ) -> None:
+        self._sources, self._targets = _Parts(sources), _Parts(targets)
+        self._channel, self._source, self._target, self._buffers = channel, source, target, buffers
+        self._hashes, self._counts = verify != "off", verify == "content"
+        self._left: dict[tuple[int, int], Any] = {}
+        self._arrived: dict[tuple[int, int], Any] = {}
+        """Hashes of all that went from a source to a target."""
+        self._pairs: set[tuple[int, int]] = set()
+        """Of this rank with others."""
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self.on_the_way = 0
+        self.moved = Moved()
+
+    def start(self, message: Message) -> None:
+        """Of the route's next one, from or to another rank."""
+        self._pairs.add((message.source, message.target))
+        self._waiting.append((message.size, self._send(message) if message.source == self._source else self._receive(message)))
+        self.on_the_way += message.size
+
+    def copy(self, message: Message) -> None:
+        """From this rank's source to its target."""
+        for piece in message.pieces:
+            self._copy(piece)
+
+    def end(self) -> None:
+        """Wait for all, and compare hashes with the other ranks."""
+        theirs: dict[tuple[int, int], torch.Tensor] = {}
+        for source, target in sorted(self._pairs) if self._hashes else ():
+            if source == self._source:
+                digest = torch.frombuffer(bytearray(self._left[source, target].digest()), dtype=torch.uint8)
+                self._waiting.append((0, self._channel.send(digest.to(self._channel.device), target)))
+            else:
+                theirs[source, target] = torch.empty(DIGEST, dtype=torch.uint8, device=self._channel.device)
+                self._waiting.append((0, self._channel.receive(theirs[source, target], source)))
+        while self._waiting:
+            self.end_first()
+        for pair, hashed in self._arrived.items():
+            sent = bytes(theirs[pair].cpu().numpy()) if pair in theirs else self._left[pair].digest()
+            if sent != hashed.digest():
+                raise CommunicationError(
+                    f"what arrived from rank {pair[0]} of the source has the hash {hashed.hexdigest()}, and what was sent {sent.hex()}; "
+                    "the weights are not used"
+                )
+
+    def end_first(self) -> None:
+        """Wait for the oldest message."""
+        size, end = self._waiting.popleft()
+        end()
+        self.on_the_way -= size
+
+    def _copy(self, piece: Piece) -> None:
+        pair, given, place = (piece.source, piece.target), self._sources.of(piece), self._targets.of(piece)
+        blocks = [(given, place)]
+        if self._hashes and given.is_contiguous() and place.is_contiguous():
+            flat, size = (given.reshape(-1), place.reshape(-1)), IN_CACHE // place.element_size()
+            blocks = list(zip(*(one.split(size) for one in flat), strict=True))
+        for left, arrived in blocks:
+            arrived.copy_(left)
+            if self._hashes:
+                self._hash(self._left, pair, left.to(arrived.dtype))
+                self._hash(self._arrived, pair, arrived)
+        self._count(piece, given)
+        self.moved.bytes += piece.size
+
+    def _send(self, message: Message) -> Callable[[], None]:
+        pair, given = (message.source, message.target), [self._sources.of(piece) for piece in message.pieces]
+        for piece, values in zip(message.pieces, given, strict=True):
+            self._count(piece, values)
+        taken, sent = None, self._direct(message, given)
+        if sent is None:
+            taken = self._buffers.take(self._channel.device)
+            sent = taken[: message.size]
+        for values, place in zip(given, given if taken is None else _places_in(taken, message), strict=True):
+            if taken is not None:
+                place.copy_(values)
+            if self._hashes:
+                self._hash(self._left, pair, place)
+        return self._ended(self._channel.send(sent, message.target), taken)
+
+    def _receive(self, message: Message) -> Callable[[], None]:
+        pair, places = (message.source, message.target), [self._targets.of(piece) for piece in message.pieces]
+        taken, received = None, self._direct(message, places)
+        if received is None:
+            taken = self._buffers.take(self._channel.device)
+            received = taken[: message.size]
+        wait = self._channel.receive(received, message.source)
+
+        def end() -> None:
+            wait()
+            if taken is not None:
+                for place, values in zip(places, _places_in(taken, message), strict=True):
+                    place.copy_(values)
+            self.moved.bytes += sum(piece.size for piece in message.pieces)
+            if self._hashes:
+                for place in places:
+                    self._hash(self._arrived, pair, place)
+
+        return self._ended(end, taken)
+
+    def _ended(self, wait: Callable[[], None], taken: torch.Tensor | None) -> Callable[[], None]:
+        def end() -> None:
+            wait()
+            if taken is not None:
+                self._buffers.put_back(taken)
+
+        return end
+
+    def _direct(self, message: Message, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The bytes of a message where they lie, if they do so in one stretch; else None."""
+        part, piece = parts[0], message.pieces[0]
+        if len(parts) > 1 or not part.is_contiguous() or part.device != self._channel.device or part.dtype != _dtype(piece):
+            return None
+        return part.reshape(-1).view(torch.uint8)
+
+    def _hash(self, states: dict[tuple[int, int], Any], pair: tuple[int, int], values: torch.Tensor) -> None:
+        state = states.get(pair)
+        if state is None:
+            state = states[pair] = xxhash.xxh3_128()
+        state.update(memoryview(values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))  # type: ignore[arg-type]
+
+    def _count(self, piece: Piece, given: torch.Tensor) -> None:
+        if not (self._counts and piece.is_counted):
+            return
+        observe = self.moved.counted.observer(piece.name, piece.record, piece.window, begins=not any(start for start, _ in piece.window))
+        for block in pieces(piece.name, given.to(_dtype(piece))):
+            observe(block)
 
 
-def _placed(
-    moved: Moved, piece: Piece, buffer: torch.Tensor, place: torch.Tensor, wait: Callable[[], None], hash_of: HashOf | None
-) -> Callable[[], None]:
-    def end() -> None:
-        wait()
-        if buffer is not place:
-            place.copy_(buffer)
-        moved.bytes += piece.size
-        if hash_of is not None:
-            moved.received.add(hash_of(piece, place))
-
-    return end
+def _dtype(piece: Piece) -> torch.dtype:
+    """On the way."""
+    found: torch.dtype = getattr(torch, piece.record.dtype)
+    return found
 
 
-def _content(piece: Piece, values: torch.Tensor) -> bytes:
-    found = ContentHash()
-    observe = found.observer(piece.name, piece.record, piece.window, begins=not any(start for start, _ in piece.window))
-    for block in pieces(piece.name, values):
-        observe(block)
-    return bytes(found)
+class _Parts:
+    """Views of what a rank holds."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._held: dict[str, tuple[torch.Tensor, Window]] = {}
+
+    def of(self, piece: Piece) -> torch.Tensor:
+        """In the shape of the piece."""
+        if piece.name not in self._held:
+            tensor = self._tensors[piece.name]
+            self._held[piece.name] = local_tensor(tensor).detach(), window_of(tensor)
+        local, window = self._held[piece.name]
+        return local if piece.window == window else local[inside(piece.window, window)]
 
 
-def _sum(piece: Piece, values: torch.Tensor) -> bytes:
-    """As fast as memory is read: a sum of the piece's words, times numbers of the piece's own. Finds what is missing, changed, of another
-    version or in the place of another piece, and not values that changed places inside of a piece."""
-    flat = values.contiguous().reshape(-1).view(torch.uint8)
-    if flat.data_ptr() % 8:
-        flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    total = int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
-    said = f"{piece.name}\0{piece.window}".encode()
-    keys = np.frombuffer(hashlib.blake2b(said, digest_size=16).digest(), dtype="<u8") | np.uint64(1)
-    return (keys * np.uint64(total & (1 << 64) - 1)).tobytes()
-
-
-HASHES: Mapping[Verification, HashOf | None] = {"full": _content, "sums": _sum, "off": None}
-"""Of a piece: 16 bytes, which are added up."""
+def _places_in(buffer: torch.Tensor, message: Message) -> list[torch.Tensor]:
+    """Of each piece of a message."""
+    return [
+        buffer[start : start + piece.size].view(_dtype(piece)).view([size for _, size in piece.window])
+        for start, piece in zip(message.starts, message.pieces, strict=True)
+    ]

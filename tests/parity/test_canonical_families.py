@@ -1,0 +1,81 @@
+"""Canonical arithmetic in families of models: 10,000 tokens of each, in float32 and in bfloat16, generated on two layouts and scored on
+three others each, in other batches, are the same bits for the whole vocabulary. Attention that cannot be right is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import InputError
+from tests.parity import cases
+from tests.parity.canonical_pairs import check
+from tests.pool import Pool
+
+WINDOW = 16
+"""Sequences are longer by far."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "llama, grouped heads": {},
+    "llama, tied": {},
+    "mistral, sliding window": {"sliding_window": WINDOW},
+    "qwen2, tied": {},
+    "qwen3": {},
+    "gemma, tied": {},
+    "gemma3_text, tied, sliding window": {"sliding_window": WINDOW},
+    "phi3": {},
+    "stablelm": {},
+    "gpt2, tied": {"n_positions": 256},
+    "gpt_neox": {},
+    "opt, tied": {},
+    "falcon, tied": {},
+}
+"""What the configuration has besides that of `cases`."""
+PAIRS: dict[str, list[tuple[str, int]]] = {
+    "tp 2": [("ZeRO 3 x 2", 9), ("pp 2", 17), ("one process", 30)],
+    "ZeRO 3 x 2": [("tp 2", 11), ("sequence parallel", 25), ("tp 2 x pp 2", 7)],
+}
+"""Layout of the generation to those of the scores, with batch sizes."""
+INSTEAD = {"opt, tied": {"sequence parallel": "tp 4"}, "falcon, tied": {"pp 2": "ZeRO 1 x 2", "tp 2 x pp 2": "tp 2 x ZeRO 3"}}
+"""Of layouts that a family is refused on."""
+REQUESTS, NEW = 84, 60
+
+
+def built(family: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """With weights, the same on every rank, and without an end."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    name, *more = family.split(", ")
+    config = cases.transformers_config(name, tied="tied" in more)
+    config.update({**FAMILIES.get(family, {}), "eos_token_id": None, "initializer_range": 0.1})
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_ten_thousand_tokens(pool: Pool, family: str, dtype: torch.dtype, record_property: pytest.RecordProperty) -> None:
+    """That many are generated, and each is scored on three layouts."""
+    assert len(PAIRS) * REQUESTS * NEW >= 10_000
+    compared = 0
+    instead = INSTEAD.get(family, {})
+    for one, others in PAIRS.items():
+        others = [(instead.get(other, other), size) for other, size in others]
+        compared += check(pool, family, dtype, one, others, build=built, count=REQUESTS, max_new_tokens=NEW)
+    record_property("tokens compared", compared)
+    print(f"{family}, {dtype}: {compared:,} tokens in {sum(map(len, PAIRS.values()))} pairs of layouts, 0 mismatches", flush=True)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gptj", "bloom"])
+def test_attention_in_plain_operators_is_refused(family: str) -> None:
+    """Their classes in Transformers have no other."""
+    engine = plait.initialize(built(family), {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    for ask in (engine.generate, engine.score):
+        with pytest.raises(InputError, match='attention "eager"') as found:
+            ask([[1, 2, 3]], canonical=True)
+        assert "set_attn_implementation" not in str(found.value)
+    engine.close()
