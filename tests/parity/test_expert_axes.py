@@ -14,9 +14,10 @@ from plait.model.blocks import find_blocks
 from plait.model.facts import model_facts
 from plait.model.plans import make_plan
 from plait.verify.keep_float64 import keeping_float64
+from plait.verify.parity import engine_trace
 from tests.measured.traffic import count_traffic
 from tests.parity import cases
-from tests.parity.experts import Account, Case, account_of, assert_equal, build, carried_over, configured, routers, train
+from tests.parity.experts import Account, Case, Result, account_of, assert_equal, build, carried_over, configured, routers, steps, train
 from tests.pool import Pool
 
 FULL, SELECTIVE = ("recompute", {"mode": "full"}), ("recompute", {"mode": "selective"})
@@ -83,6 +84,26 @@ def test_equals_one_process(pool: Pool, case: Case) -> None:
 def test_more_equals_one_process(pool: Pool, case: Case) -> None:
     """The same."""
     assert_equal(case, pool.run(case.world, train, case))
+
+
+def watched(rank: int, world: int, case: Case) -> tuple[Result, int]:
+    """(what it has trained, rows of an output that a user's hook saw). Runs in a worker."""
+    model = build(case)
+    seen: list[torch.Tensor] = []
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    experts.register_forward_hook(lambda module, args, output: seen.append(output))
+    with keeping_float64(model):
+        engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
+        trace = engine_trace(engine, steps(case, 2))
+    return (trace, {}), int(seen[-1].ne(0).any(1).sum())
+
+
+def test_a_hook_is_given_all_tokens(pool: Pool) -> None:
+    """With sequence parallelism each rank needs the results of its own tokens alone, unless someone looks."""
+    case = Case("mixtral", 0, (TP2, EP2), balance=True, data="uneven", more=(SEQUENCE,))
+    for result, rows in pool.run(2, watched, case):
+        assert_equal(case, [result])
+        assert rows == 2 * 18
 
 
 # ---- one engine, asked for everything else --------------------------------------------------------------------------------------------

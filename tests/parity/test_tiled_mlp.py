@@ -73,7 +73,7 @@ def sent(rank: int, world: int, tokens: int) -> dict[str, int]:
         engine = plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)
         with count_traffic() as traffic:
             engine.train_batch(steps(case, 4)[0][:2])
-    return traffic.bytes()
+    return {kind: count for kind, count in traffic.bytes().items() if kind not in ("control", "broadcast")}
 
 
 def test_tiles_send_nothing_again(pool: Pool) -> None:

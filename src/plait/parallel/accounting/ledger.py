@@ -89,6 +89,8 @@ class Ledger:
     """How often head and loss are computed for a micro-batch; 2 where that is done in chunks, because backward recomputes them."""
     tensor_dims: Mapping[str, int | None] = field(default_factory=lambda: MappingProxyType({}))
     """Parameter name to the dimension that tensor parallelism splits; parameters not named are replicated."""
+    sequence_parallel: Any = False
+    """Whether tensor parallelism shards sequences too; an array where it differs."""
     experts: frozenset[str] = frozenset()
     """Names of the parameters that are split over ep along their first dimension."""
     scheme: Scheme = field(default_factory=Scheme)

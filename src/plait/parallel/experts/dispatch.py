@@ -10,18 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from plait._torch.dtensor import local_tensor
-from plait._torch.modules import own_parameters
+from plait._torch.modules import HookKind, hooks_of, own_parameters
 from plait._torch.operators import FakeTensor
 from plait.cluster.fake_group import is_fake
-from plait.comm.collectives import gather, split
+from plait.comm.collectives import gather, shard_range, split
 from plait.comm.exchange import exchange_counts, exchange_rows
-from plait.parallel.tensor.styles import own_values
+from plait.parallel.tensor.hook_checks import is_foreign
+from plait.parallel.tensor.styles import Region, own_values
 
 Forward = Callable[..., torch.Tensor]
+_SEES_OUTPUT: tuple[HookKind, ...] = ("forward", "backward_pre", "backward")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Dispatch:
     """Experts of each rank."""
     tp: ProcessGroup | None = None
     """Ranks that are called with the same tokens: each sends its part of them."""
+    sequence: Region | None = None
+    """Where of the output [batch x seq, hidden] each of these ranks keeps its shard of the sequence, and reads nothing else."""
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """`hidden` [tokens, hidden], the experts of every token `chosen` [tokens, k] int64, and their `weights` [tokens, k]; the weighted
@@ -43,8 +48,23 @@ class Dispatch:
         if self.tp is None:
             return self._routed(hidden, chosen, weights)
         wide = weights.to(torch.promote_types(weights.dtype, torch.float32))  # some routers have narrower ones, and gradients are sent
+        if self.sequence is not None and not _is_watched(self.module):
+            return self._of_own_tokens(hidden, chosen, wide, weights.dtype, self.sequence.length)
         own, experts, factors = (split(x, self.tp, dim=0) for x in (hidden, chosen, wide))
         return gather(self._routed(own, experts, factors.to(weights.dtype)), self.tp, dim=0, length=len(hidden))
+
+    def _of_own_tokens(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype, length: int
+    ) -> torch.Tensor:
+        """Of this rank's shards of sequences of `length`; the other tokens of the output are 0. Their gradients are not gathered either:
+        each rank keeps those of its own tokens. Routers are computed by all ranks for all tokens, so gradients of weights are."""
+        assert self.tp is not None
+        rows, width = len(hidden) // length, hidden.shape[-1]
+        start, size = shard_range(length, self.tp)
+        own, experts = (x.reshape(rows, length, -1).narrow(1, start, size).flatten(0, 1) for x in (hidden, chosen))
+        factors = split(weights.reshape(rows, length, -1), self.tp, dim=1).flatten(0, 1)
+        found = self._routed(own, experts, factors.to(dtype)).view(rows, size, width)
+        return F.pad(found, (0, 0, start, length - start - size)).flatten(0, 1)
 
     def _routed(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = chosen.shape
@@ -59,7 +79,7 @@ class Dispatch:
         returned = exchange_rows(computed, self.group, sent=received, received=sent)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        by_token = returned.index_select(0, back).view(tokens, k, -1)
+        by_token = returned.index_select(0, back).view(tokens, k, hidden.shape[-1])
         return (by_token * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _compute(self, arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -89,9 +109,14 @@ class Dispatch:
         return parts, parts, torch.arange(rows, device=flat.device) % self.here
 
 
-def install(module: nn.Module, group: ProcessGroup, *, here: int, tp: ProcessGroup | None) -> None:
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a hook of the user gets what the module returns, or its gradient: all of it, then."""
+    return any(is_foreign(hook) for kind in _SEES_OUTPUT for hook in hooks_of(module, kind).values())
+
+
+def install(module: nn.Module, group: ProcessGroup, *, here: int, tp: ProcessGroup | None, sequence: Region | None) -> None:
     """Give a module of experts, whose parameters are this rank's, the forward of `Dispatch`."""
-    module.forward = Dispatch(module, module.forward, group, here, tp)
+    module.forward = Dispatch(module, module.forward, group, here, tp, sequence)
     module.num_experts = here  # type: ignore[assignment]  # grouped products count them
 
 

@@ -25,6 +25,8 @@ from plait.cluster.mesh import Groups, Mesh
 from plait.errors import ConfigError, ModelError, Problem, refuse
 from plait.model.experts import SPLIT_FAMILIES, Experts, find_experts
 from plait.model.facts import ModelFacts
+from plait.model.plans import TensorPlan
+from plait.model.sequence import is_inside
 from plait.parallel.accounting.ledger import Ledger
 from plait.parallel.activations.recompute import Recompute
 from plait.parallel.compile import Compile
@@ -37,6 +39,7 @@ from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.technique import Context, Parts, Technique
+from plait.parallel.tensor.styles import Region
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """Transformers' ways to compute experts that take this rank's alone."""
@@ -65,12 +68,15 @@ class ExpertParallel(Technique):
         if group is None or mesh.expert_mesh is None:
             return parts
         found = find_experts(parts.model)
+        region, plan = parts.noted(Region), parts.noted(TensorPlan)
+        shards = plan.whole if plan is not None and region is not None and region.sequence_parallel else ()
         for experts in found:
             module = parts.model.get_submodule(experts.name)
             for name in experts.parameters:
                 leaf = name.rpartition(".")[2]
                 setattr(module, leaf, _part_of(module.get_parameter(leaf), mesh))
-            dispatch.install(module, group, here=experts.count // mesh.layout.ep, tp=mesh.group("tp"))
+            sequence = region if is_inside(experts.name, shards) else None
+            dispatch.install(module, group, here=experts.count // mesh.layout.ep, tp=mesh.group("tp"), sequence=sequence)
         own_mesh = {experts.name: mesh.expert_mesh["edp"] for experts in found}
         return parts.with_shard(own_mesh=own_mesh).with_notes(SplitExperts(found))
 

@@ -8,7 +8,8 @@ micro-batch:
 
 T are those of a rank: of cp and tp each has a part. With m ranks of tp, which have all tokens before and after such a layer, it sends
 T m h e (m-1)/m of results in all-gathers forward, and T m h e (m-1)/m of gradients of tokens backward, with T m k (m-1)/m
-of those of weights, of 4 bytes or more.
+of those of weights, of 4 bytes or more. With sequence parallelism each keeps the results and the gradients of its own tokens, and only
+gradients of weights are gathered.
 
 All-to-all is counted as the reduce-scatter that gloo carries out with it. Where experts are chosen unequally, ranks whose experts have more
 tokens send back more results; the sum over ranks stays below n / (n-1) times this. What recomputation repeats is measured elsewhere.
@@ -34,7 +35,8 @@ def expert_traffic(facts: ModelFacts, ledger: Ledger) -> dict[str, Array]:
     whole = ledger.tokens // ledger.cp
     rows = shard_size(whole, m) * experts.per_token * experts.hidden * itemsize * (n - 1) // n
     counts = 8 * experts.count * (n - 1) // n
-    gathered = shard_size(whole, m) * (2 * experts.hidden * itemsize + experts.per_token * np.maximum(itemsize, 4)) * (m - 1)
+    tokens = np.where(ledger.sequence_parallel, 0, 2 * experts.hidden * itemsize)
+    gathered = shard_size(whole, m) * (tokens + experts.per_token * np.maximum(itemsize, 4)) * (m - 1)
     return {
         "reduce_scatter": passes * np.where(n > 1, 4 * rows + counts, 0),
         "all_gather": passes * np.where(n > 1, gathered, 0),

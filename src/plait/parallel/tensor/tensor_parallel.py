@@ -86,7 +86,7 @@ class TensorParallel(Technique):
         """Split dimensions for the technique that shards what remains, and the traffic of activations over the tp axis."""
         if facts.tensor_plan is None:
             return ledger
-        ledger = ledger.with_(tensor_dims=facts.tensor_plan.dims)
+        ledger = ledger.with_(tensor_dims=facts.tensor_plan.dims, sequence_parallel=self.sequence_parallel)
         sent = tensor_traffic(facts, facts.tensor_plan, ledger, sequence_parallel=self.sequence_parallel, loss_parallel=self.loss_parallel)
         for collective, count in sent.items():
             ledger = ledger.add_traffic(collective, count)
