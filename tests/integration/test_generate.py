@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -187,6 +191,34 @@ def test_an_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     account = json.loads(capsys.readouterr().out)["bytes"]
     elements = sum(p.numel() for p in open_source(Path(adapter)).model().parameters())
     assert account["weights"] + account["in_files"] == 4 * elements
+
+
+def test_a_rank_that_is_killed(folder: Path, tmp_path: Path) -> None:
+    """The command ends within ten seconds with an error that names the process; nothing is left."""
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "def read"}) + "\n" for _ in range(4000)), encoding="utf-8")
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    temporary = tmp_path / ".out.jsonl.tmp"
+    options = ["--tp", "2", "--max-new-tokens", "200", "--temperature", "0", "--batch-size", "2"]
+    command = [sys.executable, "-m", "plait", "generate", "--model", str(folder), *files, *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        ranks = []
+        end = time.monotonic() + 60
+        while not (temporary.exists() and temporary.stat().st_size):  # answers are written
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        ranks = [one for one in psutil.Process(process.pid).children(recursive=True) if "plait.cli.generate" in " ".join(one.cmdline())]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        killed = time.monotonic()
+        _, said = process.communicate(timeout=30)
+        assert time.monotonic() - killed < 10 and process.returncode not in (0, None)
+        assert re.search(r"rank 1", said) and "SIGKILL" in said
+        assert not [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not (tmp_path / "out.jsonl").exists() and not temporary.exists()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def exported(tmp_path: Path) -> Path:

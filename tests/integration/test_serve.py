@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -162,6 +166,66 @@ def test_a_hundred_at_once(server: Running) -> None:
     assert all(status == 200 for status, _ in found)
     for index in (0, 17, 63):
         assert one(index)[1]["choices"] == found[index][1]["choices"]
+    wait_until(lambda: server.running() == 0)
+
+
+def test_a_server_that_is_killed_under_load(folder: Path, server: Running) -> None:
+    """Every client has an error within ten seconds, nothing of the server is left, and its port is free."""
+    other = started(folder, "--batch-size", "4", "--max-model-len", "200")
+    children = psutil.Process(other.process.pid).children(recursive=True)
+
+    def one(index: int) -> float:
+        to = http.client.HTTPConnection("127.0.0.1", other.port, timeout=60)
+        body = {"prompt": "def read", "max_tokens": 190, "stream": index % 2 == 0, "temperature": 1.0, "seed": index}
+        to.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        try:
+            text = to.getresponse().read()
+        except (http.client.HTTPException, OSError):
+            return time.monotonic()
+        assert b"[DONE]" in text or b'"finish_reason"' in text  # it had ended before
+        return 0.0
+
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(one, index) for index in range(20)]
+        wait_until(lambda: other.running() == 4)
+        other.process.kill()
+        killed = time.monotonic()
+        ended = [one.result() for one in asked]
+    assert sum(bool(at) for at in ended) >= 10 and all(at < killed + 10 for at in ended)
+    other.process.wait(10)
+    assert not [child for child in children if child.is_running()]
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", other.port))
+
+
+def test_weights_that_cannot_be_read_any_more(folder: Path, tmp_path: Path, server: Running) -> None:
+    """Requests that run fail with what was wrong, and so do later ones; the server answers."""
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    other = started(model, "--cpu-budget", "420KiB", "--max-model-len", "64", "--batch-size", "1")
+    body = {"prompt": "def read", "max_tokens": 4, "temperature": 0}
+    try:
+        assert other.post(body)[0] == 200
+        os.truncate(model / "model.safetensors", 100_000)
+        for stream in (False, True):
+            began = time.monotonic()
+            _, answer = other.post({**body, "stream": stream})
+            assert time.monotonic() - began < 10
+            assert "ends at byte" in json.dumps(answer) and "Traceback" not in json.dumps(answer)
+        assert other.call("GET", "/health")[1] == {"status": "ok", "running": 0}
+    finally:
+        other.process.kill()
+        other.process.wait()
+
+
+def test_a_body_that_does_not_come(server: Running) -> None:
+    """A client that sends half of a request, and one that reads nothing, keep nobody waiting."""
+    with socket.create_connection(("127.0.0.1", server.port)) as half, socket.create_connection(("127.0.0.1", server.port)) as deaf:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n{")
+        body = json.dumps({"prompt": "def read", "max_tokens": 240, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        deaf.sendall(head.encode() + body)
+        assert server.post({"prompt": "a", "max_tokens": 3})[0] == 200
     wait_until(lambda: server.running() == 0)
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from plait.cluster import accelerator
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
-from plait.inference.stored import Stored, read_into
+from plait.inference.stored import Stored, read_into, stored_tensors
+from plait.inference.stream import WeightStream
 
 SAMPLE = 256 << 20
 """Bytes that are read or copied."""
@@ -90,6 +95,44 @@ def measure_overlap(tensors: Sequence[Stored], *, rows: int, dtype: torch.dtype)
         for file in files.values():
             os.close(file)
     return max(0.0, min(1.0, (reading + computing - both) / min(reading, computing)))
+
+
+def measure_handover(parameters: int) -> float:
+    """Seconds that a streamed layer of so many parameters costs besides reading and computing: its turn of the thread, and its parameters
+    that are put into their place and taken out again."""
+    layers = nn.ModuleList(_Few(parameters) for _ in range(8))
+    names = [str(index) for index in range(len(layers))]
+    x = torch.ones(_Few.SIZE)
+
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    with tempfile.TemporaryDirectory(prefix="plait-handover-") as folder, torch.no_grad():
+        path = Path(folder) / "layers.safetensors"
+        save_file({name: parameter.data.clone() for name, parameter in layers.named_parameters()}, path)
+        resident = min(_seconds(run) for _ in range(20))
+        stream = WeightStream(layers, names, stored_tensors(path))
+        try:
+            streamed = min(_seconds(run) for _ in range(20))
+        finally:
+            stream.close()
+    return max(0.0, streamed - resident) / len(layers)
+
+
+class _Few(nn.Module):
+    """A layer that computes next to nothing."""
+
+    SIZE = 16
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(self.SIZE)) for _ in range(parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
 
 
 def _sample(tensors: Sequence[Stored], most: int) -> list[Stored]:

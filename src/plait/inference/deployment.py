@@ -79,6 +79,8 @@ class Account:
     in_files: int = 0
     """Weights that are read from files."""
 
+    streamed_layers: int = 0
+
     @property
     def streamed(self) -> int:
         """Weights that are brought for every token, or for every piece of the prompts."""
@@ -166,6 +168,7 @@ def deploy_streamed(work: Work, *, gpu_budget: int | None = None, cpu_budget: in
         cache_on_host=kept,
         cache_copied=copied,
         in_files=found.read_bytes,
+        streamed_layers=len(found.streamed),
     )
     return Deployment(why, budget_bytes=budget, other_bytes=cache + activations, host_bytes=host, account=account)
 

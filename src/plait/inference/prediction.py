@@ -21,6 +21,8 @@ class CopyRates:
     overlap: tuple[float, float] = (1.0, 1.0)
     """What is saved of the shorter of computing and bringing while both go on, over the prompts and for a token: 1 is all of it. On the CPU
     they share cores and memory."""
+    handover: float = 0.0
+    """Seconds that a streamed layer costs besides."""
     source: str = ""
     """For a person."""
 
@@ -70,7 +72,7 @@ def predict(deployment: Deployment, passes: PassTimes, copies: CopyRates, *, req
         name = max(times, key=lambda key: times[key])
         shared = (1 - overlap) * min(computing, max(bringing.values(), default=0.0))
         also = " (reading takes cores and memory from computing)" if shared > 0.1 * times[name] else ""
-        return times[name] + shared, name + also
+        return times[name] + shared + account.streamed_layers * copies.handover, name + also
 
     first, first_limit = longest(passes.first + back, copies.overlap[0])
     token, limit = longest(passes.token + back, copies.overlap[1])

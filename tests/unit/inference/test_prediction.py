@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.inference.copy_rates import measure_files, measure_overlap
+from plait.inference.copy_rates import measure_files, measure_handover, measure_overlap
 from plait.inference.deployment import Account, Deployment
 from plait.inference.pass_times import PassTimes, _at, _lengths, _Times, measure_passes
 from plait.inference.prediction import CopyRates, predict
@@ -32,6 +32,10 @@ def test_what_takes_longest_is_the_limit() -> None:
     found = predict(of(in_files=10**8), PASSES, CopyRates(files=2e9, overlap=(1.0, 0.5)), requests=1, new=1)
     assert (found.first_seconds, found.first_limit) == (2.0, "computation")
     assert found.token_seconds == pytest.approx(0.125) and found.limit == "computation (reading takes cores and memory from computing)"
+    found = predict(of(in_files=10**8, streamed_layers=20), PASSES, CopyRates(files=2e9, handover=0.001), requests=1, new=1)
+    assert (found.first_seconds, found.token_seconds) == (2.02, pytest.approx(0.12))
+    found = predict(of(cache_copied=10**8), PASSES, CopyRates(host=2e9), requests=1, new=1)
+    assert found.token_seconds == pytest.approx(0.15) and found.limit == "computation, and keys and values back to the host"
     found = predict(of(in_files=10**8, on_host=9 * 10**8), PASSES, CopyRates(files=1e9, host=2e9), requests=1, new=1)
     assert found.token_seconds == 0.5 and found.limit == "copying 953.7 MiB of weights to the GPU at 2.0 GB/s"
 
@@ -83,6 +87,11 @@ def test_the_rate_of_files(tmp_path: Path) -> None:
     rate, how = measure_files(tensors, total=1)
     assert rate > 0 and how == "0 MiB read here, as the kernel has the files in its cache now"
     assert measure_files(tensors, total=1 << 60)[1].endswith("from the disk")
+
+
+def test_what_a_streamed_layer_costs_besides() -> None:
+    few, many = measure_handover(1), measure_handover(30)
+    assert 0 < few < many < 0.05
 
 
 def test_what_reading_and_computing_take_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

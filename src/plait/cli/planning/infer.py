@@ -180,10 +180,12 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
 
     from plait.cluster import accelerator
     from plait.inference.capacity import compute_dtype
-    from plait.inference.copy_rates import comes_from_disk, measure_files, measure_host_copies, measure_overlap
+    from plait.inference.copy_rates import comes_from_disk, measure_files, measure_handover, measure_host_copies, measure_overlap
     from plait.inference.datasheet import copy_rates
     from plait.inference.prediction import CopyRates
+    from plait.inference.stream import brought
     from plait.inference.streamed import tensors_of
+    from plait.model.blocks import find_blocks
 
     account = found.account
     if disk is not None and not account.in_files:
@@ -203,8 +205,11 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
             how += f"; {token:.0%} of the shorter of reading and computing a token goes on beside the other"
     if target is not None:
         return copy_rates(target, files)
+    handover = 0.0
+    if account.streamed_layers and not on.on_gpu:
+        handover = measure_handover(max(len(brought(work.model, block)) for block in find_blocks(work.model)))
     host = measure_host_copies(torch.device(accelerator.NAME)) if (account.streamed or account.cache_copied) and on.on_gpu else None
-    return CopyRates(files, host, overlap, how if files is not None else "")
+    return CopyRates(files, host, overlap, handover, how if files is not None else "")
 
 
 def _as_json(found: Deployment, passes: PassTimes, copies: CopyRates, predicted: Prediction) -> dict[str, Any]:
