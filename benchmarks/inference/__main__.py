@@ -4,6 +4,8 @@
 
 - in memory: Plait beside Transformers;
 - from disk, a fifth of the weights' size as budget, files out of the kernel's cache: Plait beside accelerate;
+- from host memory: Plait with the same budget and files in the kernel's cache, beside accelerate's `cpu_offload`, and DeepSpeed's
+  ZeRO-Inference with parameters in host memory where DeepSpeed is installed;
 - overlap: reads slowed down to a third of the computation's time, to its time, and to three times it; the time of a pass beside the longer
   of the two;
 - memory: the peak at ten budgets, and the tokens, which must be the same at all of them.
@@ -15,12 +17,15 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common.machine import facts
+from benchmarks.inference.engines import dropped
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/inference.json"
 REQUESTS, TOKENS = 4, 8
@@ -49,6 +54,20 @@ def run(folder: Path, engine: str, **asked: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def rate_of(folder: Path) -> float:
+    """Bytes/s of reading the model's file from the disk, in pieces of 16 MiB, as layers are read; the best of three times."""
+    path, place = folder / "model.safetensors", bytearray(16 << 20)
+    seconds = []
+    for _ in range(3):
+        dropped(folder)
+        with path.open("rb", buffering=0) as file:
+            began = time.perf_counter()
+            while file.readinto(place):
+                pass
+            seconds.append(time.perf_counter() - began)
+    return path.stat().st_size / min(seconds)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as place:
         folder, disk = Path(place) / "model", Path(place) / "offload"
@@ -60,7 +79,12 @@ def main() -> None:
             "Plait, in memory": run(folder, "plait"),
             "accelerate, from disk": run(folder, "transformers", disk=str(disk), drop=True, rounds=2),
             "Plait, from disk": run(folder, "plait", budget=budget, drop=True, rounds=2),
+            "Plait, files in the cache": run(folder, "plait", budget=budget),
+            "accelerate, cpu_offload": run(folder, "transformers", host=True),
         }
+        if find_spec("deepspeed") is not None:
+            rows["DeepSpeed ZeRO-Inference, host memory"] = run(folder, "deepspeed")
+        disk_rate = rate_of(folder)
         compute = rows["Plait, in memory"]["seconds"]
         overlaps = {}
         for name, share in (("1:3", 1 / 3), ("1:1", 1.0), ("3:1", 3.0)):
@@ -73,16 +97,32 @@ def main() -> None:
     ratios = {
         "in memory, Transformers' time over Plait's": rows["Transformers, in memory"]["seconds"] / compute,
         "from disk, accelerate's time over Plait's": rows["accelerate, from disk"]["seconds"] / rows["Plait, from disk"]["seconds"],
+        "host memory, accelerate's time over Plait's from the cache": rows["accelerate, cpu_offload"]["seconds"]
+        / rows["Plait, files in the cache"]["seconds"],
+        "from disk, bytes/s over those of reading alone": rows["Plait, from disk"]["read_bytes"]
+        / rows["Plait, from disk"]["seconds"]
+        / disk_rate,
+        "from disk, time over the longer of reading and computing": rows["Plait, from disk"]["seconds"]
+        / max(compute, rows["Plait, from disk"]["read_bytes"] / disk_rate),
         "highest peak over its budget": max(row["peak_bytes"] / budget for budget, row in budgets.items()),
     }
     for name, row in rows.items():
-        print(f"{name:24} {REQUESTS * TOKENS / row['seconds']:7.2f} tokens/s, peak {row['peak_bytes'] / 2**20:6.0f} MiB")
+        rate = f"{REQUESTS * TOKENS / row['seconds']:7.2f} tokens/s, first token {row['first_seconds']:.2f} s"
+        print(f"{name:38} {rate}, peak {row['peak_bytes'] / 2**20:6.0f} MiB")
     for name, row in overlaps.items():
         print(f"reads to computation {name}: {row['of_the_longer']:.2f} x the longer of the two")
     for name, value in ratios.items():
         print(f"{name}: {value:.2f}")
     print(f"tokens are the same everywhere: {len(tokens) == 1}")
-    content = {"weights_bytes": size, "requests": REQUESTS, "tokens": TOKENS, "engines": rows, "overlap": overlaps, "ratios": ratios}
+    content = {
+        "weights_bytes": size,
+        "requests": REQUESTS,
+        "tokens": TOKENS,
+        "disk_bytes_per_second": disk_rate,
+        "engines": rows,
+        "overlap": overlaps,
+        "ratios": ratios,
+    }
     RESULT.write_text(
         json.dumps({"machine": facts("torch", "transformers", "accelerate"), **content, "same_tokens": len(tokens) == 1,
                     "budgets": {str(key): row for key, row in budgets.items()}}, indent=1) + "\n"
