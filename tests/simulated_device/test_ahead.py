@@ -21,7 +21,7 @@ from plait.cluster.layout import Layout
 from plait.cluster.mesh import build_mesh
 from plait.config.schema.sections import RunSection
 from plait.data.loader import Loader
-from plait.data.packing import Sequences
+from plait.data.packing import Sequences, Stream
 from plait.errors import CheckpointError
 from plait.events import Event, RunStarted, StepDone
 from plait.parallel.micro_batches import to_device
@@ -159,7 +159,7 @@ class Paced:
 def paced(rank: int, world: int, folder: str) -> list[float]:
     """Seconds of every step, as in metrics.jsonl. Runs in a worker."""
     events: list[Event] = []
-    sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
+    sequences = Sequences(Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0)
     _device().set_clock(0.0)
     with StopRequest() as stop:
         job = TrainingContext(

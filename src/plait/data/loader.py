@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from plait.data.cache import digest
-from plait.data.packing import Sequences
+from plait.data.packing import Array, Cut
 
-Array = np.ndarray[Any, Any]
 _ROUNDS = 6
 
 
@@ -52,7 +51,7 @@ def _mixed(value: Any) -> Any:
 class Loader:
     """Training batches of one data-parallel rank."""
 
-    sequences: Sequences
+    sequences: Cut
     batch: int
     """Sequences in one optimizer step over all ranks."""
     seed: int
@@ -70,12 +69,12 @@ class Loader:
         return found
 
     def at(self, position: int) -> dict[str, torch.Tensor]:
-        """This rank's share of that step: `input_ids` and `labels`, int64 [batch / dp_size, length]."""
+        """This rank's share of that step: what `sequences` gives, int64 [batch / dp_size, length] each."""
         share = self.batch // self.dp_size
         return self.sequences.take(self.global_numbers(position)[self.dp_rank * share : (self.dp_rank + 1) * share])
 
 
-def validation_batches(sequences: Sequences, *, limit: int, micro: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, torch.Tensor]]:
+def validation_batches(sequences: Cut, *, limit: int, micro: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, torch.Tensor]]:
     """At most `limit` sequences, spread evenly over the text, in batches of `micro` for each rank.
 
     The set does not depend on `micro` or the ranks. Every rank gets the same number of batches; what is missing is padding that weighs 0.

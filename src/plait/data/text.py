@@ -11,13 +11,14 @@ import json
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
+from plait.data.rows import COLUMNS, row_text
 from plait.errors import InputError
 from plait.files import user_path
 
@@ -48,8 +49,8 @@ def open_corpus(section: DataSection, *, cache: Path) -> Corpus:
     fingerprint = _remembered(cache, [(str(file), file) for file in files], lambda: digest(_chunks(files)))
     if section.source == "files":
         return Corpus(f"{_counted(files)} of text", fingerprint, place, lambda: (_read(file) for file in files))
-    name = digest([fingerprint, section.field])
-    return Corpus(f"{_counted(files)} of JSON lines", name, place, lambda: _json_lines(files, section.field))
+    name = digest([fingerprint, section.field, section.format])
+    return Corpus(f"{_counted(files)} of JSON lines", name, place, lambda: _json_lines(files, section))
 
 
 def find_files(paths: tuple[str, ...], *, suffixes: tuple[str, ...]) -> list[Path]:
@@ -104,15 +105,15 @@ def _read(file: Path) -> str:
         raise InputError(f"{file}: cannot be read ({error.strerror}); correct data.paths") from error
 
 
-def _json_lines(files: list[Path], field: str) -> Iterator[str]:
+def _json_lines(files: list[Path], section: DataSection) -> Iterator[str]:
     for file in files:
         with open(file, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _field_of(line, field, where=f"{file}, line {number}")
+                    yield _text_of(_row_of(line, where := f"{file}, line {number}", section), section, where)
 
 
-def _field_of(line: bytes, field: str, *, where: str) -> str:
+def _row_of(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
     try:
         row: Any = json.loads(line)
     except RecursionError:
@@ -120,7 +121,16 @@ def _field_of(line: bytes, field: str, *, where: str) -> str:
     except ValueError as error:
         raise InputError(f"{where}: not valid JSON ({error}); each line of a JSONL file is one JSON object") from error
     if not isinstance(row, dict):
-        raise InputError(f"{where}: is a JSON {type(row).__name__} and not an object; each line is an object with the text in {field!r}")
+        needs = f"with the text in {section.field!r}" if section.format == "text" else f"with {' or '.join(COLUMNS[section.format])}"
+        raise InputError(f"{where}: is a JSON {type(row).__name__} and not an object; each line is an object {needs}")
+    return row
+
+
+def _text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
+    """The document of a row of JSON lines: its text, or the row in the form of `rows`."""
+    if section.format != "text":
+        return row_text(row, section.format, where=where)
+    field = section.field
     if field not in row:
         raise InputError(f"{where}: has no field {field!r}; it has {', '.join(map(repr, row)) or 'none'}; set data.field")
     if not isinstance(row[field], str):
@@ -160,17 +170,23 @@ def _source(file: Path) -> str:
 
 def _dataset(section: DataSection, cache: Path) -> Corpus:
     name, data = section.paths[0], _load_dataset(section)
-    if section.field not in data.column_names:
+    if section.format == "text" and section.field not in data.column_names:
         raise InputError(f"data.field = {section.field!r}: {name!r} has the columns {', '.join(data.column_names)}; set data.field")
+    columns = [column for column in COLUMNS.get(section.format, (section.field,)) if column in data.column_names]
 
     def documents() -> Iterator[str]:
-        for number, row in enumerate(data.select_columns([section.field])):
+        for number, row in enumerate(data.select_columns(columns) if columns else data):
+            if section.format != "text":
+                yield row_text(row, section.format, where=f"{name}, row {number}")
+                continue
             text = row[section.field]
             if not isinstance(text, str):
                 raise InputError(f"{name}, row {number}: {section.field!r} holds a {type(text).__name__} and not a string; set data.field")
             yield text
 
-    files = [(f"{file['filename']}\0{section.field}\0{section.split}", Path(file["filename"])) for file in data.cache_files]
+    files = [
+        (f"{file['filename']}\0{section.field}\0{section.format}\0{section.split}", Path(file["filename"])) for file in data.cache_files
+    ]
     fingerprint = _remembered(cache, files, lambda: digest(documents())) if files else digest(documents())
     return Corpus(
         f"the data set {Path(name).name}, split {section.split}, {len(data):,} rows",

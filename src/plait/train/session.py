@@ -37,6 +37,7 @@ from plait.files import require_folder, user_path
 from plait.losses.loss import causal_lm_loss
 from plait.optim.lr_schedules import build_scheduler
 from plait.optim.optimizer import build_optimizer
+from plait.parallel.context.families import FAMILIES, WITHOUT_DOCUMENTS
 from plait.parallel.order import check_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.sharded.check import CheckedModel, checked_model
@@ -103,6 +104,8 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     prepared = prepare(data, cache=cache, own_tokenizer=model.path, say=say)
     built = build_model(model, prepared.tokenizer, positions=_positions(data, config.run or RunSection(), prepared))
     resolved = resolve(config, world_size=world_size, hidden_size=built.hidden_size)
+    if data.packing == "documents":
+        _check_documents(built.kind)
     checked = checked_model(built.model, resolved)
     batch, have = resolved.batch.train_batch_size, len(prepared.train)
     if have < batch:
@@ -192,6 +195,14 @@ def _sections(config: Config) -> tuple[ModelSection, DataSection]:
     if config.model is None or config.data is None:
         raise ConfigError(*missing)
     return config.model, config.data
+
+
+def _check_documents(kind: str) -> None:
+    """Raise ConfigError for a model that might let attention pass from one document of a row to another."""
+    known = [family for family in FAMILIES if family not in WITHOUT_DOCUMENTS]
+    if kind not in known:
+        rule = f"whether {kind} keeps attention within the documents of a row has not been compared with a row for each"
+        raise ConfigError(Problem("data.packing", "documents", rule, f'use "joined", or a model of {", ".join(known)}'))
 
 
 def _positions(data: DataSection, run: RunSection, prepared: Prepared) -> int:

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data.loader import Loader, shuffled, validation_batches
-from plait.data.packing import IGNORED, Sequences
+from plait.data.packing import IGNORED, Sequences, Stream
 
 
 def _sequences(count: int, *, length: int = 4) -> Sequences:
     """Sequence i is [i, i, i, i]."""
-    return Sequences(np.repeat(np.arange(count, dtype=np.uint16), length), length, padding=0)
+    return Sequences(Stream(np.repeat(np.arange(count, dtype=np.uint16), length), np.array([count * length])), length, padding=0)
 
 
 @given(count=st.integers(1, 3000), key=st.text(max_size=5))

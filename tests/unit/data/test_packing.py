@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data import packing
-from plait.data.packing import IGNORED, Sequences, read_tokens, write_tokens
+from plait.data.packing import IGNORED, Sequences, Stream, read_tokens, write_tokens
 from plait.data.tokenizer import is_held_out
 from plait.errors import InputError
 
@@ -37,7 +37,7 @@ def _stream(*documents: str) -> list[int]:
 def test_documents_are_joined_with_an_end_mark(tmp_path: Path) -> None:
     write_tokens(tmp_path, ["ab", "", "c"], Letters(), held_out=0)
     train, validation = read_tokens(tmp_path)
-    assert train.tolist() == _stream("ab", "", "c")
+    assert train.tokens.tolist() == _stream("ab", "", "c")
     assert len(validation) == 0
 
 
@@ -47,8 +47,8 @@ def test_held_out_documents_are_whole_and_only_there(tmp_path: Path) -> None:
     train, validation = read_tokens(tmp_path)
     held = [document for document in documents if is_held_out(document, 0.25)]
     assert 20 < len(held) < 80
-    assert validation.tolist() == _stream(*held)
-    assert train.tolist() == _stream(*(document for document in documents if document not in held))
+    assert validation.tokens.tolist() == _stream(*held)
+    assert train.tokens.tolist() == _stream(*(document for document in documents if document not in held))
 
 
 def test_a_long_document_is_cut_at_lines_and_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_long_document_is_cut_at_lines_and_stays_one(tmp_path: Path, monkeypat
     documents = ["one\ntwo\nthree\n", "without any end of a line", "x"]
     assert list(packing._pieces(documents[0])) == ["one\ntwo\n", "three\n"]
     write_tokens(tmp_path, documents, Letters(), held_out=0)
-    assert read_tokens(tmp_path)[0].tolist() == _stream(*documents)
+    assert read_tokens(tmp_path)[0].tokens.tolist() == _stream(*documents)
 
 
 @pytest.mark.parametrize(("largest", "width"), [(65_535, 2), (65_536, 4)])
@@ -64,21 +64,21 @@ def test_tokens_take_as_many_bytes_as_they_need(tmp_path: Path, largest: int, wi
     tokenizer = Letters(largest=largest)
     write_tokens(tmp_path, [chr(largest)], tokenizer, held_out=0)
     train, _ = read_tokens(tmp_path)
-    assert train.itemsize == width
-    assert train[0] == largest
+    assert train.tokens.itemsize == width
+    assert train.tokens[0] == largest
 
 
 def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path, ["abc"], Letters(), held_out=0)
     (tmp_path / "train.bin").write_bytes(b"\0\0")
-    with pytest.raises(InputError, match=r"train\.bin: does not hold the 4 tokens"):
+    with pytest.raises(InputError, match=r"train\.bin: does not hold the 4 numbers"):
         read_tokens(tmp_path)
 
 
 @given(count=st.integers(0, 60), length=st.integers(2, 9))
 def test_sequences_hold_every_token_once(count: int, length: int) -> None:
     tokens = np.arange(1, count + 1, dtype=np.uint16)
-    sequences = Sequences(tokens, length, padding=0)
+    sequences = Sequences(Stream(tokens, np.array([len(tokens)])), length, padding=0)
     batch = sequences.take(np.arange(len(sequences)))
     scored = batch["labels"][batch["labels"] != IGNORED].tolist()
     lost = 1 if count % length == 1 else 0  # a single token that is left has nothing to predict
@@ -88,6 +88,6 @@ def test_sequences_hold_every_token_once(count: int, length: int) -> None:
 
 
 def test_a_sequence_of_padding_is_scored_nowhere() -> None:
-    batch = Sequences(np.arange(8, dtype=np.uint16), 4, padding=7).take(np.array([1, -1]))
+    batch = Sequences(Stream(np.arange(8, dtype=np.uint16), np.array([8])), 4, padding=7).take(np.array([1, -1]))
     assert batch["input_ids"].tolist() == [[4, 5, 6, 7], [7, 7, 7, 7]]
     assert batch["labels"].tolist() == [[4, 5, 6, 7], [IGNORED] * 4]

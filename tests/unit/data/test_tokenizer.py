@@ -88,7 +88,7 @@ def test_work_is_told_once_and_cached(tmp_path: Path, files: DataSection) -> Non
     second = prepare(files, cache=tmp_path / "cache", own_tokenizer=None, say=said.append)
     assert len(said) == 2
     assert first.identity == second.identity
-    assert first.train.tokens.tolist() == second.train.tokens.tolist()
+    assert first.train.stream.tokens.tolist() == second.train.stream.tokens.tolist()
     assert len(first.validation) > 0
 
 
@@ -108,5 +108,5 @@ def test_one_long_document_gives_its_end_for_validation(tmp_path: Path) -> None:
     whole = prepare(section.model_copy(update={"validation_fraction": 0.0}), cache=tmp_path, own_tokenizer=None, say=_silent)
     found = prepare(section, cache=tmp_path, own_tokenizer=None, say=_silent)
     assert "the last 10 % of the text" in found.validation_note
-    assert [*found.train.tokens, *found.validation.tokens] == whole.train.tokens.tolist()
-    assert 0.1 <= len(found.validation.tokens) / len(whole.train.tokens) < 0.12
+    assert [*found.train.stream.tokens, *found.validation.stream.tokens] == whole.train.stream.tokens.tolist()
+    assert 0.1 <= len(found.validation.stream.tokens) / len(whole.train.stream.tokens) < 0.12

@@ -17,7 +17,7 @@ import torch
 
 from plait.config.schema.sections import RunSection, SampleSection
 from plait.data.loader import Loader
-from plait.data.packing import Sequences
+from plait.data.packing import Sequences, Stream
 from plait.errors import NumbersError, PlaitError
 from plait.events import CheckpointSaved, Event, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.loop import Position, TrainingContext, train
@@ -81,7 +81,7 @@ def _run(
     **section: Any,
 ) -> tuple[int, list[Event]]:
     events: list[Event] = []
-    sequences = Sequences(np.repeat(np.arange(10, dtype=np.uint16), 4), 4, padding=0)
+    sequences = Sequences(Stream(np.repeat(np.arange(10, dtype=np.uint16), 4), np.array([40])), 4, padding=0)
     with StopRequest() as stop:
         job = TrainingContext(
             engine=engine,

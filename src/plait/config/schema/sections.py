@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from plait.config.values.numbers import MOST_PROCESSES, Fraction, NotNegative, Place, Whole
 from plait.policy import Policy
@@ -46,8 +46,18 @@ class DataSection(Policy):
     paths: tuple[Place, ...] = ()
     """Files, folders or globs (`corpus/**/*.txt`) for `files` and `jsonl`; relative ones are taken from the working folder. For
     `datasets`, one folder written by `save_to_disk` or one name on the hub."""
+    format: Literal["text", "chat", "instruct"] = "text"
+    """What a row of `jsonl` or `datasets` is. text: a text in `field`. chat: `messages`, a list of objects with `role` and `content`, put
+    into the tokenizer's chat template. instruct: `prompt` and `completion`, or `instruction`, `input` (which may be missing) and `output`:
+    in the chat template, or one after the other where the tokenizer has none. Pairs of preferences are for TRL's DPOTrainer."""
     field: str = "text"
     """The key (`jsonl`) or column (`datasets`) that holds the text."""
+    scored: Literal["answers", "all"] = "answers"
+    """Which tokens of `chat` and `instruct` the loss is of: those of the assistant's messages, or all."""
+    packing: Literal["joined", "documents"] = "joined"
+    """How documents become sequences. joined: one after the other, cut at `sequence_length` wherever that is; attention sees all of a
+    sequence. documents: as many as fit, whole, each with positions of its own, and attention stays within each; only one that is longer
+    than `sequence_length` is cut, and what is left over is padding."""
     subset: str | None = None
     """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
     split: str = "train"
@@ -63,6 +73,23 @@ class DataSection(Policy):
     """The share of documents held out for validation, chosen by a hash of each document: the same on every machine and in every run."""
     cache: Place | None = None
     """Where trained tokenizers and tokenised text are kept. Left out: `$PLAIT_CACHE`, or `~/.cache/plait`."""
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _no_preferences(cls, value: object) -> object:
+        if value == "preference":
+            raise ValueError("`plait train` has no loss of preferences; use TRL's DPOTrainer, wrapped by plait.hf.wrap")
+        return value
+
+    @model_validator(mode="after")
+    def _format_matches_source(self) -> Self:
+        if self.format == "text":
+            return self
+        if self.source not in ("jsonl", "datasets"):
+            raise ValueError(f'format "{self.format}" is of rows and source is "{self.source}"; set `source` to "jsonl" or "datasets"')
+        if self.field != "text":
+            raise ValueError(f'`field` is not read with format "{self.format}", whose columns have fixed names; leave it out')
+        return self
 
     @model_validator(mode="after")
     def _paths_match_source(self) -> Self:
