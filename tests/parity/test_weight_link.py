@@ -255,6 +255,25 @@ def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPa
         status.refuse_incomplete(target)
 
 
+def test_another_layout_than_at_the_start_is_refused() -> None:
+    address, target = free_address(), Several(0.0, torch.float32)
+
+    def send() -> None:
+        with link.WeightSender(Several(3.0, torch.float32), address, receivers=1, timeout=60) as sender:
+            sender.send()
+
+    sent = beside(send)
+    with link.WeightReceiver(target, address, timeout=60) as receiver:
+        target.other.data = target.other.data.half()
+        with pytest.raises(InputError, match="laid out otherwise"):
+            receiver.receive()
+        target.other.data = target.other.data.float()
+        with pytest.raises(CommunicationError, match="sent no weights within 0.01 s"):
+            receiver._meeting.ask({"nothing": f"{meeting.TRAINER} 0"}, 0.01, "sent no weights")
+        assert receiver.receive(wait=60).version == 0 and bool((target.other == 3).all())
+    sent()
+
+
 def test_what_is_no_connection() -> None:
     for address in ("nowhere", "127.0.0.1:99999", ":5"):
         with pytest.raises(InputError, match="must be HOST:PORT"):

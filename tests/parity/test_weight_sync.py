@@ -189,6 +189,13 @@ def refused(rank: int, world: int) -> list[str]:
     for verify in ("hashes", "off"):
         assert not plait.sync_weights(source, target, verify=verify).content
     hears(InputError, source, target, verify="off" if rank else "content")
+    assert same_ranks._KNOWN.routes
+    if rank:
+        same_ranks._KNOWN.routes.clear()
+    assert plait.sync_weights(source, target).version == 9, "one rank has forgotten the route"
+    same_ranks._KNOWN.group = None
+    same_ranks._KNOWN.begin()
+    assert not same_ranks._KNOWN.routes, "ranks of another group may be others"
     source.close()
     target.close()
     return heard

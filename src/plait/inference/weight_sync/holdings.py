@@ -44,6 +44,17 @@ Holding = Mapping[str, Held]
 """Of a rank, by name; empty for one that holds nothing."""
 
 
+@dataclass(frozen=True)
+class Side:
+    """A model on this rank."""
+
+    tensors: Mapping[str, torch.Tensor]
+    holding: Holding
+
+
+NOTHING = Side({}, {})
+
+
 def model_of(owner: Any) -> nn.Module | None:
     """The module of an engine, of what `plait.parallelize` returned, or a module itself. Raises InputError for anything else."""
     if owner is None or isinstance(owner, nn.Module):

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, InputError, PlaitError
-from plait.inference.weight_sync.holdings import Held, holding_of, model_of, tensors_of
+from plait.inference.weight_sync.holdings import NOTHING, Held, Side, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.meeting import GENERATOR, TRAINER, Meeting
 from plait.inference.weight_sync.messages import messages_of
 from plait.inference.weight_sync.route import pieces_of
@@ -58,20 +58,20 @@ class _End:
     def _register(self, **more: Any) -> None:
         self._meeting.register({"world": self._world, "holds": {name: held.to_json() for name, held in self._holding.items()}, **more})
 
-    def _tensors(self) -> dict[str, Any]:
+    def _tensors(self) -> Side:
         if self._broken:
             raise CommunicationError(f"this connection ended: {self._broken}; connect both sides anew")
         found = tensors_of(self._model, "source" if self._role == TRAINER else "target")
         if holding_of(found) != self._holding:
             raise InputError("the model is laid out otherwise than when it was connected; connect both sides anew")
-        return found
+        return Side(found, self._holding)
 
-    def _move(self, tensors: dict[str, Any], verify: Verification) -> Moved:
+    def _move(self, side: Side, verify: Verification) -> Moved:
         sends = self._role == TRAINER
         return move(
             self._messages,
-            tensors if sends else {},
-            {} if sends else tensors,
+            side if sends else NOTHING,
+            NOTHING if sends else side,
             self._meeting,
             source=self._rank if sends else None,
             target=None if sends else self._rank,

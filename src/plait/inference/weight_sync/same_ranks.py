@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from plait.checkpoint.agreement import together
 from plait.cluster import accelerator
 from plait.errors import CommunicationError, InputError
-from plait.inference.weight_sync.holdings import Held, holding_of, model_of, tensors_of
+from plait.inference.weight_sync.holdings import Holding, Side, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.messages import Message, messages_of
 from plait.inference.weight_sync.route import pieces_of
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
@@ -35,12 +37,21 @@ class _Known:
     """Routes of layouts that were met before. They follow from what the ranks hold, so a hash of that finds them."""
 
     routes: dict[bytes, list[Message]] = field(default_factory=dict)
+    group: weakref.ref[Any] | None = None
+    """In which they were met: ranks of another may be others."""
     buffers: Buffers = field(default_factory=Buffers)
 
     @property
     def state(self) -> bytes:
         """Equal on ranks that know the same."""
         return hashlib.blake2b(b"".join(self.routes), digest_size=DIGEST).digest()
+
+    def begin(self) -> None:
+        """Before a call."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is not (None if self.group is None else self.group()):
+            self.routes.clear()
+            self.group = None if group is None else weakref.ref(group)
 
     def add(self, key: bytes, messages: list[Message]) -> list[Message]:
         """In place of the oldest one, where there are several already."""
@@ -71,6 +82,7 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
     have, want = model_of(source), model_of(target)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = _device(world)
+    _KNOWN.begin()
     agree = partial(together, device=device, doing="sync_weights")
 
     def prepared() -> _Prepared:
@@ -80,7 +92,7 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
             check_newer(found, before)
         if want is not None and want is have:
             raise InputError("source and target are one model")
-        return _Prepared(tensors_of(have, "source"), tensors_of(want, "target"), found if want is not None or version is not None else -1)
+        return _Prepared(_side(have, "source"), _side(want, "target"), found if want is not None or version is not None else -1)
 
     mine, brought = agree(prepared, lambda found: found.said(verify), raising=InputError)
     number = _agreed(brought)
@@ -103,18 +115,24 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
 NOBODY = "sync_weights: no rank has a target"
 
 
+def _side(model: nn.Module | None, what: str) -> Side:
+    tensors = tensors_of(model, what)
+    return Side(tensors, holding_of(tensors))
+
+
 @dataclass
 class _Prepared:
     """What a rank has to move."""
 
-    sources: dict[str, torch.Tensor]
-    targets: dict[str, torch.Tensor]
+    sources: Side
+    targets: Side
     version: int
     """-1 for one that follows the others."""
-    holdings: tuple[dict[str, Held], dict[str, Held]] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.holdings = holding_of(self.sources), holding_of(self.targets)
+    @property
+    def holdings(self) -> tuple[Holding, Holding]:
+        """Of the two sides."""
+        return self.sources.holding, self.targets.holding
 
     def said(self, verify: Verification) -> bytes:
         """To the other ranks: version, how to verify, a hash of what it holds, and which routes it knows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -12,8 +12,9 @@ import xxhash
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.content import ContentHash, pieces
-from plait.checkpoint.windows import Window, inside, window_of
+from plait.checkpoint.windows import inside
 from plait.errors import CommunicationError, InputError
+from plait.inference.weight_sync.holdings import Side
 from plait.inference.weight_sync.messages import Message
 from plait.inference.weight_sync.route import PIECE, Piece
 
@@ -74,8 +75,8 @@ def check_verification(verify: object) -> None:
 
 def move(
     messages: Sequence[Message],
-    sources: Mapping[str, torch.Tensor],
-    targets: Mapping[str, torch.Tensor],
+    sources: Side,
+    targets: Side,
     channel: Channel,
     *,
     source: int | None,
@@ -115,8 +116,8 @@ class _Transfer:
 
     def __init__(
         self,
-        sources: Mapping[str, torch.Tensor],
-        targets: Mapping[str, torch.Tensor],
+        sources: Side,
+        targets: Side,
         channel: Channel,
         source: int | None,
         target: int | None,
@@ -259,16 +260,15 @@ def _dtype(piece: Piece) -> torch.dtype:
 class _Parts:
     """Views of what a rank holds."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._held: dict[str, tuple[torch.Tensor, Window]] = {}
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._local: dict[str, torch.Tensor] = {}
 
     def of(self, piece: Piece) -> torch.Tensor:
         """In the shape of the piece."""
-        if piece.name not in self._held:
-            tensor = self._tensors[piece.name]
-            self._held[piece.name] = local_tensor(tensor).detach(), window_of(tensor)
-        local, window = self._held[piece.name]
+        local, window = self._local.get(piece.name), self._side.holding[piece.name].window
+        if local is None:
+            local = self._local[piece.name] = local_tensor(self._side.tensors[piece.name]).detach()
         return local if piece.window == window else local[inside(piece.window, window)]
 
 
