@@ -1,7 +1,7 @@
 """Compare every combination of `tests.parity.combinations` with one process; write the deviations, and docs/combinations.md from them.
 
-Run: make combinations, or PYTHONPATH=src python -m tools.combinations [--write]. --write alone only writes the page. Exit code 1 where one
-deviates by more than 1e-10, or fails.
+Run: make combinations, or PYTHONPATH=src python -m tools.combinations [--write | --added]. --write only writes the page. Exit code 1 where
+one deviates by more than 1e-10, or fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.table import markdown
 from plait.verify.parity import compare, worst
-from tests.parity.combinations import ADVERSARIAL, SEED, features, label, sampled
+from tests.parity.combinations import ADDED_SEED, ADVERSARIAL, SEED, everything, features, label, sampled, sampled_of_added
 from tests.parity.experts import Case, reference, train
 from tests.pool import Pool, WorkerFailed
 
@@ -42,26 +42,44 @@ def deviation(pool: Pool, case: Case) -> float:
 
 def measure() -> dict[str, Any]:
     """The contents of the results file."""
-    import torch
-    import transformers
-
     pool = Pool()
     try:
         named = {name: {label(case): deviation(pool, case) for case in group} for name, group in ADVERSARIAL.items()}
-        drawn = {}
-        for case in sampled():
-            drawn[label(case)] = deviation(pool, case)
-            print(f"{len(drawn)} {drawn[label(case)]:.1e} {label(case)}", flush=True)
+        drawn = _deviations(pool, sampled())
     finally:
         pool.close()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"seed": SEED, **versions, "adversarial": named, "sampled": drawn}
+    return {"seed": SEED, **_versions(), "adversarial": named, "sampled": drawn, "added": measure_added()}
+
+
+def measure_added() -> dict[str, Any]:
+    """The part of the results file that is of the second sample."""
+    pool = Pool()
+    try:
+        return {"seed": ADDED_SEED, **_versions(), "sampled": _deviations(pool, sampled_of_added())}
+    finally:
+        pool.close()
+
+
+def _deviations(pool: Pool, cases: list[Case]) -> dict[str, float]:
+    drawn = {}
+    for case in cases:
+        drawn[label(case)] = deviation(pool, case)
+        print(f"{len(drawn)} {drawn[label(case)]:.1e} {label(case)}", flush=True)
+    return drawn
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def page(data: dict[str, Any]) -> str:
     """The text of docs/combinations.md."""
-    cases = {label(case): case for case in (*sampled(), *(case for group in ADVERSARIAL.values() for case in group))}
-    errors = {**data["sampled"], **{name: error for group in data["adversarial"].values() for name, error in group.items()}}
+    cases = {label(case): case for case in everything()}
+    added = data["added"]["sampled"]
+    errors = {**data["sampled"], **{name: error for group in data["adversarial"].values() for name, error in group.items()}, **added}
     places: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for name, error in errors.items():
         for axis, value in features(cases[name]).items():
@@ -76,12 +94,14 @@ def page(data: dict[str, Any]) -> str:
     return f"""# Combinations that equal one process
 
 {exact} of {len(errors)} combinations of context, tensor, sequence, pipeline and expert parallelism with ZeRO, recomputation,
-documents and masks equal one process to {TOLERANCE:g} in float64: losses, every gradient, norms, parameters after two steps, and the
-biases of routers. The largest deviation is {max(errors.values()):.1e}.
+documents, masks, MLPs in tiles, hybrid sharding and files equal one process to {TOLERANCE:g} in float64: losses, every gradient,
+norms, parameters after two steps, and the biases of routers. The largest deviation is {max(errors.values()):.1e}.
 
-{len(data["sampled"])} are drawn by a seed from one space, the others are named for what is hard about them. The reference is plain
-Transformers and torch in one process, with Transformers' own losses; the global balance loss and the z loss, which Transformers does not
-have, are written in torch. Run on 2, 4 and 8 CPU processes; a combination that Plait refuses is not in the space.
+{len(data["sampled"])} are drawn by a seed from one space; {len(added)} more (largest deviation {max(added.values()):.1e}) by another,
+from what was added to it later: MLPs in tiles, hybrid sharding, and states, parameters and activations in files. The others are named
+for what is hard about them. The reference is plain Transformers and torch in one process, with Transformers' own losses; the global
+balance loss and the z loss, which Transformers does not have, are written in torch. Run on 2, 4 and 8 CPU processes; a combination
+that Plait refuses is not in the space.
 
 Generated by `make combinations` from torch {data["torch"]} and Transformers {data["transformers"]}.
 
@@ -97,11 +117,17 @@ def main(arguments: list[str]) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description="Every combination against one process.")
     parser.add_argument("--write", action="store_true", help="write the page from what was run before, and run nothing")
-    if not parser.parse_args(arguments).write:
+    parser.add_argument("--added", action="store_true", help="run the second sample alone, and keep the results of the rest")
+    options = parser.parse_args(arguments)
+    if options.added:
+        kept = json.loads(DATA.read_text(encoding="utf-8"))
+        DATA.write_text(json.dumps({**kept, "added": measure_added()}, indent=1) + "\n", encoding="utf-8")
+    elif not options.write:
         DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
     data = json.loads(DATA.read_text(encoding="utf-8"))
     PAGE.write_text(page(data), encoding="utf-8")
-    errors = [error for group in (data["sampled"], *data["adversarial"].values()) for error in group.values()]
+    groups = (data["sampled"], data["added"]["sampled"], *data["adversarial"].values())
+    errors = [error for group in groups for error in group.values()]
     return 0 if max(errors) <= TOLERANCE else 1
 
 

@@ -127,6 +127,20 @@ def test_with_the_mlp_in_tiles(fake_world: FakeWorld, tp: int, sequence: bool, m
     check(fake_world, "llama", tp, sequence, 3, mode, dtype, mlp_tile_tokens=6)
 
 
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_tile_keeps_nothing_wide(fake_world: FakeWorld, mode: str) -> None:
+    """Not the results of operators either that are kept of the rest of a block."""
+    fake_world(1)
+    kept = []
+    for tokens in (0, 4):
+        config = settings(1, 1, 0, 1, 1, False, recompute=RECOMPUTE[mode] | ({"keep": ["matmul"]} if mode == "selective" else {}))
+        config["parallel"]["mlp_tile_tokens"] = tokens
+        kept.append(int(foretold("llama", config, torch.float32)[3].memory["activations"][0]))
+    model = cases.build("llama", tied=False)
+    wide = 2 * SAMPLES * LENGTH * model.config.intermediate_size * 4  # gate and up of a block
+    assert kept[0] - kept[1] >= model.config.num_hidden_layers * wide
+
+
 def check(fake_world: FakeWorld, kind: str, tp: int, sequence: bool, stage: int, mode: str, dtype: str | None, **more: Any) -> None:
     """Blocks, head and loss; and the traffic that recomputation repeats."""
     fake_world(2 * tp)

@@ -1,15 +1,19 @@
 """One space of everything that long sequences and experts go with, and a sample of it that no person chose: kinds of context parallelism,
-documents and masks, ZeRO stages, tensor and sequence parallelism, pipelines and their schedules, experts and where they are, recomputation.
-Imported by workers."""
+documents and masks, ZeRO stages, tensor and sequence parallelism, pipelines and their schedules, experts and where they are, recomputation;
+and a second sample of what was added to it: MLPs in tiles, hybrid sharding, states, parameters and activations in files. Imported by
+workers."""
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from tests.parity.experts import SIZES, Case
 
 SEED, COUNT = 2020, 320
+ADDED_SEED, ADDED_COUNT = 2026, 80
 DENSE = ("llama", "mistral", "gemma2", "gemma3_text")
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "mixtral")
 """Families whose windows a configuration sets alone."""
@@ -86,7 +90,13 @@ def features(case: Case) -> dict[str, str]:
         else "no experts",
         "losses of routers": f"global {loss}" if case.balanced == "global" else loss,
         "recomputation": more.get("recompute", {}).get("mode", "none"),
+        "MLP": "in tiles" if "mlp_tile_tokens" in more else "all tokens at once",
+        "sharding": "hybrid" if "dp_replicate" in more else "over all or none",
+        "in files": " and ".join(filter(None, (_FILES[case.offload], "activations" if "activation_offload" in more else ""))) or "nothing",
     }
+
+
+_FILES = {"": "", "states": "states", "parameters": "parameters", "both": "states, parameters"}
 
 
 def sampled(count: int = COUNT, seed: int = SEED) -> list[Case]:
@@ -99,9 +109,36 @@ def sampled(count: int = COUNT, seed: int = SEED) -> list[Case]:
     return sorted(found.values(), key=lambda case: case.world)
 
 
+def sampled_of_added(count: int = ADDED_COUNT, seed: int = ADDED_SEED) -> list[Case]:
+    """Different cases that have at least one of the dimensions that were added, every second one hybrid sharding or shards in files; those
+    of fewer ranks first."""
+    random, found = Random(seed), dict[str, Case]()
+    while len(found) < count:
+        drawn = _drawn(random)
+        case = _with_added(random, drawn)
+        shards = case.offload or "dp_replicate" in dict(case.more)
+        if case == drawn or (case.offload and "cp" in dict(case.degrees)) or not _fits(case):
+            continue
+        if shards or len(found) % 2:
+            found.setdefault(label(case), case)
+    return sorted(found.values(), key=lambda case: case.world)
+
+
 def everything() -> list[Case]:
-    """The sample, and what is adversarial."""
-    return [*(case for group in ADVERSARIAL.values() for case in group), *sampled()]
+    """Both samples, and what is adversarial."""
+    return [*(case for group in ADVERSARIAL.values() for case in group), *sampled(), *sampled_of_added()]
+
+
+def _with_added(random: Random, case: Case) -> Case:
+    tokens, more, shard = random.choice((0, 0, 1, 3, 5, 1000)), list(case.more), case.dp if case.stage else 1
+    more += [("mlp_tile_tokens", tokens)] if tokens else []
+    if case.stage and case.dp >= 4 and random.random() < 0.7:
+        shard = case.dp // 2
+        more += [("dp_replicate", 2), ("dp_shard", shard)]
+    if random.random() < 0.25:
+        more.append(("activation_offload", {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()}))
+    offload = random.choice(("", "", "states", *(("parameters", "both") if case.stage == 3 else ())))
+    return replace(case, more=tuple(more), offload=offload if shard > 1 else "")  # type: ignore[arg-type]
 
 
 def _drawn(random: Random) -> Case:

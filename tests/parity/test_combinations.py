@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.parity.combinations import ADVERSARIAL, Case, label, sampled
+from tests.parity.combinations import ADVERSARIAL, Case, label, sampled, sampled_of_added
 from tests.parity.experts import assert_equal, train
 from tests.pool import Pool
 from tools import combinations as tool
@@ -26,7 +26,7 @@ def test_what_is_adversarial_equals_one_process(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("case", sampled(), ids=label)
+@pytest.mark.parametrize("case", [*sampled(), *sampled_of_added()], ids=label)
 def test_sample_equals_one_process(pool: Pool, case: Case) -> None:
     """The same, for a part of the space that no person chose."""
     assert_equal(case, pool.run(case.world, train, case))
@@ -40,5 +40,8 @@ def test_the_page_is_of_these_cases() -> None:
         name: [label(case) for case in group] for name, group in ADVERSARIAL.items()
     }
     assert len(data["sampled"]) >= 300
-    assert max(error for group in (data["sampled"], *data["adversarial"].values()) for error in group.values()) <= tool.TOLERANCE
+    assert list(data["added"]["sampled"]) == [label(case) for case in sampled_of_added()]
+    assert len(data["added"]["sampled"]) >= 60
+    groups = (data["sampled"], data["added"]["sampled"], *data["adversarial"].values())
+    assert max(error for group in groups for error in group.values()) <= tool.TOLERANCE
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(data)

@@ -3,6 +3,7 @@ the ledger's."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ from tests.pool import Pool
 
 EP2, EP4, CP2, TP2, PP2 = ("ep", 2), ("ep", 4), ("cp", 2), ("tp", 2), ("pp", 2)
 FULL, RING = ("recompute", {"mode": "full"}), ("context", "ring")
+FILES = {"fraction": 1, "device": "disk", "path": tempfile.gettempdir()}
 HYBRID: tuple[tuple[str, Any], ...] = (("dp_replicate", 2), ("dp_shard", 2))
 CASES = [
     Case("mixtral", 3, (EP2,), dp=4, routed="one", balance=True, more=(*HYBRID, FULL)),
     Case("mixtral", 1, (EP2,), dp=2, routed="one", balance=True, offload="states"),
     Case("qwen3_moe", 3, (EP2,), dp=2, routed="unused", balance=True, offload="both"),
+    Case("mixtral", 3, (EP2,), dp=4, routed="one", more=(("activation_offload", FILES),)),
 ]
 MORE = [
+    Case("gpt_oss", 3, (TP2, EP4), dp=2, balance=True, data="one_target", offload="parameters", more=(("activation_offload", FILES),)),
+    Case("deepseek_v3", 3, (EP2,), dp=4, rate=0.01, more=(("activation_offload", FILES), ("mlp_tile_tokens", 3))),
+    Case("mixtral", 2, (EP2,), dp=4, routed="one", more=(("activation_offload", FILES), ("recompute", {"mode": "selective"}))),
     Case("mixtral", 1, (EP2,), dp=4, balance=True, more=HYBRID),
     Case("mixtral", 2, (EP4,), dp=4, balance=True, balanced="global", more=HYBRID),
     Case("deepseek_v3", 3, (EP2, CP2), dp=4, rate=0.01, data="packed", more=(*HYBRID, RING)),

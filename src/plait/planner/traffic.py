@@ -90,13 +90,13 @@ def context_seconds(job: Job, rates: Rates, attention: Numbers, backward: Number
 
 def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
     """Exposed seconds of a layer with experts on different ranks: tokens there and back, and where Plait's ranks of tp have the same
-    tokens, the results and gradients gathered from the part that each sent."""
+    tokens, the results and gradients gathered from the part that each sent, but where each keeps a part of the sequence."""
     model, at = job.model, job.layouts
     hidden = job.element_bytes * job.tokens * model.hidden
     sent = hidden * model.active / np.where(job.is_plait | (np.asarray(at.sp) > 0), at.tp, 1)
     exchange = collective_seconds(job, rates, group(job, "ep"), sent, "all_to_all") * (4 + 2 * again)
     gathered = collective_seconds(job, rates, group(job, "tp"), hidden, "one_way") * (2 + again)
-    return exchange + np.where(job.is_plait & (np.asarray(at.ep) > 1), gathered, 0.0)
+    return exchange + np.where(job.is_plait & (np.asarray(at.ep) > 1) & (np.asarray(at.sp) == 0), gathered, 0.0)
 
 
 def send_seconds(job: Job, rates: Rates) -> Numbers:

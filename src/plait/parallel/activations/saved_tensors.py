@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor
+from plait._torch.modules import own_parameters
 from plait._torch.operators import FakeTensor, tree_leaves
 from plait._torch.storage import storage_id, version_of
 from plait.comm.collectives import all_gather_dim, shard_range
@@ -129,6 +131,7 @@ class SavedTensors:
         shared |= {_storage(local_tensor(tensor)) for tensor in (*self._block.parameters(), *self._block.buffers())}
         group = self._store.open(self._index) if self._store is not None else None
         entries: dict[int, _Entry] = {}
+        units = [module for module in self._block.modules() if isinstance(module, FSDPModule) and module is not self._block]
 
         def into_store(tensor: torch.Tensor) -> Any:
             if group is None:
@@ -142,6 +145,8 @@ class SavedTensors:
 
         def pack(tensor: torch.Tensor) -> Any:
             if type(tensor) not in _PLAIN or _storage(tensor) in shared or tensor.untyped_storage().nbytes() < LEAST_BYTES:
+                return tensor
+            if any(_storage(tensor) == _storage(weight) for unit in units for weight in _gathered(unit)):
                 return tensor
             if self._partition is not None and _storage(tensor) == own and tensor.is_contiguous():
                 start, size = shard_range(tensor.numel(), self._partition)
@@ -159,6 +164,12 @@ class SavedTensors:
         if isinstance(packed, _Whole):
             return _from_store(packed)
         return packed
+
+
+def _gathered(unit: nn.Module) -> list[torch.Tensor]:
+    """What a unit of its own inside of the block computes with: gathered after the block's forward has begun."""
+    held = (*own_parameters(unit).values(), *vars(unit).values())
+    return [local_tensor(tensor) for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
 def _from_store(packed: _Whole) -> torch.Tensor:
