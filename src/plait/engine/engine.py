@@ -22,6 +22,7 @@ from plait.comm import board
 from plait.comm.pending import Pending
 from plait.comm.watch import WATCH
 from plait.engine.facts import EngineFacts
+from plait.engine.loader_state import StatefulLoader, refuse_stateless
 from plait.engine.state import load_engine, snapshot_of
 from plait.errors import InputError, PlaitError
 from plait.inference.generate import generate
@@ -319,11 +320,17 @@ class Engine(EngineFacts):
     # ---- state ----------------------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, folder: str | Place, *, tag: str | None = None, client_state: dict[str, Any] | None = None, wait: bool = True
+        self,
+        folder: str | Place,
+        *,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        loader: StatefulLoader | None = None,
+        wait: bool = True,
     ) -> Place:
         """Write a checkpoint that loads on any layout (default tag `step-00000010`) into a folder, or a store's (`s3://bucket/run`).
         Collective; training is not changed. `client_state` is plain data, equal on every rank, and is restored with its types (tuples,
-        integer keys, small tensors).
+        integer keys, small tensors). `loader`: this rank's, whose `state_dict()` is kept, such as torchdata's StatefulDataLoader's.
 
         `wait` False returns when the state was copied, and a thread writes the copy; `checkpoint_written` says when it is on the disk.
         Where there is no room for a copy, or states are in files, it is written at once. Raises CheckpointError; for a copy that could not
@@ -335,8 +342,10 @@ class Engine(EngineFacts):
                 f"engine.save_checkpoint: {self._guard.backwards} micro-batches of this step have had their backward, and no checkpoint "
                 "keeps their gradients, which a resumed run would lose; save after the engine.step() that updates"
             )
+        if loader is not None:
+            refuse_stateless(loader, "engine.save_checkpoint")
         with WATCH.during(board.CHECKPOINT):
-            taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {})
+            taken = snapshot_of(self, place_of(folder), tag=tag, client_state=client_state or {}, loader=loader)
             self._writer.begin(taken, stage=not wait and self.sharded.tier is None)
             written = self._writer.wait() if wait else None
         return written or taken.folder / taken.tag
@@ -347,19 +356,28 @@ class Engine(EngineFacts):
         return self._writer.wait() if wait else self._writer.finished()
 
     def load_checkpoint(
-        self, folder: str | Place, *, tag: str | None = None, verify: Verify = "full", on_note: Callable[[str], None] | None = None
+        self,
+        folder: str | Place,
+        *,
+        tag: str | None = None,
+        verify: Verify = "full",
+        on_note: Callable[[str], None] | None = None,
+        loader: StatefulLoader | None = None,
     ) -> tuple[Place, dict[str, Any]] | None:
         """Go on from `folder/tag`, or from the latest that is undamaged; None where there is none. Returns its path and client state.
         Collective. `verify`: "full" compares every byte with its hash first, "sample" one tensor in eight, "off" only sizes and lists.
         What the configuration has otherwise than then (learning rate, betas, schedule ...) is the configuration's from here on. `on_note`
-        is told of it on every rank, else the first rank warns. Raises CheckpointError for another model's or optimizer's."""
+        is told of it on every rank, else the first rank warns. `loader` goes on where this rank's stood, on the same layout.
+        Raises CheckpointError for another model's or optimizer's, and for a loader of another layout."""
+        if loader is not None:
+            refuse_stateless(loader, "engine.load_checkpoint")
         self._recover()
         if self._guard.backwards:
             self.zero_grad()  # they are of other weights
             self._restart_step()
         with WATCH.during(board.CHECKPOINT):
             self._writer.wait()
-            found = load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note)
+            found = load_engine(self, place_of(folder), tag=tag, verify=verify, on_note=on_note, loader=loader)
         WATCH.progress(self.global_steps + 1, board.BETWEEN)
         return found
 

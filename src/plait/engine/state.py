@@ -17,8 +17,9 @@ from plait.checkpoint.folder import Found, candidates
 from plait.checkpoint.load import Reader, Verify, compare_model
 from plait.checkpoint.places import Place
 from plait.checkpoint.save import SEEN_WITHIN, Snapshot, snapshot
-from plait.engine import generators
+from plait.engine import generators, loader_state
 from plait.engine.facts import EngineFacts
+from plait.engine.loader_state import StatefulLoader
 from plait.engine.resume import Resume, schedule_facts
 from plait.errors import CheckpointError, warn
 from plait.parallel.data.data_parallel import free_gathered
@@ -27,18 +28,22 @@ T = TypeVar("T")
 _HOOKS = "hooks."
 
 
-def snapshot_of(engine: EngineFacts, folder: Place, *, tag: str | None, client_state: dict[str, Any]) -> Snapshot:
-    """Model, optimizer, schedule, loss scale, counters, generators. Changes nothing, and copies no tensor. Collective."""
+def snapshot_of(
+    engine: EngineFacts, folder: Place, *, tag: str | None, client_state: dict[str, Any], loader: StatefulLoader | None = None
+) -> Snapshot:
+    """Model, optimizer, schedule, loss scale, counters, generators, and where `loader` stands. Changes nothing, and copies no tensor.
+    Collective."""
     stepper, tag = engine.stepper, tag or f"step-{engine.global_steps:08d}"
 
-    def here() -> tuple[Any, optimizer_content.Content, Any, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
+    def here() -> tuple[Any, dict[str, torch.Tensor], optimizer_content.Content, Any, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
         client = exact.encode(client_state, "client_state")
+        position = loader_state.saved(loader)
         content = optimizer_content.content(engine.model, stepper.optimizer, configured=stepper.configured)
         free_gathered(engine.model)
-        return client, content, schedule_facts(stepper.scheduler, stepper.schedule_source), model_content.content(engine.model)
+        return client, position, content, schedule_facts(stepper.scheduler, stepper.schedule_source), model_content.content(engine.model)
 
     # What one rank alone cannot keep is told before the others wait for it.
-    (client, content, schedule, (tensors, values)), _ = together(here, device=engine.device, doing=f"checkpoint {folder / tag}")
+    (client, position, content, schedule, (tensors, values)), _ = together(here, device=engine.device, doing=f"checkpoint {folder / tag}")
     metadata = {
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
@@ -47,20 +52,27 @@ def snapshot_of(engine: EngineFacts, folder: Place, *, tag: str | None, client_s
         "loss_scaler": stepper.scaler.state_dict() if stepper.scaler is not None else None,
         "zero_stage": engine.config.data_parallel.stage,
         "client_state": client,
+        "loader": loader is not None,
     }
     return snapshot(
         folder,
         tag,
         mesh=engine.mesh,
         tensors=tensors | {f"optimizer.{name}": tensor for name, tensor in content.tensors.items()},
-        own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()} | generators.states(engine.device),
+        own={f"{_HOOKS}{name}": tensor for name, tensor in engine.hooks.state().items()} | generators.states(engine.device) | position,
         values=values,
         metadata=metadata,
     )
 
 
 def load_engine(
-    engine: EngineFacts, folder: Place, *, tag: str | None, verify: Verify, on_note: Callable[[str], None] | None = None
+    engine: EngineFacts,
+    folder: Place,
+    *,
+    tag: str | None,
+    verify: Verify,
+    on_note: Callable[[str], None] | None = None,
+    loader: StatefulLoader | None = None,
 ) -> tuple[Place, dict[str, Any]] | None:
     """The inverse, on any layout: the checkpoint and its client state; None where there is none. `on_note` gets a description of everything
     that resumes differently from how it was saved; without it the first rank issues a warning. On the same layout generators resume their
@@ -78,6 +90,7 @@ def load_engine(
 
     def compare() -> tuple[dict[str, Any], Resume, optimizer_content.Fill, list[dict[str, Any]]]:
         client = exact.decode(facts["client_state"], where="client_state")
+        loader_state.refuse_misfit(loader, facts, then=reader.manifest.degrees, now=mesh.layout)
         compare_model(reader, model_shapes)
         record = facts["optimizer"]
         names = optimizer_content.parameter_names(model)
@@ -118,6 +131,7 @@ def load_engine(
     saved = {name.removeprefix(_HOOKS): tensor for name, tensor in own.items() if name.startswith(_HOOKS)}
     for load in engine.hooks.load_state:
         load(saved if fits else {})
+    loader_state.restore(loader, own)
     engine.global_steps = facts["global_steps"]
     engine.skipped_steps = facts["skipped_steps"]
     if stepper.scaler is not None and facts["loss_scaler"] is not None:

@@ -1,0 +1,66 @@
+"""Where a data loader of the user's stands, in a checkpoint: anything with `state_dict` and `load_state_dict`, such as torchdata's
+StatefulDataLoader. Each rank has its own, so it fits the layout that it was saved on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from plait import exact
+from plait.cluster.layout import Layout
+from plait.errors import CheckpointError, InputError
+
+_NAME = "loader"
+
+
+class StatefulLoader(Protocol):
+    """What is asked of a loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: numbers, texts, lists, mappings, small tensors."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+def refuse_stateless(loader: Any, call: str) -> None:
+    """Raise InputError for a loader that does not say where it stands."""
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(loader, name, None))]
+    if missing:
+        rule = f"{type(loader).__name__} has no {missing[0]}, so nothing says where it stands"
+        raise InputError(f"{call}: loader: {rule}; use torchdata's StatefulDataLoader, or leave `loader` out")
+
+
+def saved(loader: StatefulLoader | None) -> dict[str, torch.Tensor]:
+    """The state of this rank's loader as what a rank keeps of its own: uint8 [bytes]; nothing without a loader. Raises CheckpointError for
+    what is not plain data."""
+    if loader is None:
+        return {}
+    text = json.dumps(exact.encode(loader.state_dict(), "loader.state_dict()"))
+    return {_NAME: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def refuse_misfit(loader: StatefulLoader | None, metadata: Mapping[str, Any], *, then: Mapping[str, int], now: Layout) -> None:
+    """Raise CheckpointError where the checkpoint does not say where this rank's loader stood."""
+    if loader is None:
+        return
+    if not metadata.get(_NAME):
+        raise CheckpointError("load_checkpoint(loader=...): the checkpoint was saved without a loader; leave `loader` out")
+    if dict(then) != now.all_degrees:
+        different = ", ".join(
+            f"{axis} {then.get(axis, 1)} -> {degree}" for axis, degree in now.all_degrees.items() if then.get(axis, 1) != degree
+        )
+        raise CheckpointError(
+            f"load_checkpoint(loader=...): each rank of the layout then had a loader of its own, and this layout is another ({different}): "
+            "samples would be left out or repeated; go on with the same layout, or leave `loader` out and begin the epoch again"
+        )
+
+
+def restore(loader: StatefulLoader | None, own: Mapping[str, torch.Tensor]) -> None:
+    """Put the loader where this rank's stood."""
+    if loader is not None:
+        text = bytes(own[_NAME].cpu().tolist()).decode()
+        loader.load_state_dict(exact.decode(json.loads(text), where="loader"))

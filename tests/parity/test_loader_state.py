@@ -1,0 +1,146 @@
+"""A loader's position in a checkpoint: a run that goes on in the middle of an epoch reads the same samples and has the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.errors import CheckpointError, InputError
+from plait.verify.parity import whole
+from tests.parity import cases
+from tests.parity.data_parallel import settings
+from tests.pool import Pool
+
+STEPS, SAVED = 5, 2
+TORCHDATA = importlib.util.find_spec("torchdata") is not None
+
+
+class Counting:
+    """Batches of a shuffled order; says where it stands as torchdata's loader does."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._order = torch.randperm(24, generator=torch.Generator().manual_seed(1))[rank::world].tolist()
+        self._at = 0
+
+    def __iter__(self) -> Any:
+        while self._at < len(self._order):
+            self._at += 2
+            yield torch.tensor(self._order[self._at - 2 : self._at])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at, "order": tuple(self._order), "generator": torch.zeros(3, dtype=torch.uint8)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert isinstance(state_dict["order"], tuple)
+        self._at, self._order = state_dict["at"], list(state_dict["order"])
+
+
+def made(kind: str, rank: int, world: int) -> Any:
+    if kind == "duck":
+        return Counting(rank, world)
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    data = torch.arange(24)
+    sampler: Any = DistributedSampler(data, num_replicas=world, rank=rank, seed=4)  # type: ignore[arg-type]
+    return StatefulDataLoader(data, batch_size=2, sampler=sampler)
+
+
+def batch_of(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids = torch.stack([torch.arange(8) * (int(n) + 3) % cases.VOCABULARY for n in numbers])
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def engine_of(world: int) -> plait.Engine:
+    return plait.initialize(cases.build("plain", tied=True), settings(world, 2, 1, 1), loss_fn=plait.causal_lm_loss)
+
+
+def steps(engine: plait.Engine, loader: Any, count: int) -> list[list[int]]:
+    seen = []
+    for numbers in loader:
+        seen.append(numbers.tolist())
+        engine.train_batch(batch_of(numbers))
+        if len(seen) == count:
+            break
+    return seen
+
+
+def weights(engine: plait.Engine) -> dict[str, torch.Tensor]:
+    return {name: whole(p).detach().clone() for name, p in engine.model.named_parameters()}
+
+
+def in_one_go(rank: int, world: int, kind: str, folder: str) -> Any:
+    """Runs in a worker."""
+    engine, loader = engine_of(world), made(kind, rank, world)
+    seen = []
+    for numbers in loader:
+        seen.append(numbers.tolist())
+        engine.train_batch(batch_of(numbers))
+        if len(seen) == SAVED:
+            engine.save_checkpoint(folder, loader=loader)
+        if len(seen) == STEPS:
+            break
+    found = weights(engine)
+    engine.close()
+    return seen, found
+
+
+def gone_on(rank: int, world: int, kind: str, folder: str) -> Any:
+    """Runs in a worker."""
+    engine, loader = engine_of(world), made(kind, rank, world)
+    assert engine.load_checkpoint(folder, loader=loader) is not None
+    seen = steps(engine, loader, STEPS - SAVED)
+    found = weights(engine)
+    engine.close()
+    return seen, found
+
+
+def refused(rank: int, world: int, folder: str) -> list[str]:
+    """Runs in a worker: on another layout, without one, and of what is no such loader. Nothing has changed afterwards."""
+    engine = engine_of(world)
+    before, found = weights(engine), []
+    for loader, error in ((made("duck", rank, world), CheckpointError), (iter([]), InputError)):
+        with pytest.raises(error) as raised:
+            engine.load_checkpoint(folder, loader=loader)
+        found.append(str(raised.value))
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items()) and engine.global_steps == 0
+    engine.close()
+    return found
+
+
+KINDS = ["duck", pytest.param("torchdata", marks=pytest.mark.skipif(not TORCHDATA, reason="torchdata is not installed"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_middle_of_an_epoch(pool: Pool, tmp_path: Path, kind: str) -> None:
+    whole_run = pool.run(2, in_one_go, kind, str(tmp_path))
+    for (seen, found), (wanted, weights_then) in zip(pool.run(2, gone_on, kind, str(tmp_path)), whole_run, strict=True):
+        assert len(wanted) == STEPS and seen == wanted[SAVED:]
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights_then.items())
+
+
+def test_on_another_layout_it_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, in_one_go, "duck", str(tmp_path))
+    ((other, stateless),) = pool.run(1, refused, str(tmp_path))
+    assert "this layout is another (dp_shard 2 -> 1): samples would be left out or repeated" in other
+    assert "has no state_dict, so nothing says where it stands; use torchdata's StatefulDataLoader" in stateless
+
+
+def without(rank: int, world: int, folder: str) -> list[str]:
+    """Runs in a worker."""
+    engine = engine_of(world)
+    engine.save_checkpoint(folder)
+    with pytest.raises(CheckpointError) as raised:
+        engine.load_checkpoint(folder, loader=Counting(rank, world))
+    engine.close()
+    return [str(raised.value)]
+
+
+def test_a_checkpoint_without_a_loader(pool: Pool, tmp_path: Path) -> None:
+    for (said,) in pool.run(2, without, str(tmp_path)):
+        assert "was saved without a loader; leave `loader` out" in said
