@@ -4,8 +4,9 @@
 
 The floor is as many bytes from memory that lies in one stretch to such memory, by the same processes and the same way: `copy_` inside of a
 process, gloo's send and receive between processes, as one message to each rank or in several, whichever is fastest. It computes no hash. A
-ratio is of the fastest of some calls, in turn, to the fastest of the floor; `verify` compares nothing, hashes of what leaves and of what
-lies in the target's memory in the end, or these and computes a hash that is equal on every layout.
+ratio is of the shortest of some calls, in turn, to the shortest of the floor, in time and in time of processors (both ranks'). `verify`
+compares nothing, hashes of what leaves and of what lies in the target's memory in the end, or these and computes a hash that is equal on
+every layout.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ RESULT = Path(__file__).parents[2] / "benchmarks/results/weight_sync.json"
 TIMES = 9
 MESSAGES = (1 << 40, 32 << 20, 4 << 20)
 """Bytes of one, at most."""
+Times = tuple[float, float]
+"""Seconds, and seconds of processors."""
 HOW: tuple[Verification, ...] = ("off", "hashes", "content")
 OFF: dict[str, Any] = {"sequence_parallel": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -60,20 +63,21 @@ def model(size: str) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=8192, **SIZES[size]))
 
 
-def timed(*works: Callable[[], Any], together: bool) -> list[float]:
-    """The shortest time of each, in turn: other programs use the cores."""
-    times: list[list[float]] = [[] for _ in works]
+def timed(*works: Callable[[], Any], together: bool) -> list[Times]:
+    """The shortest of each, in turn: other programs use the cores."""
+    times: list[list[Times]] = [[] for _ in works]
     for turn in range(TIMES + 1):
         for work, found in zip(works, times, strict=True):
             if together:
                 dist.barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             work()
+            used = time.process_time() - used
             if together:
                 dist.barrier()
             if turn:
-                found.append(time.perf_counter() - began)
-    return [min(found) for found in times]
+                found.append((time.perf_counter() - began, used))
+    return [(min(wall for wall, _ in found), min(used for _, used in found)) for found in times]
 
 
 def same_ranks(rank: int, port: int, size: str, pair: tuple[str, str], out: Any) -> None:
@@ -100,8 +104,7 @@ def same_ranks(rank: int, port: int, size: str, pair: tuple[str, str], out: Any)
 
     floors = [partial(floor, message) for message in MESSAGES]
     times = timed(*floors, *(partial(plait.sync_weights, one, other, verify=how) for how in HOW), together=True)
-    if rank == 0:
-        out.put((sum(local_tensor(t).nbytes for t in tensors_of(other.model, "").values()), times))
+    out.put((rank, sum(local_tensor(t).nbytes for t in tensors_of(other.model, "").values()), times))
     one.close()
     other.close()
     dist.destroy_process_group()
@@ -124,13 +127,13 @@ def apart(rank: int, port: int, size: str, pair: tuple[str, str], out: Any) -> N
     address = f"127.0.0.1:{port}"
     if rank == 0:
         with plait.WeightSender(one, address, receivers=1, timeout=60) as sender:
-            out.put((count, timed(*floors, *(partial(sender.send, verify=how) for how in HOW), together=False)))
+            out.put((rank, count, timed(*floors, *(partial(sender.send, verify=how) for how in HOW), together=False)))
     else:
         with plait.WeightReceiver(one, address, timeout=60) as receiver:
-            timed(*floors, *[receiver.receive] * len(HOW), together=False)
+            out.put((rank, count, timed(*floors, *[receiver.receive] * len(HOW), together=False)))
 
 
-def one_process(size: str) -> tuple[int, list[float]]:
+def one_process(size: str) -> tuple[int, list[Times]]:
     """Two plain models."""
     one, other = model(size), model(size)
     count = sum(p.nbytes for p in one.parameters())
@@ -147,7 +150,7 @@ def one_process(size: str) -> tuple[int, list[float]]:
 def hash_rate() -> float:
     """Bytes that one core hashes in a second, of memory that is in no cache."""
     flat = torch.ones(256 << 20, dtype=torch.uint8)
-    (seconds,) = timed(lambda: [xxhash.xxh3_128_digest(part.numpy()) for part in flat.split(PIECE)], together=False)
+    ((_, seconds),) = timed(lambda: [xxhash.xxh3_128_digest(part.numpy()) for part in flat.split(PIECE)], together=False)
     return flat.numel() / seconds
 
 
@@ -156,8 +159,8 @@ def _start(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
 
-def two(function: Any, size: str, pair: tuple[str, str]) -> tuple[int, list[float]]:
-    """What rank 0 found."""
+def two(function: Any, size: str, pair: tuple[str, str]) -> tuple[int, list[Times]]:
+    """The times of rank 0, and processor times of both."""
     context = mp.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -166,16 +169,16 @@ def two(function: Any, size: str, pair: tuple[str, str]) -> tuple[int, list[floa
     processes = [context.Process(target=function, args=(rank, port, size, pair, out)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = out.get()
+    (_, count, mine), (_, _, others) = sorted(out.get() for _ in processes)
     for process in processes:
         process.join(10)
         process.kill()
-    return found
+    return count, [(wall, used + other) for (wall, used), (_, other) in zip(mine, others, strict=True)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows: dict[str, Callable[[str], tuple[int, list[float]]]] = {"two models of one process": one_process}
+    rows: dict[str, Callable[[str], tuple[int, list[Times]]]] = {"two models of one process": one_process}
     for pair in PAIRS:
         rows[f"{pair[0]} to {pair[1]}, the same two ranks"] = partial(two, same_ranks, pair=pair)
     rows["one process to another"] = partial(two, apart, pair=("", ""))
@@ -183,10 +186,12 @@ def main() -> None:
     for name, measured in rows.items():
         for size in SIZES:
             count, times = measured(size)
-            floor, times = min(times[: len(MESSAGES)]), times[len(MESSAGES) :]
-            ratios = {how: round(seconds / floor, 2) for how, seconds in zip(HOW, times, strict=True)}
-            table.setdefault(name, {})[size] = {"MB": round(count / 1e6), "floor_s": floor, "ratio": ratios}
-            print(f"{name:38} {size:5} {count / 1e6:5.0f} MB  floor {floor:.3f} s  {ratios}", flush=True)
+            row: dict[str, Any] = {"MB": round(count / 1e6)}
+            for at, what in enumerate(("seconds", "processor seconds")):
+                floor, own = min(one[at] for one in times[: len(MESSAGES)]), [one[at] for one in times[len(MESSAGES) :]]
+                row[what] = {"floor": floor, **{how: round(one / floor, 2) for how, one in zip(HOW, own, strict=True)}}
+            table.setdefault(name, {})[size] = row
+            print(f"{name:38} {size:5} {row}", flush=True)
     found = {"machine": facts("torch", "xxhash"), "hash_bytes_per_s": hash_rate(), "rows": table}
     RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
