@@ -39,7 +39,7 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
     if lower.startswith("plait"):
         return plait(precision=precision, pure=states == "pure-16bit")
     table = _table()
-    found = next(key for key, entry in table["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
+    found = _entry_of(lower)
     found = table["frameworks"][found].get("newer", found) if newer else found
     entry = dict(table["frameworks"][found])
     variants = table["kernels"] if found in UNKNOWN else entry.get("variants", {})
@@ -73,6 +73,15 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         slack=entry["slack"],
         step_bytes=entry["optimizer"],
     )
+
+
+def unknown(framework: str) -> bool:
+    """Whether no entry but UNKNOWN's matches a name."""
+    return _entry_of(framework.lower()) in UNKNOWN
+
+
+def _entry_of(lower: str) -> str:
+    return next(key for key, entry in _table()["frameworks"].items() if any(re.search(pattern, lower) for pattern in entry["match"]))
 
 
 def without_name(framework: str) -> str:

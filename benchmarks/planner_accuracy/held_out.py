@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.planner_accuracy.frameworks import read_runs, unlearned, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
-from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, interval_of_memory, interval_of_time, source_of
-from benchmarks.planner_accuracy.widths import Interval, Residuals, residuals, scale_of, scaled
+from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
+from benchmarks.planner_accuracy.widths import Residuals, residuals, scale_of, scaled
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Knowledge
 from plait.planner.runs import Row, measured_seconds
@@ -35,10 +35,7 @@ def learned_without(sources: tuple[str, ...]) -> Knowledge:
 def with_widths_of_others(known: Knowledge, *, without: tuple[str, ...] = ()) -> Knowledge:
     """`known` with its widths scaled to what the other sources show, each predicted by constants learned without it."""
     others = [names for names in _scored_families() if names != without]
-    return scaled(known, *(scale_of(_residuals(names, what) for names in others) for what in _MEASURED))
-
-
-_MEASURED: dict[str, Interval] = {"time": interval_of_time, "memory": interval_of_memory}
+    return scaled(known, scale_of(_residuals(names) for names in others))
 
 
 @cache
@@ -52,9 +49,8 @@ def _scored() -> tuple[Row, ...]:
 
 
 @cache
-def _residuals(names: tuple[str, ...], what: str) -> Residuals:
-    rows = [row for row in _scored() if source_of(row) in names]
-    return residuals(rows, _medians_without(names), _MEASURED[what])
+def _residuals(names: tuple[str, ...]) -> Residuals:
+    return residuals([row for row in _scored() if source_of(row) in names], _medians_without(names))
 
 
 @cache
@@ -94,7 +90,15 @@ def left_out(rows: Sequence[Row], *, calibrated: bool, named: bool = True) -> Ev
 
 def family(source: str) -> tuple[str, ...]:
     """Sources that are parts of one."""
-    families = (("NANO", "NANOBEST"), ("NEMO2405", "NEMO2407", "NEMOLC"), ("TITANOLD", "TITANLOG", "TITANFP4", "TORCHAO", "TAONC"))
+    families = (
+        ("NANO", "NANOBEST"),
+        ("NEMO2405", "NEMO2407", "NEMOLC", "DGXC", "DGXC25", "DGXCMOE"),
+        ("DGXCMAX", "DGXCPAX", "JAXMAX", "JAXPAX"),
+        ("MBRIDGE", "AUTOMODEL", "MOEZOO"),
+        ("TITANOLD", "TITANLOG", "TITANFP4", "TORCHAO", "TAONC", "TITAN24"),
+        ("FSDP2F8", "FMSFSDP"),
+        ("DLPONE", "DLPMEG"),
+    )
     return next((names for names in families if source in names), (source,))
 
 

@@ -1,4 +1,4 @@
-"""How much wider or narrower the constants' widths must be, that intervals hold nine times in ten on sources that were left out.
+"""How much wider or narrower the constants' widths must be, that intervals of seconds hold nine times in ten on sources that were left out.
 
 From predictions of sources by constants that were learned without them; the widths for a source are from the other sources only.
 """
@@ -6,19 +6,20 @@ From predictions of sources by constants that were learned without them; the wid
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.planner_accuracy.frameworks import unlearned
-from benchmarks.planner_accuracy.predict import Prediction, evaluate
+from benchmarks.planner_accuracy.predict import evaluate, interval_of_time
 from plait.planner.constants import Knowledge
 from plait.planner.runs import Row
 
 COVERAGE, _NINETY = 0.90, 1.645
-_SCALES = np.arange(0.5, 3.0, 0.01)
+_SCALES = np.arange(1.0, 3.0, 0.01)
+"""Not below 1: the rows are of frameworks of whose kernels nothing is known, and it may be that alone which makes intervals too wide."""
 _NARROW = 1e-3
 """Of a constant's width, where what is left of the interval is the noise alone."""
 
@@ -33,14 +34,10 @@ class Residuals:
     noise: NDArray[np.float64]
 
 
-Interval = Callable[[Prediction], tuple[float, float, float, float] | None]
-"""(predicted, measured, low, high) of a prediction; None where nothing was measured."""
-
-
-def residuals(rows: Sequence[Row], known: Knowledge, interval: Interval) -> Residuals:
-    """Of `rows`, predicted by `known`, which was learned without them."""
-    found = [interval(p) for p in evaluate(rows, known=known).predictions]
-    narrow = [interval(p) for p in evaluate(rows, known=scaled(known, _NARROW)).predictions]
+def residuals(rows: Sequence[Row], known: Knowledge) -> Residuals:
+    """Of the seconds of `rows`, predicted by `known`, which was learned without them."""
+    found = [interval_of_time(p) for p in evaluate(rows, known=known).predictions]
+    narrow = [interval_of_time(p) for p in evaluate(rows, known=scaled(known, _NARROW)).predictions]
     pairs = [(a, b) for a, b in zip(found, narrow, strict=True) if a is not None and b is not None]
     size = np.array([abs(math.log(measured / predicted)) for (predicted, measured, _, _), _ in pairs])
     whole, noise = (np.array([math.log(p[which][3] / p[which][2]) / 2 / _NINETY for p in pairs]) for which in (0, 1))
@@ -63,14 +60,13 @@ def scale_of(families: Iterable[Residuals]) -> float:
     return float(_SCALES[-1])
 
 
-def scaled(known: Knowledge, time: float, memory: float | None = None) -> Knowledge:
-    """`known` with the widths of its constants times `time`, and of those of memory times `memory`. A constant of which nothing was
-    measured stays as wide as it was believed to be."""
-    memory = time if memory is None else memory
+def scaled(known: Knowledge, factor: float) -> Knowledge:
+    """`known` with the widths of its constants of time times `factor`. A constant of which nothing was measured stays as wide as it was
+    believed to be."""
     believed = unlearned().constants
     constants = {
-        name: replace(constant, width=constant.width * (memory if name.startswith("memory:") else time))
+        name: replace(constant, width=constant.width * factor)
         for name, constant in known.constants.items()
-        if constant.width != believed[name].width
+        if constant.width != believed[name].width and not name.startswith("memory:")
     }
     return replace(known, constants={**known.constants, **constants})

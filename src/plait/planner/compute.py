@@ -147,13 +147,16 @@ def _product(job: Job, rates: Rates, rows: Numbers, inner: Numbers, columns: Num
 
 
 def _experts(job: Job, rates: Rates, share: Numbers) -> Numbers:
-    """Routed and shared experts; the small products of each expert reach half of what large ones do (SimuMax's table for B200)."""
+    """Routed and shared experts. The products of experts of 1,536 and 2,048 columns reach half of what large ones do (SimuMax's table for
+    B200); those of experts as wide as a dense layer's reach what it does."""
     if not np.any(share):
         return 0.0
     model, tp = job.model, job.layouts.tp
     routed = 2 * job.tokens * model.active * (2 + model.gated) * model.hidden * model.expert_ffn / tp
     shared = 2 * job.tokens * model.shared_parameters / tp
-    seconds = (routed / 0.55 + shared) / (job.linear_flops * _gemm_share(job, rates))
+    columns = model.expert_ffn / tp
+    reached = np.maximum(columns / (columns + 1700), 0.55)
+    seconds = (routed / reached + shared) / (job.linear_flops * _gemm_share(job, rates))
     moved = job.element_bytes * job.tokens * model.active * model.hidden * 8 / tp  # permuted, and back
     return share * (seconds + moved / (memory_rate(job, rates)))
 

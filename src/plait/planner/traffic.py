@@ -27,6 +27,11 @@ class Group:
     size: Numbers
     inside: Numbers
 
+    @property
+    def domains(self) -> Numbers:
+        """That they are in."""
+        return np.ceil(self.size / self.inside)
+
 
 def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"]) -> Group:
     """The group of an axis. tp takes neighbouring ranks, then cp, then dp; `shard` is the inner part of dp, and `replicate` the ranks that
@@ -47,11 +52,17 @@ def group(job: Job, axis: Literal["tp", "cp", "dp", "shard", "replicate", "ep"])
 
 
 def collective_seconds(
-    job: Job, rates: Rates, where: Group, size_bytes: Numbers, kind: Literal["all_reduce", "one_way", "all_to_all"]
+    job: Job,
+    rates: Rates,
+    where: Group,
+    size_bytes: Numbers,
+    kind: Literal["all_reduce", "one_way", "all_to_all"],
+    *,
+    crossing: Numbers = 1.0,
 ) -> Numbers:
-    """All-reduce, one way of it (all-gather or reduce-scatter) or all-to-all of a full tensor of `size_bytes`."""
-    n, inside = where.size, where.inside
-    domains = np.ceil(n / inside)
+    """All-reduce, one way of it (all-gather or reduce-scatter) or all-to-all of a full tensor of `size_bytes`; `crossing` is the share of an
+    all-to-all's bytes for other domains that is sent there."""
+    n, inside, domains = where.size, where.inside, where.domains
     # Few ranks reach less of a link: 268, 325 and 345 GB/s of 450 with 2, 4 and 8 H100 (NCCL's table for them).
     link = job.device.link_bandwidth * rates.on("link", job.device) * inside / (inside + 0.5)
     network = job.device.nic_bandwidth * rates["nic"] * inside / np.power(domains, rates["congestion"])
@@ -59,7 +70,7 @@ def collective_seconds(
     rounds = 2.0 if kind == "all_reduce" else 1.0
     wire = rounds * size_bytes * (n - 1) / n / bandwidth
     if kind == "all_to_all":
-        away = (domains - 1) / domains
+        away = crossing * (domains - 1) / domains
         wire = size_bytes * np.where(domains > 1, np.maximum(away * inside / network, 1 / link), (n - 1) / n / link)
         steps = BASE + job.device.network_step * np.minimum(domains - 1, 16) + INSIDE_STEP * (inside - 1)
     else:
@@ -94,7 +105,12 @@ def expert_seconds(job: Job, rates: Rates, again: Numbers) -> Numbers:
     model, at = job.model, job.layouts
     hidden = job.element_bytes * job.tokens * model.hidden
     sent = hidden * model.active / np.where(job.is_plait | (np.asarray(at.sp) > 0), at.tp, 1)
-    exchange = collective_seconds(job, rates, group(job, "ep"), sent, "all_to_all") * (4 + 2 * again)
+    ranks = group(job, "ep")
+    # A token goes once to every domain that has one of its experts, and is passed on there (DeepEP; Megatron-LM's flexible dispatcher).
+    # Of `active` experts, spread evenly over d domains, d (1 - (1 - 1/d)^active) have one. Plait sends a copy for every expert.
+    domains, active = ranks.domains, np.maximum(model.active, 1)
+    once = domains * (1 - np.power(1 - 1 / domains, active)) / active
+    exchange = collective_seconds(job, rates, ranks, sent, "all_to_all", crossing=np.where(job.is_plait, 1.0, once)) * (4 + 2 * again)
     gathered = collective_seconds(job, rates, group(job, "tp"), hidden, "one_way") * (2 + again)
     return exchange + np.where(job.is_plait & (np.asarray(at.ep) > 1) & (np.asarray(at.sp) == 0), gathered, 0.0)
 

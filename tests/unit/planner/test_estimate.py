@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner_accuracy.frameworks import framework
 from benchmarks.planner_accuracy.frameworks import unlearned as unlearned_of_all
+from plait.planner.compute import layer_cost
 from plait.planner.constants import Rates, knowledge, unlearned
 from plait.planner.estimate import estimate
 from plait.planner.frameworks import plait
@@ -18,7 +19,7 @@ from plait.planner.memory import TERMS as MEMORY_TERMS
 from plait.planner.models import Model, named
 from plait.planner.request import Request, job_of
 from plait.planner.step import TERMS
-from plait.planner.traffic import collective_seconds, group, send_seconds
+from plait.planner.traffic import collective_seconds, expert_seconds, group, send_seconds
 from plait.units import GIB
 
 
@@ -131,6 +132,32 @@ def test_stages_send_what_a_rank_has():
     rates = knowledge().rates
     whole, shared = (one(send_seconds(job(sp=sp, **fields), rates)) - one(plait().send_seconds) for sp in (0, 1))
     assert whole == pytest.approx(4 * shared)
+
+
+def test_a_token_goes_once_to_a_node_with_several_of_its_experts():
+    """By counting draws: 8 of 32 experts on 4 nodes."""
+    drawn = np.random.default_rng(0).integers(0, 4, (100_000, 8))
+    nodes = np.mean([len(set(row)) for row in drawn[:20_000].tolist()])
+    slow = unlearned().constants | {"latency": replace(unlearned().constants["latency"], median=1e-9)}
+    rates = Rates({name: constant.median for name, constant in slow.items()})
+    own = job("qwen3-235b-a22b", gpus=32, dp_shard=32, stage=1, ep=32, micro_batch=1)
+    other = replace(own, framework=framework("megatron-core"))
+    assert one(expert_seconds(other, rates, 0.0)) / one(expert_seconds(own, rates, 0.0)) == pytest.approx(nodes / 8, rel=0.01)
+    inside = {"gpus": 8, "dp_shard": 8, "stage": 1, "ep": 8, "micro_batch": 1}
+    own = job("qwen3-235b-a22b", **inside)
+    assert one(expert_seconds(replace(own, framework=framework("megatron-core")), rates, 0.0)) == pytest.approx(
+        one(expert_seconds(own, rates, 0.0))
+    )
+
+
+def test_wide_experts_reach_what_dense_layers_do():
+    def products(expert_ffn):
+        found = job("mixtral-8x7b", gpus=8, dp_shard=8, stage=1, micro_batch=1)
+        found = replace(found, model=replace(found.model, expert_ffn=expert_ffn))
+        return one(layer_cost(found, unlearned().rates).products)
+
+    narrow, wide = products(2000) - products(1000), products(29000) - products(28000)
+    assert wide / narrow == pytest.approx(0.55, rel=0.01)
 
 
 def test_an_all_reduce_is_two_ways():
