@@ -57,7 +57,7 @@ def learn(rows: Iterable[Row], *, without: Sequence[str] = (), near: Knowledge |
     is the same, sooner."""
     kept = [r for r in rows if r["tier"] in "AB" and r["status"] == "ok" and not r["moe"] and source_of(r) not in without]
     kept = [r for r in kept if "limited" not in r["gpu"]]  # to a power that is not said
-    kept = [r for r in kept if not unknown(r["framework"])]  # of whose kernels nothing is said, so that they teach nothing of the device
+    kept = [r for r in kept if not unknown(r["framework"])]  # whose kernels are not known teach nothing of a device
     base = unlearned()
     time, memory = _measured(kept, base)
     names = tuple(name for name in fitting.relevant(base.time_names, time.job) if name != "overall")

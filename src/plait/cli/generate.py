@@ -20,9 +20,8 @@ import typer
 from rich.console import Console
 
 from plait.cli import launch
-from plait.cli.adapters import Adapters, one_of
 from plait.cli.launching.settings import Settings
-from plait.cli.options import in_panel, refuse_given
+from plait.cli.options import Adapters, in_panel, one_adapter, refuse_given
 from plait.cli.progress import progress_bar
 from plait.cluster.topology import place
 from plait.errors import InputError
@@ -136,7 +135,7 @@ def generate_command(
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
     lines = read_prompts(prompts) if prompts is not None else []
-    source = open_source(model, one_of(adapter))
+    source = open_source(model, one_adapter(adapter))
     if canonical and quant is not Quant.none:
         raise InputError(f"--canonical: is not proven with --quant {quant.value}; leave one of them out")
     if source.tokenizer_folder is None and not (lines and all("token_ids" in line.fields for line in lines)):

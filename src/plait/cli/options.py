@@ -1,4 +1,4 @@
-"""Options that several verbs have, under one name and with one meaning: torchrun's for processes and machines.
+"""Options that several verbs have, under one name and with one meaning: torchrun's for processes and machines, and `--adapter`.
 
 `--nproc-per-node` counts the processes of one machine, `--nnodes` machines, `--world-size` all processes or devices. Every option is also
 taken with underscores, as torchrun and DeepSpeed write them (see `cli.main`).
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from plait.errors import Problem, refuse
+from plait.errors import InputError, Problem, refuse
 
 MOST = 2**20
 """Processes or machines: more than anybody has."""
@@ -22,6 +23,10 @@ PROCESSES = ("--nproc-per-node", "--num-gpus")
 NODES = ("--nnodes", "--num-nodes")
 MEETING = "Several machines"
 """The panel of a verb's help."""
+
+
+Adapters = Annotated[list[Path] | None, typer.Option(metavar="FOLDER", help="LoRA of PEFT, on the model.")]
+"""`--adapter` of the verbs that run a model."""
 
 
 def count(*names: str, help: str, panel: str | None = None) -> Any:
@@ -53,3 +58,12 @@ Standby = Annotated[bool, typer.Option("--standby", help="Keep processes that ha
 def refuse_given(options: Mapping[str, object], rule: str, remedy: str) -> None:
     """Raise ConfigError for every option that has a value."""
     refuse(Problem(name, value, rule, remedy) for name, value in options.items() if value is not None)
+
+
+def one_adapter(given: list[Path] | None) -> Path | None:
+    """Raises InputError for several."""
+    if given and len(given) > 1:
+        raise InputError(
+            f"--adapter: {len(given)} were given, and one may be; make one of them with PEFT (add_weighted_adapter), or merge one"
+        )
+    return given[0] if given else None

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.adapters import Adapters, one_of
-from plait.cli.options import in_panel
+from plait.cli.options import Adapters, in_panel, one_adapter
 from plait.errors import InputError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -85,7 +84,7 @@ def serve_command(
     from plait.inference.streamed import load_streamed
     from plait.units import bytes_of
 
-    source = open_source(model, one_of(adapter))
+    source = open_source(model, one_adapter(adapter))
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise InputError(f"--model {model}: has no tokenizer; save one into the folder")

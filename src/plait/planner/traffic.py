@@ -60,8 +60,8 @@ def collective_seconds(
     *,
     crossing: Numbers = 1.0,
 ) -> Numbers:
-    """All-reduce, one way of it (all-gather or reduce-scatter) or all-to-all of a full tensor of `size_bytes`; `crossing` is the share of an
-    all-to-all's bytes for other domains that is sent there."""
+    """All-reduce, one way of it (all-gather or reduce-scatter) or all-to-all of a full tensor of `size_bytes`; of an all-to-all's bytes for
+    other domains the share `crossing` is sent there."""
     n, inside, domains = where.size, where.inside, where.domains
     # Few ranks reach less of a link: 268, 325 and 345 GB/s of 450 with 2, 4 and 8 H100 (NCCL's table for them).
     link = job.device.link_bandwidth * rates.on("link", job.device) * inside / (inside + 0.5)

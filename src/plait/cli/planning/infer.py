@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from plait.cli.adapters import Adapters, one_of
-from plait.cli.options import Json, in_panel, refuse_given
+from plait.cli.options import Adapters, Json, in_panel, one_adapter, refuse_given
 from plait.cli.planning.tables import print_table
 from plait.errors import InputError
 
@@ -107,7 +106,7 @@ def infer(
     on = devices_here() if target is None else devices_of(target, nproc_per_node)
     if not on.on_gpu:
         refuse_given({"--tp": tp, "--pp": pp, "--nproc-per-node": nproc_per_node}, "is for GPUs", "name some with --gpu, or leave it out")
-    source, unloaded = _model(model, one_of(adapter), dtype)
+    source, unloaded = _model(model, one_adapter(adapter), dtype)
     check_positions(
         getattr(unloaded, "config", None),
         prompt_tokens + new_tokens,
