@@ -60,9 +60,8 @@ def save(folder: Path, size: str) -> int:
 
 def options_of(asked: dict[str, Any], weights: int) -> list[str]:
     """Of both commands."""
-    budget = (
-        ["--cpu-budget", str(int(weights * asked["budget"]) + (24 << 20 if weights > 1 << 26 else 4 << 20))] if "budget" in asked else []
-    )
+    room = (24 << 20) if weights > 1 << 26 else (3 + asked["requests"]) << 20  # for keys, values and activations
+    budget = ["--cpu-budget", str(int(weights * asked["budget"]) + room)] if "budget" in asked else []
     return [*budget, *(["--quant", asked["quant"]] if "quant" in asked else [])]
 
 
