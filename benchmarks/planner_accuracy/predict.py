@@ -19,14 +19,13 @@ from benchmarks.planner_accuracy.frameworks import knowledge, read_runs
 from benchmarks.planner_accuracy.metrics import Confusion, confusion, errors, ranking
 from plait.planner import calibrate as calibration_of
 from plait.planner.calibrate import Calibration, deviation, memory_of, merged, time_of, uncalibrated
+from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
 from plait.planner.estimate import estimate
 from plait.planner.memory import MOMENTS
 from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds
 
 Array = NDArray[np.float64]
-_NINETY = 1.645
-"""Standard deviations of a two-sided 90 % interval."""
 LIKELY = 0.6
 """A row is called fitting from this probability on; chosen on the published rows of which it is known."""
 _KINDS = ("allocated", "reserved", "total")
@@ -164,13 +163,13 @@ def _predict(runs: Runs, indices: NDArray[np.int64], calibration: Calibration, *
                 gpu=str(part.variants[picks[i]].device.name),
                 framework=str(part.variants[picks[i]].framework.name),
                 seconds=float(seconds[i]),
-                seconds_low=float(seconds[i] * np.exp(-_NINETY * time_spread[i])),
-                seconds_high=float(seconds[i] * np.exp(_NINETY * time_spread[i])),
+                seconds_low=float(seconds[i] * np.exp(-NINETY * time_spread[i])),
+                seconds_high=float(seconds[i] * np.exp(NINETY * time_spread[i])),
                 allocated_bytes=float(memory["allocated"][i]),
                 reserved_bytes=float(memory["reserved"][i]),
                 total_bytes=float(memory["total"][i]),
-                memory_low=float(value * np.exp(-_NINETY * memory_spread[i])),
-                memory_high=float(value * np.exp(_NINETY * memory_spread[i])),
+                memory_low=float(value * np.exp(-NINETY * memory_spread[i])),
+                memory_high=float(value * np.exp(NINETY * memory_spread[i])),
                 device_bytes=float(device[i]),
                 fit_probability=0.5 * (1 + erf(margin / sqrt(2))),
                 peak=MOMENTS[int(moment[i])],

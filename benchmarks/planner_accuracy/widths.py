@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from benchmarks.planner_accuracy.frameworks import unlearned
 from benchmarks.planner_accuracy.predict import evaluate, interval_of_time
+from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
 from plait.planner.runs import Row
 
-COVERAGE, _NINETY = 0.90, 1.645
+COVERAGE = 0.90
 _SCALES = np.arange(1.0, 3.0, 0.01)
 """Not below 1: the rows are of frameworks of whose kernels nothing is known, and it may be that alone which makes intervals too wide."""
 _NARROW = 1e-3
@@ -40,7 +41,7 @@ def residuals(rows: Sequence[Row], known: Knowledge) -> Residuals:
     narrow = [interval_of_time(p) for p in evaluate(rows, known=scaled(known, _NARROW)).predictions]
     pairs = [(a, b) for a, b in zip(found, narrow, strict=True) if a is not None and b is not None]
     size = np.array([abs(math.log(measured / predicted)) for (predicted, measured, _, _), _ in pairs])
-    whole, noise = (np.array([math.log(p[which][3] / p[which][2]) / 2 / _NINETY for p in pairs]) for which in (0, 1))
+    whole, noise = (np.array([math.log(p[which][3] / p[which][2]) / 2 / NINETY for p in pairs]) for which in (0, 1))
     return Residuals(size, np.sqrt(np.maximum(whole**2 - noise**2, 0)), noise)
 
 
@@ -52,7 +53,7 @@ def scale_of(families: Iterable[Residuals]) -> float:
     total = sum(weight * len(part.size) for weight, part in zip(weights, parts, strict=True))
     for scale in _SCALES:
         inside = sum(
-            weight * float((part.size <= _NINETY * np.hypot(scale * part.constants, part.noise)).sum())
+            weight * float((part.size <= NINETY * np.hypot(scale * part.constants, part.noise)).sum())
             for weight, part in zip(weights, parts, strict=True)
         )
         if inside >= COVERAGE * total:

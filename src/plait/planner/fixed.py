@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from plait.errors import ConfigError, Problem
 from plait.planner.job import CONTEXT, SCHEDULES
 from plait.planner.offers import RECOMPUTE_INDEX, SCHEDULE_INDEX
+from plait.planner.relief import ON_HOST
 
 FIXABLE = (
     *("tp", "pp", "sp", "vpp", "schedule", "cp", "context", "ep", "dp_replicate", "dp_shard", "stage"),
@@ -22,7 +23,7 @@ _WORDS = {
     "schedule": {name: index for index, name in enumerate(SCHEDULES)} | SCHEDULE_INDEX,
     "recompute": RECOMPUTE_INDEX,
     "context": {name: index for index, name in enumerate(CONTEXT)},
-    "offload": {"none": 0, "25%": 25, "50%": 50, "75%": 75, "all": 100},
+    "offload": {"none": 0, **{f"{share:.0%}": round(100 * share) for share in ON_HOST if share < 1}, "all": 100},
 }
 """Values with names, as a configuration writes them."""
 _BOUNDS = {"sp": (0, 1), "stage": (0, 3), "loss_chunk": (0, 10**_MOST_DIGITS - 1)}

@@ -51,26 +51,6 @@ class Message(NamedTuple):
         return f"the {self.payload} of stage {self.stage} for micro-batch {self.microbatch}"
 
 
-def produced_by(action: Action) -> Message | None:
-    """What a computation sends; None for W, for which nothing waits."""
-    if action.kind is Kind.FORWARD:
-        return Message(Payload.ACTIVATION, action.stage, action.microbatch)
-    if action.kind is Kind.WEIGHT:
-        return None
-    return Message(Payload.GRADIENT, action.stage, action.microbatch)
-
-
-def needed_by(action: Action, *, stages: int) -> tuple[Message, ...]:
-    """What must exist before a computation can start, the stage's own earlier results included, in a pipeline of `stages` stages."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD:
-        return (Message(Payload.ACTIVATION, stage - 1, microbatch),) if stage > 0 else ()
-    if action.kind is Kind.WEIGHT:
-        return (Message(Payload.GRADIENT, stage, microbatch),)
-    own = Message(Payload.ACTIVATION, stage, microbatch)
-    return (own, Message(Payload.GRADIENT, stage + 1, microbatch)) if stage < stages - 1 else (own,)
-
-
 class Numbered:
     """Messages of a pipeline as whole numbers from 0: to look one up in a list is several times faster than in a set, and tables have tens
     of thousands."""
@@ -86,7 +66,7 @@ class Numbered:
         return 2 * self.gradients
 
     def needed_by(self, action: Action) -> tuple[int, ...]:
-        """`needed_by`, of the same stage's first."""
+        """What must exist before a computation can start: the stage's own earlier result first, then its neighbour's."""
         at, kind = action.stage * self._microbatches + action.microbatch, action.kind
         if kind is Kind.FORWARD:
             return (at - self._microbatches,) if action.stage else ()
@@ -95,7 +75,7 @@ class Numbered:
         return (at, self.gradients + at + self._microbatches) if action.stage < self._stages - 1 else (at,)
 
     def produced_by(self, action: Action) -> int | None:
-        """`produced_by`."""
+        """What a computation sends; None for W, for which nothing waits."""
         if action.kind is Kind.WEIGHT:
             return None
         at = action.stage * self._microbatches + action.microbatch

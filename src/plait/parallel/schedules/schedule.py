@@ -15,7 +15,7 @@ from typing import Literal
 
 from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError, Problem
-from plait.parallel.schedules.actions import Action, Kind, Message, Numbered, Payload, produced_by
+from plait.parallel.schedules.actions import Action, Kind, Message, Numbered, Payload
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,17 @@ def messages(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
 
     Receives posted in this order match the sends. Stages on the same rank pass nothing, and pairs without messages are left out.
     """
+    numbered = Numbered(stages=schedule.stages, microbatches=schedule.microbatches)
     found: dict[tuple[int, int], list[Message]] = {}
     for rank, row in enumerate(schedule.ranks):
         for action in row:
-            made = produced_by(action)
-            to = made and destination(schedule, made)
-            if made and to is not None:
-                found.setdefault((rank, to), []).append(made)
+            made = numbered.produced_by(action)
+            if made is None:
+                continue
+            message = numbered.message(made)
+            to = destination(schedule, message)
+            if to is not None:
+                found.setdefault((rank, to), []).append(message)
     return {pair: tuple(found[pair]) for pair in sorted(found)}
 
 

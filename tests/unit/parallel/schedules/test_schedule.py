@@ -12,9 +12,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from plait._torch.pipelining import schedule_actions
 from plait.errors import ConfigError, InputError
-from plait.parallel.schedules.actions import Action, Kind, Message, Payload, needed_by, produced_by
+from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, destination, in_order, make_schedule, messages
 from tests.unit.parallel.tables import names, schedules, unhurried
+from tests.unit.parallel.waited_for import needed_by, produced_by
 
 
 def table(schedule: Schedule) -> list[str]:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from plait.errors import InputError
-from plait.parallel.schedules.actions import Action, Kind, Message, Payload, needed_by, produced_by
+from plait.parallel.schedules.actions import Action, Kind, Message, Payload
 from plait.parallel.schedules.schedule import SCHEDULES, Schedule, destination, make_schedule, messages
 from plait.parallel.schedules.timeline import Durations, Span, Timeline, even, peak_in_flight, simulate
 from tests.unit.parallel.tables import schedules, unhurried
+from tests.unit.parallel.waited_for import needed_by, produced_by
 
 ranks = st.integers(1, 8)
 quarters = st.integers(1, 12).map(lambda n: n / 4)
