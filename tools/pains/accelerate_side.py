@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tools.pains.tasks import Task, Trained, optimizer_of
+from tools.pains.tasks import PLAIN_RUN, Run, Task, Trained, optimizer_of, whole_weights
 
 
 def _accelerator(task: Task, layout: str, *, efficient: bool = True) -> Any:
@@ -55,29 +55,19 @@ def begin(task: Task, *, layout: str, saved: Path | None, efficient: bool = True
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def train(
-    task: Task,
-    folder: Path,
-    *,
-    layout: str = "shard",
-    saved: Path | None = None,
-    full: bool = False,
-    stop: int | None = None,
-    resume: bool = False,
-    adapters: bool = False,
-) -> Trained:
+def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     """See `plait_side.train`."""
-    shares = layout in ("tp", "cp", "ep")
-    accelerator, model, optimizer = begin(task, layout=layout, saved=saved, efficient=not full)
+    shares = run.layout in ("tp", "cp", "ep")
+    accelerator, model, optimizer = begin(task, layout=run.layout, saved=run.saved, efficient=not run.full)
     first = 0
-    if resume:
+    if run.resume:
         accelerator.load_state(str(folder))
         first = int((folder / "step").read_text())
     ranks, rank = (1, 0) if shares else (2, accelerator.process_index)
     losses, norms = [], []
     model.train()
     for index, step in enumerate(task.steps_of(rank, ranks)):
-        if index < first or (stop is not None and index >= stop):
+        if index < first or (run.stop is not None and index >= run.stop):
             continue
         total = torch.zeros(())
         for number, piece in enumerate(step):
@@ -95,23 +85,15 @@ def train(
         optimizer.zero_grad()
         losses.append(float(total if shares else accelerator.reduce(total, "mean")))
         norms.append(float(norm))
-    if stop is not None:
+    if run.stop is not None:
         accelerator.save_state(str(folder))
-        (folder / "step").write_text(str(stop))
+        (folder / "step").write_text(str(run.stop))
         accelerator.wait_for_everyone()
-    if adapters:
+    if run.adapters:
         weights = accelerator.get_state_dict(model)
         accelerator.unwrap_model(model).save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=weights)
         accelerator.wait_for_everyone()
-    return Trained(losses, norms, _weights(accelerator, model))
-
-
-def _weights(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name] = full.detach().clone()
-    return found if accelerator.process_index == 0 else {}
+    return Trained(losses, norms, whole_weights(accelerator.unwrap_model(model), accelerator.process_index))
 
 
 def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[Trained, list[list[int]]]:
@@ -135,7 +117,9 @@ def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[T
             torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False
         )
     accelerator.wait_for_everyone()
-    return Trained(losses, [], _weights(accelerator, model)), [ids[0, len(prompts[rank]) :].tolist()]
+    return Trained(losses, [], whole_weights(accelerator.unwrap_model(model), accelerator.process_index)), [
+        ids[0, len(prompts[rank]) :].tolist()
+    ]
 
 
 def load(task: Task, saved: Path) -> Any:

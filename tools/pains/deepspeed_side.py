@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tools.pains.tasks import Task, Trained, optimizer_of
+from tools.pains.tasks import PLAIN_RUN, Run, Task, Trained, optimizer_of
 
 
 def begin(task: Task, *, layout: str = "shard", saved: Path | None = None, full: bool = False) -> Any:
@@ -47,29 +47,19 @@ def begin(task: Task, *, layout: str = "shard", saved: Path | None = None, full:
     return engine
 
 
-def train(
-    task: Task,
-    folder: Path,
-    *,
-    layout: str = "shard",
-    saved: Path | None = None,
-    full: bool = False,
-    stop: int | None = None,
-    resume: bool = False,
-    adapters: bool = False,
-) -> Trained:
+def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     """See `plait_side.train`."""
-    if layout in ("cp", "ep"):
+    if run.layout in ("cp", "ep"):
         raise NotImplementedError("for models of Transformers: none on these devices")
-    engine = begin(task, layout=layout, saved=saved, full=full)
-    if resume:
+    engine = begin(task, layout=run.layout, saved=run.saved, full=run.full)
+    if run.resume:
         engine.load_checkpoint(str(folder))
-    shares = layout == "tp"
+    shares = run.layout == "tp"
     ranks, rank = (1, 0) if shares else (torch.distributed.get_world_size(), engine.global_rank)
     losses, norms = [], []
     engine.train()
     for index, step in enumerate(task.steps_of(rank, ranks)):
-        if (resume and index < engine.global_steps) or (stop is not None and index >= stop):
+        if (run.resume and index < engine.global_steps) or (run.stop is not None and index >= run.stop):
             continue
         total = torch.zeros(())
         for piece in step:
@@ -81,10 +71,10 @@ def train(
             torch.distributed.all_reduce(total)
         losses.append(float(total) / (1 if shares else ranks))
         norms.append(float(engine.get_global_grad_norm()))
-    if stop is not None:
+    if run.stop is not None:
         engine.save_checkpoint(str(folder))
     weights = _weights(engine)
-    if adapters:
+    if run.adapters:
         whole = engine._zero3_consolidated_16bit_state_dict()
         if engine.global_rank == 0:
             engine.module.save_pretrained(folder, state_dict=whole)

@@ -10,7 +10,7 @@ import torch
 import plait
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights
-from tools.pains.tasks import Task, Trained, optimizer_of
+from tools.pains.tasks import PLAIN_RUN, Run, Task, Trained, optimizer_of
 
 
 def begin(task: Task, *, layout: str = "shard", folder: Path | None = None, full: bool = False, waits: int = 600) -> Engine:
@@ -34,33 +34,23 @@ def begin(task: Task, *, layout: str = "shard", folder: Path | None = None, full
     return plait.initialize(task.model(made), config, loss_fn=plait.causal_lm_loss, optimizer=optimizer)
 
 
-def train(
-    task: Task,
-    folder: Path,
-    *,
-    layout: str = "shard",
-    saved: Path | None = None,
-    full: bool = False,
-    stop: int | None = None,
-    resume: bool = False,
-    adapters: bool = False,
-) -> Trained:
-    """All steps; those before `stop`, with a checkpoint in `folder`; or those behind it, with `resume`. `saved`: a folder of weights."""
-    engine = begin(task, layout=layout, folder=saved, full=full)
-    if resume:
+def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
+    """What a run gives; checkpoints and adapters are in `folder`."""
+    engine = begin(task, layout=run.layout, folder=run.saved, full=run.full)
+    if run.resume:
         assert engine.load_checkpoint(str(folder)) is not None
-    ranks, rank = (1, 0) if layout in ("tp", "cp") else (2, engine.dp_rank)
+    ranks, rank = (1, 0) if run.layout in ("tp", "cp") else (2, engine.dp_rank)
     losses, norms = [], []
     for index, step in enumerate(task.steps_of(rank, ranks)):
-        if (resume and index < engine.global_steps) or (stop is not None and index >= stop):
+        if (run.resume and index < engine.global_steps) or (run.stop is not None and index >= run.stop):
             continue
         result = engine.train_batch(step)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
-    if stop is not None:
+    if run.stop is not None:
         engine.save_checkpoint(str(folder))
     weights = full_weights(engine)
-    if adapters:
+    if run.adapters:
         written = full_weights(engine, trained=True)
         if engine.rank == 0:
             engine.model.save_pretrained(folder, state_dict=written)  # type: ignore[operator]

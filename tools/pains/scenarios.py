@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.pains.tasks import LENGTH, Task, Trained, adapted, largest_error, one_process
+from tools.pains.tasks import LENGTH, PLAIN_RUN, Run, Task, Trained, adapted, largest_error, one_process
 
 LIBRARIES = ("plait", "accelerate", "deepspeed", "trainer")
 MEBI = 1 << 20
@@ -55,15 +55,15 @@ class Pain:
     """Whose model is saved before."""
 
 
-def _after(side: Any, task: Task, cell: Cell, **settings: Any) -> Found:
-    return largest_error(side.train(task, cell.sub("run"), **settings), one_process(task)), ""
+def _after(cell: Cell, task: Task, run: Run = PLAIN_RUN) -> Found:
+    return largest_error(cell.side.train(task, cell.sub("run"), run), one_process(task)), ""
 
 
 def _resume(cell: Cell) -> Found:
     task = Task(optimizer="AdamW", lr=1e-2)
     unbroken = cell.side.train(task, cell.sub("unbroken"))
-    cell.side.train(task, cell.sub("broken"), stop=2)
-    resumed = cell.side.train(task, cell.sub("broken"), resume=True)
+    cell.side.train(task, cell.sub("broken"), Run(stop=2))
+    resumed = cell.side.train(task, cell.sub("broken"), Run(resume=True))
     assert len(resumed.losses) == 2, f"{len(resumed.losses)} steps after the checkpoint, not 2"
     return largest_error(resumed, Trained(unbroken.losses[2:], unbroken.norms[2:], unbroken.weights)), ""
 
@@ -88,7 +88,7 @@ def _adapters(cell: Cell) -> Found:
 
     task = Task(lora=True)
     folder = cell.sub("adapters")
-    cell.side.train(task, folder, adapters=True)
+    cell.side.train(task, folder, Run(adapters=True))
     wanted, base = one_process(task), Task().model()
     opened = PeftModel.from_pretrained(base, folder)
     empty = [name for name, tensor in load_file(folder / "adapter_model.safetensors").items() if not tensor.numel()]
@@ -187,7 +187,7 @@ PAINS: dict[int, Pain] = {
         "transformers#48205, #48687",
         "numbers of one process",
         1e-5,
-        lambda cell: _after(cell.side, EXPERTS, cell, layout="ep", saved=cell.saved),
+        lambda cell: _after(cell, EXPERTS, Run(layout="ep", saved=cell.saved)),
         EXPERTS,
     ),
     5: Pain("the loss depends on accumulation", "accelerate#3877, #1970; verl#2857", "4 x 1 samples as 1 x 4", 1e-5, _accumulation),
@@ -196,14 +196,14 @@ PAINS: dict[int, Pain] = {
         "axolotl#3608, #3498; trl#4314",
         "numbers of one process",
         1e-5,
-        lambda cell: _after(cell.side, PACKED, cell, layout="cp"),
+        lambda cell: _after(cell, PACKED, Run(layout="cp")),
     ),
     7: Pain(
         "FSDP differs from one process",
         "Megatron-LM#2769, Megatron-Bridge#3826",
         "numbers of one process",
         1e-5,
-        lambda cell: _after(cell.side, Task(), cell),
+        lambda cell: _after(cell, Task()),
     ),
     8: Pain(
         "out of memory while a model is loaded",
@@ -219,7 +219,7 @@ PAINS: dict[int, Pain] = {
         "transformers#48307, #34789",
         "numbers of one process: 67 words, 1 key head, tied",
         1e-5,
-        lambda cell: _after(cell.side, ODD, cell, layout="tp", saved=cell.saved),
+        lambda cell: _after(cell, ODD, Run(layout="tp", saved=cell.saved)),
         ODD,
     ),
     11: Pain(
@@ -227,14 +227,14 @@ PAINS: dict[int, Pain] = {
         "LLaMA-Factory#10140; trl#4314",
         "numbers of one process",
         1e-5,
-        lambda cell: _after(cell.side, LORA_TP, cell, layout="tp", saved=cell.saved, full=True),
+        lambda cell: _after(cell, LORA_TP, Run(layout="tp", saved=cell.saved, full=True)),
     ),
     12: Pain(
         "gradient norm under tensor parallelism",
         "NeMo-RL#3788; TransformerEngine#715",
         "numbers of one process",
         1e-5,
-        lambda cell: _after(cell.side, Task(clip=0.1), cell, layout="tp", saved=cell.saved),
+        lambda cell: _after(cell, Task(clip=0.1), Run(layout="tp", saved=cell.saved)),
     ),
     13: Pain("NaN after loading without the efficient way", "axolotl#3077", "the saved model's logits, both ways", 1e-5, _first),
     14: Pain(
@@ -242,7 +242,7 @@ PAINS: dict[int, Pain] = {
         "transformers#39541; axolotl#2464",
         "weights of one process; noise of 1e-6 in the gradients makes 0.015, shards by themselves 0.15",
         5e-2,
-        lambda cell: _after(cell.side, MUON, cell),
+        lambda cell: _after(cell, MUON),
     ),
     15: Pain("float8 with sharding", "ao#4300; TransformerEngine#2951", "the losses of a run without", 1e-2, _float8),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,11 +109,41 @@ def adapted(base: nn.Module) -> nn.Module:
     return found
 
 
+@dataclass(frozen=True)
+class Run:
+    """How a task is trained: all its steps, or a part of them."""
+
+    layout: str = "shard"
+    """"shard": weights, gradients and states are shared out; else the axis that has all ranks."""
+    saved: Path | None = None
+    """A folder of weights to begin with."""
+    full: bool = False
+    """Whether every process loads them whole."""
+    stop: int | None = None
+    """The steps before it, with a checkpoint at the end."""
+    resume: bool = False
+    """The steps behind that checkpoint."""
+    adapters: bool = False
+    """Adapters are saved at the end."""
+
+
+PLAIN_RUN = Run()
+
+
 def optimizer_of(task: Task, parameters: Any) -> torch.optim.Optimizer:
     """That of the scenario."""
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Muon": torch.optim.Muon}[task.optimizer]
     settings = {"lr": task.lr} if task.optimizer == "SGD" else {"lr": task.lr, "weight_decay": 0.0}
     return kind([p for p in parameters if p.requires_grad], **settings)
+
+
+def whole_weights(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Of a model whose parameters are tensors or DTensors; empty but on rank 0."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        found[name] = whole.detach().clone()
+    return {} if rank else found
 
 
 def one_process(task: Task) -> Trained:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tools.pains.tasks import RANKS, Task, Trained, optimizer_of
+from tools.pains.tasks import PLAIN_RUN, RANKS, Run, Task, Trained, optimizer_of, whole_weights
 
 
 def made(task: Task, folder: Path, *, layout: str, saved: Path | None, full: bool = False, **settings: Any) -> Any:
@@ -58,45 +58,29 @@ def _optimizer(task: Task) -> Any:
     return kind, {"lr": task.lr} if task.optimizer == "SGD" else {"lr": task.lr, "weight_decay": 0.0}
 
 
-def train(
-    task: Task,
-    folder: Path,
-    *,
-    layout: str = "shard",
-    saved: Path | None = None,
-    full: bool = False,
-    stop: int | None = None,
-    resume: bool = False,
-    adapters: bool = False,
-) -> Trained:
+def train(task: Task, folder: Path, run: Run = PLAIN_RUN) -> Trained:
     """See `plait_side.train`."""
     from transformers import TrainerCallback
 
     class Stop(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop |= stop is not None and state.global_step >= stop
+            control.should_training_stop |= run.stop is not None and state.global_step >= run.stop
 
-    saves = {"save_strategy": "steps", "save_steps": stop} if stop is not None else {}
-    trainer = made(task, folder, layout=layout, saved=saved, full=full, **saves)
+    saves = {"save_strategy": "steps", "save_steps": run.stop} if run.stop is not None else {}
+    trainer = made(task, folder, layout=run.layout, saved=run.saved, full=run.full, **saves)
     trainer.add_callback(Stop())
-    checkpoints = sorted(folder.glob("checkpoint-*")) if resume else []
-    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if resume else None)
+    checkpoints = sorted(folder.glob("checkpoint-*")) if run.resume else []
+    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if run.resume else None)
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    if resume:  # those before are in the checkpoint's own log
+    if run.resume:  # those before are in the checkpoint's own log
         rows = [row for row in rows if row["step"] > int(checkpoints[-1].name.rpartition("-")[2])]
-    if adapters:
+    if run.adapters:
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
-    weights = {} if layout == "ep" else _weights(trainer)
+    weights = (
+        {} if run.layout == "ep" else whole_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args.process_index)
+    )
     return Trained([row["loss"] for row in rows], [float(row["grad_norm"]) for row in rows], weights)
-
-
-def _weights(trainer: Any) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters():
-        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        found[name] = full.detach().clone()
-    return found if trainer.args.process_index == 0 else {}
 
 
 def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[Trained, list[list[int]]]:
@@ -110,7 +94,9 @@ def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[T
             torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False
         )
     trainer.accelerator.wait_for_everyone()
-    return Trained([], [], _weights(trainer)), [ids[0, len(prompts[rank]) :].tolist()]
+    return Trained([], [], whole_weights(trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args.process_index)), [
+        ids[0, len(prompts[rank]) :].tolist()
+    ]
 
 
 def load(task: Task, saved: Path) -> Any:
