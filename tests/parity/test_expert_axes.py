@@ -3,6 +3,7 @@ weights and the biases of routers, in float64, against one process."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_a_hook_is_given_all_tokens(pool: Pool) -> None:
     for result, rows in pool.run(2, watched, case):
         assert_equal(case, [result])
         assert rows == 2 * 18
+
+
+def saved_config(rank: int, world: int, case: Case, folder: str) -> list[str]:
+    """config.json before and after a step, and with the engine closed. Runs in a worker."""
+    model, found = build(case), []
+
+    def save() -> None:
+        model.config.save_pretrained(f"{folder}/{rank}")
+        found.append(Path(folder, str(rank), "config.json").read_text())
+
+    save()
+    with keeping_float64(model), closing(plait.initialize(model, configured(case), loss_fn=plait.causal_lm_loss)) as engine:
+        engine.train_batch(steps(case, 2)[0])
+        save()
+    save()
+    return found
+
+
+@pytest.mark.parametrize("degrees", [CP2, ("pp", 2)], ids=["cp2", "pp2"])
+def test_the_models_configuration_is_the_users(pool: Pool, degrees: tuple[str, int], tmp_path: Path) -> None:
+    """Also where the balance loss is not computed by the model: what is saved asks for it as before."""
+    for before, *after in pool.run(2, saved_config, Case("mixtral", 0, (degrees,), balance=True, mask=False), str(tmp_path)):
+        assert '"output_router_logits": true' in before
+        assert after == [before, before]
 
 
 # ---- one engine, asked for everything else --------------------------------------------------------------------------------------------

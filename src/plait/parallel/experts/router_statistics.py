@@ -47,14 +47,15 @@ class RouterStatistics:
         is_global: bool = False,
     ) -> None:
         """`balances`: whether there is a balance loss, `is_global`: of the tokens of all data-parallel ranks. `z_loss`: the coefficient of
-        the other. `group`: ranks whose tokens count too."""
+        the other. `group`: ranks whose tokens count too. With `balances` the model's own forward computes none; its config says what it
+        did."""
         self.is_global = is_global
         self.experts, self.top_k, self.balances, self.z_loss, self.group = experts, top_k, balances, z_loss, group
         self.routers = len(routers)
         self._logits: list[torch.Tensor] | None = None
         self._before: Sums | None = None
         self._tokens = TokensOfForward(model)
-        self._handles = [model.register_forward_pre_hook(self._begin_forward)]
+        self._handles = [model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)]
         for router in routers:
             module = model.get_submodule(router.name)
             self._handles.append(module.register_forward_hook(partial(self._note, router.index)))
@@ -132,5 +133,7 @@ class RouterStatistics:
         if self._logits is not None and graph_task() is None:  # in a backward a block is recomputed
             self._logits.append(output[index] if isinstance(output, tuple | list) else output)
 
-    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._logits = []
+        # The model's own sum would be of its last stage, or of a part of the tokens. The configuration is the user's, who saves it.
+        return args, {**kwargs, "output_router_logits": False} if self.balances else kwargs

@@ -77,8 +77,6 @@ class Routing(Technique):
             group=mesh.group(*(parts.batch_axes if self.balance == "global" else ("cp",))),
             is_global=balances and self.balance == "global",
         )
-        if balances:  # the model's own sum would be of its last stage, or of a part of the tokens
-            model.config.output_router_logits = False  # type: ignore[union-attr]
         return parts.with_notes(statistics)
 
     def attach(self, parts: Parts, mesh: Mesh) -> list[StepHook]:
@@ -86,7 +84,7 @@ class Routing(Technique):
         hooks: list[StepHook] = []
         statistics = parts.noted(RouterStatistics)
         if statistics is not None:
-            hooks.append(RecordedBalance(parts.model, statistics))
+            hooks.append(RecordedBalance(statistics))
         if self.bias_update_rate:
             names = list(biased_routers(parts.model))
             hooks.append(BiasUpdate(parts.model, names, rate=self.bias_update_rate, group=mesh.group(*parts.batch_axes)))
@@ -98,16 +96,14 @@ class Routing(Technique):
 
 
 class RecordedBalance(StepHook):
-    """Restores what `Routing` has changed of a model."""
+    """Gives a model its own balance loss back."""
 
-    def __init__(self, model: nn.Module, statistics: RouterStatistics) -> None:
-        self.model, self.statistics = model, statistics
+    def __init__(self, statistics: RouterStatistics) -> None:
+        self.statistics = statistics
 
     def release(self) -> None:
-        """The model's own balance loss."""
+        """Remove the hooks."""
         self.statistics.release()
-        if self.statistics.balances:
-            self.model.config.output_router_logits = True  # type: ignore[union-attr]
 
 
 def _check_statistics(model: nn.Module, setting: str, remedy: str) -> None:
