@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from plait.cluster.huge_pages import move_parameters
 from plait.cluster.layout import Layout
 from plait.cluster.mesh import Mesh
 from plait.cluster.topology import place
@@ -20,7 +21,7 @@ from plait.inference.placement import Needs
 from plait.inference.quantised import CODES, SCALES, Layer, convert, layers_to_quantise
 from plait.inference.source import Source
 from plait.parallel.micro_batches import default_forward
-from plait.sharded.assemble import leaving_no_group, shard
+from plait.sharded.assemble import Filler, leaving_no_group, shard
 from plait.sharded.check import checked_model
 from plait.sharded.model import ShardedModel
 
@@ -60,12 +61,22 @@ def load_model(source: Source, *, tp: int = 1, pp: int = 1, dtype: torch.dtype |
     resolved = resolve(settings, world_size=here.world_size, hidden_size=getattr(model.config, "hidden_size", None))
     checked = checked_model(model, resolved)
     if quant is None:
-        mesh, parts, _ = shard(checked, weights=source.filler())
+        mesh, parts, _ = shard(checked, weights=on_huge_pages(source.filler()))
     else:
         filler = QuantisingFiller(model, source, quant)
-        mesh, parts, _ = shard(checked, weights=filler, on_meta=filler.convert)
+        mesh, parts, _ = shard(checked, weights=on_huge_pages(filler), on_meta=filler.convert)
     model.requires_grad_(False)
     return ShardedModel(parts, mesh, resolved, forward=default_forward, handle="plait generate")
+
+
+def on_huge_pages(fill: Filler) -> Filler:
+    """The same, into memory that a token's products read faster."""
+
+    def filler(model: nn.Module, *, whole: nn.Module, filled: Callable[[torch.Tensor], None]) -> None:
+        move_parameters(model)
+        fill(model, whole=whole, filled=filled)
+
+    return filler
 
 
 class QuantisingFiller:

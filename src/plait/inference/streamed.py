@@ -17,7 +17,7 @@ from plait.cluster.mesh import Mesh
 from plait.config.resolving.resolve import load, resolve
 from plait.errors import InputError
 from plait.inference.adapters import base_tensor, is_adapters
-from plait.inference.load import QuantisingFiller
+from plait.inference.load import QuantisingFiller, on_huge_pages
 from plait.inference.quantised_files import quantised_copy, scratch_folder, write_quantised
 from plait.inference.source import Source
 from plait.inference.stored import Stored, read_into, stored_tensors
@@ -178,7 +178,7 @@ def load_streamed(
     with ExitStack() as stack:
         if quant is None:
             _check_dtypes(model, planned.streamed, stored)
-            mesh, parts, _ = shard(checked, weights=_filler(source, stored, _empty(model, planned.streamed)))
+            mesh, parts, _ = shard(checked, weights=on_huge_pages(_filler(source, stored, _empty(model, planned.streamed))))
         else:
             if planned.streamed:
                 stored = write_quantised(
@@ -190,7 +190,7 @@ def load_streamed(
                 filler.convert(model, mesh)
                 _empty(model, planned.streamed)
 
-            mesh, parts, _ = shard(checked, weights=filler, on_meta=on_meta)
+            mesh, parts, _ = shard(checked, weights=on_huge_pages(filler), on_meta=on_meta)
         model.requires_grad_(False)
         if planned.streamed:
             streaming = Streaming(WeightStream(model, planned.streamed, stored, device=mesh.device, on_host=planned.on_host))

@@ -7,7 +7,7 @@ loading is refused with the names that differ).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -15,12 +15,14 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch.dtensor import local_window
+from plait._torch.dtensor import local_tensor, local_window
 from plait.errors import CheckpointError
 from plait.model.tied import tied_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAPPED = 64 << 20
+"""Bytes that are read before a file is opened anew: what was read of an open one stays mapped, and would take the memory twice."""
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -58,13 +60,28 @@ def load_weights(
     source = sources_of(whole if whole is not None else model, wanted, files, folder)
     by_file: dict[Path, list[str]] = {}
     for name, stored in source.items():
-        by_file.setdefault(files[stored], []).append(name)
+        if name not in leaving:
+            by_file.setdefault(files[stored], []).append(name)
     with torch.no_grad():
         for path, names in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for name in (name for name in names if name not in leaving):
-                    read_tensor(file.get_slice(source[name]), wanted[name], name, path)
-                    filled(wanted[name])
+            for some in _few(names, wanted):
+                with safe_open(path, framework="pt") as file:
+                    for name in some:
+                        read_tensor(file.get_slice(source[name]), wanted[name], name, path)
+                        filled(wanted[name])
+
+
+def _few(names: list[str], wanted: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+    """`names` in groups of about MAPPED bytes, or of one tensor."""
+    group, size = [], 0
+    for name in names:
+        group.append(name)
+        size += local_tensor(wanted[name]).nbytes
+        if size >= MAPPED:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:

@@ -1,0 +1,32 @@
+"""Large parameters lie on huge pages; small ones, and what refers to either, stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from plait.cluster import huge_pages
+from plait.cluster.huge_pages import PAGE
+
+
+def test_memory_begins_with_a_huge_page_and_can_be_written_to_its_end() -> None:
+    for shape, dtype in (((1024, 513), torch.float32), ((PAGE + 1,), torch.uint8), ((3 << 20,), torch.bfloat16)):
+        found = huge_pages.empty(shape, dtype)
+        assert found.shape == shape and found.dtype == dtype and found.data_ptr() % PAGE == 0
+        assert found.untyped_storage().nbytes() == found.nbytes
+        assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
+    assert huge_pages.empty((0, 5), torch.float32).shape == (0, 5)
+
+
+def test_parameters_keep_their_identity() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(8, 8), nn.Linear(1024, 1024, bias=False))
+    model[2].weight = model[0].weight
+    large, small = model[0].weight, model[1].weight
+    before = small.data_ptr()
+    huge_pages.move_parameters(model)
+    assert model[0].weight is large and model[2].weight is large and isinstance(large, nn.Parameter) and large.requires_grad
+    assert large.data_ptr() % PAGE == 0 and large.shape == (1024, 1024) and small.data_ptr() == before
+    with torch.no_grad():
+        large.normal_()
+    model[0](torch.ones(2, 1024)).sum().backward()
+    assert large.grad is not None
