@@ -1,6 +1,6 @@
 """A thousand hand-overs of weights at a learning rate of 0: the generator's logits stay the same bits; float32, on CPUs.
 
-    python -m benchmarks.inference.hand_overs        a quarter of an hour on two cores; --times 50 for a minute
+    python -m benchmarks.inference.hand_overs        half an hour on two cores; --times 50 for a minute, --only "pp 2" for one trainer
 
 Before each the trainer makes a step. After each the generator's canonical log-probabilities of every token of the vocabulary, its ordinary
 logits and the hash of all values are compared with those after the first; the canonical ones also with the trainer's own.
@@ -170,9 +170,11 @@ def run(function: Callable[..., None], processes: int, layout: str, times: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=1000)
-    times = parser.parse_args().times
-    rows = {}
-    for layout in TRAINERS:
+    parser.add_argument("--only", choices=TRAINERS, help="the trainer's layout; other rows of the result stay")
+    arguments = parser.parse_args()
+    times = arguments.times
+    rows = json.loads(RESULT.read_text(encoding="utf-8"))["rows"] if arguments.only and RESULT.exists() else {}
+    for layout in [arguments.only] if arguments.only else TRAINERS:
         for name, work in (("the same two ranks", partial(run, same_ranks, 2)), ("two ranks to two others", partial(run, apart, 4))):
             rows[f"{layout} to tp 2, {name}"] = row = work(layout, times)
             print(f"{layout} to tp 2, {name}: {row}", flush=True)

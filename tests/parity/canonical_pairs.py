@@ -34,6 +34,15 @@ LARGE: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 96, "intermediate_size": 204, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 96, "n_positions": 256},
 }
+PAIRS: dict[str, list[tuple[str, int]]] = {
+    "ZeRO 3 x 2": [("tp 2", 7), ("pp 2", 40), ("tp 4", 16), ("one process", 11)],
+    "tp 2": [("ZeRO 1 x 2", 16), ("ZeRO 3 x 2", 5), ("tp 2 x pp 2", 30), ("tp 2", 13)],
+    "tp 4": [("ZeRO 2 x 2", 9), ("sequence parallel", 24), ("pp 2 x ZeRO 3", 15), ("one process", 40)],
+    "pp 2": [("ZeRO 3 x 2", 20), ("tp 2", 17), ("tp 2 x ZeRO 3", 8), ("pp 2", 25)],
+    "sequence parallel": [("one process", 19), ("tp 4", 33), ("ZeRO 3 x 2", 12), ("pp 2", 6)],
+    "tp 2 x pp 2": [("tp 2 x ZeRO 3", 10), ("ZeRO 1 x 2", 40), ("tp 4", 14), ("pp 2 x ZeRO 3", 22)],
+}
+"""Layout of the generation to those of the scores, with batch sizes."""
 SECONDS = 900
 """For one call of all ranks."""
 Build = Callable[[str, torch.dtype], torch.nn.Module]

@@ -8,7 +8,7 @@ import torch
 
 from plait.errors import InputError
 from plait.inference.canonical import call
-from tests.parity.canonical_pairs import LAYOUTS, built, check, engine_of, generated, scored, sequences_of
+from tests.parity.canonical_pairs import LAYOUTS, PAIRS, built, check, engine_of, generated, scored, sequences_of
 from tests.parity.layouts import TWO
 from tests.pool import Pool
 
@@ -51,17 +51,6 @@ def test_all_ranks_hear_what_one_finds(pool: Pool) -> None:
 def test_every_layout(pool: Pool, kind: str, dtype: torch.dtype) -> None:
     for one in ("tp 2", "tp 2 x pp 2"):
         check(pool, kind, dtype, one, [(other, 3) for other in LAYOUTS], count=9, max_new_tokens=8)
-
-
-PAIRS: dict[str, list[tuple[str, int]]] = {
-    "ZeRO 3 x 2": [("tp 2", 7), ("pp 2", 40), ("tp 4", 16), ("one process", 11)],
-    "tp 2": [("ZeRO 1 x 2", 16), ("ZeRO 3 x 2", 5), ("tp 2 x pp 2", 30), ("tp 2", 13)],
-    "tp 4": [("ZeRO 2 x 2", 9), ("sequence parallel", 24), ("pp 2 x ZeRO 3", 15), ("one process", 40)],
-    "pp 2": [("ZeRO 3 x 2", 20), ("tp 2", 17), ("tp 2 x ZeRO 3", 8), ("pp 2", 25)],
-    "sequence parallel": [("one process", 19), ("tp 4", 33), ("ZeRO 3 x 2", 12), ("pp 2", 6)],
-    "tp 2 x pp 2": [("tp 2 x ZeRO 3", 10), ("ZeRO 1 x 2", 40), ("tp 4", 14), ("pp 2 x ZeRO 3", 22)],
-}
-"""Layout of the generation to those of the scores, with batch sizes."""
 
 
 @pytest.mark.proof

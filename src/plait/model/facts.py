@@ -101,10 +101,11 @@ def model_facts(model: nn.Module, blocks: Sequence[str], *, tensor_plan: TensorP
         parameter = found[key]
         unit = next((index for block, index in owner.items() if first.startswith(f"{block}.")), -1)
         listed.append(ParameterFacts(first, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, unit, tuple(also)))
-    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, _attention(model), _experts(model))
+    return ModelFacts(tuple(listed), tuple(blocks), tensor_plan, attention_facts(model), _experts(model))
 
 
-def _attention(model: nn.Module) -> AttentionFacts | None:
+def attention_facts(model: nn.Module) -> AttentionFacts | None:
+    """Of a model whose configuration has them."""
     config = getattr(model, "config", None)
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -105,6 +106,72 @@ def test_masked_keys_change_nothing_wherever_they_are(additive: bool) -> None:
         assert torch.equal(canonical(F.scaled_dot_product_attention, query, *around, given), found)
     nothing = canonical(F.scaled_dot_product_attention, query, key, value, torch.zeros(11, 11, dtype=torch.bool))
     assert not nothing.any()
+
+
+class Plain(nn.Module):
+    """Attention in plain operators, with what a model may do to scores and weights."""
+
+    def __init__(self, head_dim: int, weights: Callable[[torch.Tensor], torch.Tensor] = lambda weights: weights) -> None:
+        super().__init__()
+        self.head_dim, self._weights = head_dim, weights
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = 5 * torch.tanh(query @ key.mT / math.sqrt(self.head_dim) / 5) + mask
+        return self._weights(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)) @ value
+
+
+def plain(layer: Plain, *args: torch.Tensor) -> tuple[torch.Tensor, set[str]]:
+    """What it gives, and what is not known of it."""
+    arithmetic = Arithmetic(layer, None, keeps=True)
+    with torch.no_grad(), arithmetic():
+        found: torch.Tensor = layer(*args)
+    return found, arithmetic.unknown
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_attention_in_plain_operators(dtype: torch.dtype) -> None:
+    """A query's bits, whoever is beside it, and wherever keys are that it does not see; also where these are as many as a head is wide."""
+    layer = Plain(8)
+    query, key, value = (numbers(2, 4, 23, 8, dtype=dtype, seed=seed) for seed in range(3))
+    low = torch.finfo(dtype).min
+    mask = torch.zeros(23, 23, dtype=dtype).masked_fill(~torch.ones(23, 23, dtype=torch.bool).tril(), low)
+    found, unknown = plain(layer, query, key, value, mask)
+    wide = layer(*(one.double() for one in (query, key, value, mask)))
+    bar = max(20 * torch.finfo(dtype).eps, 1e-6)
+    assert not unknown and found.dtype == dtype and torch.allclose(found.double(), wide, rtol=bar, atol=bar * float(value.abs().max()))
+    for seen in (1, 8, 23):
+        last = slice(seen - 1, seen)
+        alone, unknown = plain(layer, query[1:, 2:, last], key[1:, 2:, :seen], value[1:, 2:, :seen], mask[last, :seen])
+        assert not unknown and torch.equal(alone, found[1:, 2:, last])
+    for before, after in ((3, 0), (0, 40), (17, 5)):
+        more = [
+            torch.cat([100 * one[:, :, :1].expand(2, 4, before, 8), one, -100 * one[:, :, :1].expand(2, 4, after, 8)], 2)
+            for one in (key, value)
+        ]
+        again, unknown = plain(layer, query, *more, F.pad(mask, (before, after), value=low))
+        assert not unknown and torch.equal(again, found)
+
+
+@pytest.mark.parametrize("keys", [1, 8, 9])
+def test_weights_that_were_changed_are_not_known(keys: int) -> None:
+    """Of one key and of as many as a head is wide, too."""
+    query, key, value = (numbers(2, 4, keys, 8, seed=seed) for seed in range(3))
+    for change in (lambda weights: weights * 1.5, lambda weights: weights + weights):
+        _, unknown = plain(Plain(8, change), query, key, value, torch.zeros(keys, keys))
+        assert len(unknown) == 1 and "aten.bmm.default, a product outside of linear layers and attention" in next(iter(unknown))
+
+
+def test_sums_of_plain_attention_with_a_bias() -> None:
+    """`baddbmm`, as ALiBi is added."""
+    layer = Plain(8)
+    query, key, bias = numbers(3, 5, 8), numbers(3, 7, 8, seed=1), numbers(3, 1, 7, seed=2)
+    arithmetic = Arithmetic(layer, None, keeps=True)
+    with torch.no_grad(), arithmetic():
+        found = torch.baddbmm(bias, query, key.mT, beta=0.5, alpha=0.3)
+        alone = torch.baddbmm(bias[1:2, :, 2:4], query[1:2, 3:4], key[1:2, 2:4].mT, beta=0.5, alpha=0.3)
+    wide = 0.5 * bias.double() + 0.3 * (query.double() @ key.double().mT)
+    assert not arithmetic.unknown and torch.allclose(found.double(), wide, atol=1e-4, rtol=1e-6)
+    assert torch.equal(alone, found[1:2, 3:4, 2:4])
 
 
 NORM = (numbers(24, seed=5), numbers(24, seed=6))
@@ -281,8 +348,8 @@ def test_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(InputError, match="CPUs only, and no kernels for meta"):
             call.check(engine.sharded, longest=3)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.module.config, "_attn_implementation", "eager")
-        refused('attention "eager"')
+        patch.setattr(engine.module.config, "_attn_implementation", "flex_attention")
+        refused('attention "flex_attention", but with scaled_dot_product_attention')
     with monkeypatch.context() as patch:
         patch.setattr(exact_products.torch, "matmul", lambda a, b, out: out.copy_(a.float() @ b.float()))
         refused("products of integers in float64 are not exact")

@@ -16,6 +16,7 @@ from plait.inference.canonical import sums
 from plait.inference.canonical.attention import attention
 from plait.inference.canonical.exact_products import slices_of
 from plait.inference.canonical.operators import Run, Unknown, replacement
+from plait.inference.canonical.plain_attention import PlainAttention
 from plait.inference.canonical.products import Products
 from plait.parallel.tensor.styles import Region
 
@@ -27,6 +28,7 @@ class Arithmetic:
         """`keeps`: see `Products`."""
         self._region = region
         self._products = Products(model, keeps=keeps)
+        self._plain = PlainAttention(model)
         self.unknown: set[str] = set()
         """Operators that the model has used and that may give other bits elsewhere."""
         self._functions: dict[Any, Callable[..., Any]] = {F.linear: self._linear, F.scaled_dot_product_attention: self._attention}
@@ -45,7 +47,7 @@ class Arithmetic:
     def replaced(self, operator: Any) -> Run | None:
         """What computes in place of an operator."""
         if operator not in self._replaced:
-            self._replaced[operator] = replacement(operator, self._products)
+            self._replaced[operator] = replacement(operator, self._products, self._plain)
         return self._replaced[operator]
 
     def function(self, function: Any) -> Callable[..., Any] | None:

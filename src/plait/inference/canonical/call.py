@@ -9,7 +9,7 @@ import torch
 from plait.checkpoint.agreement import together
 from plait.errors import InputError
 from plait.inference.canonical.arithmetic import Arithmetic
-from plait.inference.canonical.attention import MOST_KEYS
+from plait.inference.canonical.batched import MOST_KEYS
 from plait.inference.canonical.self_test import Broken, self_test
 from plait.inference.predictor import Predictor
 from plait.inference.quantised import SCALES
@@ -95,7 +95,7 @@ def _not_proven(sharded: ShardedModel) -> Iterator[str]:
     if config.compile.enabled:
         yield "torch.compile"
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if attention not in (None, "sdpa"):
+    if attention not in (None, "sdpa", "eager"):
         yield f'the attention "{attention}"{_OTHER_ATTENTION if getattr(model, "_supports_sdpa", False) else ""}'
 
 

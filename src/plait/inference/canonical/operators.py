@@ -12,19 +12,20 @@ import torch
 from plait._torch.operators import operator_name, schema_of, tree_flatten, tree_leaves, tree_unflatten
 from plait.inference.canonical import sums
 from plait.inference.canonical.elementwise import elementwise
+from plait.inference.canonical.plain_attention import PlainAttention
 from plait.inference.canonical.products import Products
 
 ROUNDED_ONCE = frozenset(
     {
         *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "relu", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"),
-        *("where", "masked_fill", "clone", "sign", "floor", "ceil", "round", "trunc", "isnan", "isinf", "logical_not", "logical_and"),
+        *("where", "masked_fill", "sign", "floor", "ceil", "round", "trunc", "isnan", "isinf", "logical_not", "logical_and"),
         *("logical_or", "eq", "ne", "lt", "le", "gt", "ge", "fill"),
     }
 )
 """Functions of single elements that every kernel rounds to the nearest number, or does not round."""
 UNCHANGED = frozenset(
     {
-        *("copy_", "_to_copy", "fill_", "zero_", "masked_fill_", "lift_fresh", "_local_scalar_dense", "equal", "cat", "stack", "repeat"),
+        *("copy_", "fill_", "zero_", "masked_fill_", "lift_fresh", "_local_scalar_dense", "equal", "cat", "stack", "repeat"),
         *("embedding", "gather", "index", "index_select", "masked_select", "take_along_dim", "amax", "amin", "argmax", "max", "min"),
         *(
             "empty",
@@ -59,14 +60,14 @@ class Unknown(Exception):
         self.found = found
 
 
-def replacement(operator: Any, products: Products) -> Run | None:
+def replacement(operator: Any, products: Products, attention: PlainAttention) -> Run | None:
     """What computes in place of an operator; None where it stays. What is returned may raise Unknown."""
     name = operator_name(operator)
     if operator.namespace in _MOVES:
         return _refused(operator) if operator.namespace != "fsdp" and any(part in name for part in _REDUCE) else None
     if operator.namespace != "aten":
         return _refused(operator)
-    own = _own(products).get(name)
+    own = _own(products, attention).get(name)
     if own is not None:
         return own(operator)
     if name in UNCHANGED or _is_view(operator):
@@ -123,7 +124,7 @@ def _of_elements(operator: Any, name: str) -> Run | None:
     return run
 
 
-def _own(products: Products) -> Mapping[str, Callable[[Any], Run]]:
+def _own(products: Products, attention: PlainAttention) -> Mapping[str, Callable[[Any], Run]]:
     def mm(operator: Any) -> Run:
         def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             if not (products.is_parameter(right) or products.is_parameter(left)):
@@ -142,9 +143,37 @@ def _own(products: Products) -> Mapping[str, Callable[[Any], Run]]:
 
     def bmm(operator: Any) -> Run:
         def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            if left.shape[-1] != 1:
-                raise Unknown(f"{operator}, a product outside of linear layers and scaled_dot_product_attention")
-            return left * right
+            return product_of(operator, left, right).to(left.dtype)
+
+        return run
+
+    def baddbmm(operator: Any) -> Run:
+        def run(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+            return (product_of(operator, left, right) * alpha + x.double() * beta).to(left.dtype)
+
+        return run
+
+    def product_of(operator: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        found = attention.product(left, right)
+        if found is None:
+            raise Unknown(f"{operator}, a product outside of linear layers and attention")
+        return found
+
+    def softmax(operator: Any) -> Run:
+        weights = _along_last(operator, sums.softmax)
+
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found: torch.Tensor = weights(*args, **kwargs)
+            attention.softmax(found)
+            return found
+
+        return run
+
+    def copy(operator: Any) -> Run:
+        def run(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            found: torch.Tensor = operator(x, **kwargs)
+            attention.copied(x, found)
+            return found
 
         return run
 
@@ -152,12 +181,15 @@ def _own(products: Products) -> Mapping[str, Callable[[Any], Run]]:
         "mm": mm,
         "addmm": addmm,
         "bmm": bmm,
+        "baddbmm": baddbmm,
+        "_to_copy": copy,
+        "clone": copy,
         "native_layer_norm": lambda _: _layer_norm,
         "_fused_rms_norm": lambda _: _rms_norm,
         "mean": lambda operator: _reduced(operator, sums.mean),
         "sum": lambda operator: _reduced(operator, sums.tree_sum),
-        "_softmax": lambda operator: _along_last(operator, sums.softmax),
-        "_safe_softmax": lambda operator: _along_last(operator, sums.softmax),
+        "_softmax": softmax,
+        "_safe_softmax": softmax,
         "_log_softmax": lambda operator: _along_last(operator, sums.log_softmax),
     }
 
