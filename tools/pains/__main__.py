@@ -1,6 +1,6 @@
 """Run the fifteen scenarios with Plait, Accelerate, DeepSpeed and the Trainer of Transformers, and write docs/pains.md.
 
-    python -m tools.pains                     all cells (half an hour on two cores)
+    python -m tools.pains                     all cells (10 to 30 minutes on two cores)
     python -m tools.pains --only 3 plait      one scenario, one library; either may be left out
     python -m tools.pains --page              the page alone, from benchmarks/results/pains.json
 
@@ -10,6 +10,7 @@ they were without.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -102,11 +103,23 @@ def _refused_file(tree: dict[str, Any]) -> dict[str, Any]:
     return {"outcome": "wrong", "said": "taken, and not computed"}
 
 
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """`only`: scenarios and libraries; `page`: whether nothing is run."""
+    assert __doc__ is not None
+    usage = {"prog": "python -m tools.pains", "description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(**usage)
+    choices = [*map(str, PAINS), *LIBRARIES]
+    parser.add_argument("--only", nargs="+", choices=choices, default=[], metavar="CELL", help=f"scenarios (1 to {len(PAINS)}), libraries")
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    return parser.parse_args(arguments)
+
+
 def main(arguments: list[str]) -> int:
     """Exit code 1 where Plait is wrong somewhere."""
+    asked = parsed(arguments)
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {"cells": {}}
-    if "--page" not in arguments:
-        only = [int(word) for word in arguments if word.isdigit()], [word for word in arguments if word in LIBRARIES]
+    if not asked.page:
+        only = [int(word) for word in asked.only if word.isdigit()], [word for word in asked.only if word in LIBRARIES]
         known.setdefault("versions", {}).update({name: version(name) for name in ("torch", "transformers", "accelerate", "peft")})
         if PEER:
             known["versions"]["deepspeed"] = subprocess.check_output([PEER, "-c", _VERSION], text=True).strip()

@@ -7,9 +7,9 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -47,6 +47,27 @@ def _mixed(value: Any) -> Any:
     return value ^ (value >> np.uint64(31))
 
 
+class Batches(Protocol):
+    """Training batches of one data-parallel rank, by their position."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences in one optimizer step over all ranks."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+
+    def at(self, position: int) -> dict[str, torch.Tensor]:
+        """This rank's share of the step at `position`."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides the position."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
+
 @dataclass(frozen=True)
 class Loader:
     """Training batches of one data-parallel rank."""
@@ -57,6 +78,11 @@ class Loader:
     seed: int
     dp_rank: int = 0
     dp_size: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequences.length
 
     def global_numbers(self, position: int) -> Array:
         """Which sequences the step at `position` takes, over all ranks: int64 [batch]. Every epoch takes each sequence once."""
@@ -72,6 +98,13 @@ class Loader:
         """This rank's share of that step: what `sequences` gives, int64 [batch / dp_size, length] each."""
         share = self.batch // self.dp_size
         return self.sequences.take(self.global_numbers(position)[self.dp_rank * share : (self.dp_rank + 1) * share])
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the position says it."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to do."""
 
 
 def validation_batches(sequences: Cut, *, limit: int, micro: int, dp_rank: int, dp_size: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -69,8 +69,7 @@ def write_tokens(
     with ExitStack() as held:
         files = {split: held.enter_context(open(folder / f"{split}.bin", "wb")) for split in counts}
         marks = {split: held.enter_context(open(folder / f"{split}.scored", "wb")) for split in counts} if encode else {}
-        encoded = _texts(documents, tokenizer, held_out) if encode is None else _rows(documents, encode, held_out)
-        for split, ids, scored, whole in encoded:
+        for split, ids, scored, whole in tokenised(documents, tokenizer, held_out=held_out, encode=encode):
             np.asarray(ids, dtype=dtype).tofile(files[split])
             counts[split] += len(ids)
             if scored is not None:
@@ -83,18 +82,23 @@ def write_tokens(
     (folder / "tokens.json").write_text(json.dumps({"format": FORMAT, "dtype": dtype.str, **counts, **facts}))
 
 
-_Part = tuple[str, list[int], list[bool] | None, bool]
+Part = tuple[str, list[int], list[bool] | None, bool]
 """(split, tokens, which are scored, whether the document ends with them)."""
 
 
-def _texts(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, held_out: float) -> Iterator[_Part]:
+def tokenised(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, held_out: float, encode: Encode | None) -> Iterator[Part]:
+    """Documents, or parts of long ones, in their order."""
+    return _texts(documents, tokenizer, held_out) if encode is None else _rows(documents, encode, held_out)
+
+
+def _texts(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, held_out: float) -> Iterator[Part]:
     for batch in _batches(_marked(documents, held_out)):
         encoded = tokenizer([piece.text for piece in batch], add_special_tokens=False, return_attention_mask=False, verbose=False)
         for piece, ids in zip(batch, encoded["input_ids"], strict=True):
             yield piece.split, [*ids, tokenizer.eos_token_id] if piece.ends else ids, None, piece.ends
 
 
-def _rows(documents: Iterable[str], encode: Encode, held_out: float) -> Iterator[_Part]:
+def _rows(documents: Iterable[str], encode: Encode, held_out: float) -> Iterator[Part]:
     for document in documents:
         ids, scored = encode(document)
         if ids:

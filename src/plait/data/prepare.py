@@ -9,16 +9,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.documents import Documents
-from plait.data.packing import FORMAT, Cut, Sequences, read_tokens, write_tokens
+from plait.data.loader import Batches, Loader
+from plait.data.packing import FORMAT, Cut, Encode, Sequences, Stream, read_tokens, write_tokens
+from plait.data.streamed_loader import StreamedLoader, StreamedSequences
+from plait.data.streamed_text import StreamedText
 from plait.data.templates import encoder
 from plait.data.text import open_corpus
 from plait.data.tokenizer import load_tokenizer, name_of, trained_tokenizer, vocabulary_size
 from plait.errors import InputError
+from plait.units import format_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,10 +37,24 @@ class Prepared:
     validation_note: str
     """How the validation text was chosen, for a person."""
     tokenizer: PreTrainedTokenizerBase
-    train: Cut
+    train: Cut | StreamedSequences
+    """The second of a text that is read as it is needed, whose length is not known."""
     validation: Cut
     identity: dict[str, str]
     """What two runs must share to see the same sequences: the text and the tokenizer, as a description and as a digest of their content."""
+
+    @property
+    def size(self) -> str:
+        """Of the training text, for a person."""
+        if isinstance(self.train, StreamedSequences):
+            return f"sequences of {self.train.length} tokens, {self.train.buffer:,} at a time"
+        return f"{format_count(len(self.train.stream))} tokens, {len(self.train):,} sequences of {self.train.length}"
+
+    def loader(self, batch: int, seed: int, *, dp_rank: int, dp_size: int) -> Batches:
+        """Training batches of a data-parallel rank. batch: sequences of a step over all ranks."""
+        kind: Any = StreamedLoader if isinstance(self.train, StreamedSequences) else Loader
+        made: Batches = kind(self.train, batch, seed, dp_rank, dp_size)
+        return made
 
 
 def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say: Callable[[str], None]) -> Prepared:
@@ -45,16 +63,16 @@ def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say
     own_tokenizer: where the model's tokenizer is, for a model that comes with weights; `section.tokenizer` goes before it.
     say: told of the steps that take time, before each. Raises InputError for text or a tokenizer that cannot be used.
     """
+    if section.streaming:
+        return _streamed(section, own_tokenizer, say)
     corpus = open_corpus(section, cache=cache)
     place = section.tokenizer or own_tokenizer
     if place is None and section.format != "text":
         rule = f'data.format = "{section.format}": a model from scratch has no tokenizer, and one that is trained has no chat template'
         raise InputError(f"{rule}; set data.tokenizer")
     tokenizer = load_tokenizer(place or trained_tokenizer(corpus, section, cache=cache, say=say))
-    tokenizer_name = name_of(tokenizer)
-    encode = None if section.format == "text" else encoder(tokenizer, section.format, scored=section.scored)
-    template = "" if encode is None else f"{section.format} {section.scored} {getattr(tokenizer, 'chat_template', None)}"
-    key = digest([FORMAT, corpus.fingerprint, tokenizer_name, str(section.validation_fraction), template])
+    encode, template = _encoding(section, tokenizer)
+    key = digest([FORMAT, corpus.fingerprint, name_of(tokenizer), str(section.validation_fraction), template])
 
     def tokenise(folder: Path) -> None:
         say(f"tokenising {corpus.description}")
@@ -70,17 +88,61 @@ def prepare(section: DataSection, *, cache: Path, own_tokenizer: str | None, say
         note = f"the last {100 * share:.3g} % of the text, as no whole document was chosen"
     if len(train) < 2:
         raise InputError(f"{corpus.place}: holds {len(train)} training tokens; name more text")
-    padding, cut = int(tokenizer.eos_token_id), Documents if section.packing == "documents" else Sequences
+    padding = int(tokenizer.eos_token_id)
     return Prepared(
         description=corpus.description,
         validation_note=note if share else "none held out",
         tokenizer=tokenizer,
-        train=cut(train, length, padding),
-        validation=cut(validation, length, padding),
-        identity={
-            "data.text": f"{corpus.description} ({corpus.fingerprint[:12]})",
-            "data.tokenizer": f"{vocabulary_size(tokenizer):,} tokens ({tokenizer_name[:12]})",
-            "data.packing": section.packing,
-            **({} if encode is None else {"data.format": f"{section.format}, scored: {section.scored} ({digest([template])[:12]})"}),
-        },
+        train=_cut(section)(train, length, padding),
+        validation=_cut(section)(validation, length, padding),
+        identity=_identity(section, f"{corpus.description} ({corpus.fingerprint[:12]})", tokenizer, template),
     )
+
+
+def _streamed(section: DataSection, own_tokenizer: str | None, say: Callable[[str], None]) -> Prepared:
+    """What of a streamed text is known before the run: how it is read, and what is held out of its first block."""
+    place = section.tokenizer or own_tokenizer
+    if place is None:
+        rule = "data.streaming: a model from scratch has no tokenizer, and none is trained on a text that is not kept"
+        raise InputError(f"{rule}; set data.tokenizer")
+    text, tokenizer = StreamedText(section), load_tokenizer(place)
+    encode, template = _encoding(section, tokenizer)
+    padding, share = int(tokenizer.eos_token_id), section.validation_fraction
+    sequences = StreamedSequences(
+        text, tokenizer, encode, _cut(section), section.sequence_length, padding, section.buffer_sequences, held_out=share
+    )
+    say(f"reading the first {section.buffer_sequences:,} sequences of {text.description}")
+    block = sequences.first_block()
+    if block.ends and not len(block.train):
+        raise InputError(f"{text.place}: holds {len(block.train.stream)} training tokens; name more text")
+    note = f"of the first {section.buffer_sequences:,}: {100 * share:.3g} % of the documents, chosen by a hash of each"
+    identity = _identity(section, f"{text.description} ({text.fingerprint()[:12]})", tokenizer, template)
+    return Prepared(
+        description=text.description,
+        validation_note=note if share else "none held out",
+        tokenizer=tokenizer,
+        train=sequences,
+        validation=_cut(section)(block.validation, section.sequence_length, padding),
+        identity=identity | {"data.buffer_sequences": str(section.buffer_sequences)},
+    )
+
+
+def _encoding(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[Encode | None, str]:
+    """(what makes tokens of a row; None of a text, everything that this depends on)."""
+    if section.format == "text":
+        return None, ""
+    template = f"{section.format} {section.scored} {getattr(tokenizer, 'chat_template', None)}"
+    return encoder(tokenizer, section.format, scored=section.scored), template
+
+
+def _cut(section: DataSection) -> Callable[[Stream, int, int], Cut]:
+    return Documents if section.packing == "documents" else Sequences
+
+
+def _identity(section: DataSection, text: str, tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
+    return {
+        "data.text": text,
+        "data.tokenizer": f"{vocabulary_size(tokenizer):,} tokens ({name_of(tokenizer)[:12]})",
+        "data.packing": section.packing,
+        **({"data.format": f"{section.format}, scored: {section.scored} ({digest([template])[:12]})"} if template else {}),
+    }

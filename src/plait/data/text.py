@@ -110,7 +110,7 @@ def _json_lines(files: list[Path], section: DataSection) -> Iterator[str]:
         with open(file, "rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield _text_of(_row_of(line, where := f"{file}, line {number}", section), section, where)
+                    yield text_of(_row_of(line, where := f"{file}, line {number}", section), section, where)
 
 
 def _row_of(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _row_of(line: bytes, where: str, section: DataSection) -> dict[str, Any]:
     return row
 
 
-def _text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
+def text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
     """The document of a row of JSON lines: its text, or the row in the form of `rows`."""
     if section.format != "text":
         return row_text(row, section.format, where=where)
@@ -169,7 +169,7 @@ def _source(file: Path) -> str:
 
 
 def _dataset(section: DataSection, cache: Path) -> Corpus:
-    name, data = section.paths[0], _load_dataset(section)
+    name, data = section.paths[0], load_dataset(section)
     if section.format == "text" and section.field not in data.column_names:
         raise InputError(f"data.field = {section.field!r}: {name!r} has the columns {', '.join(data.column_names)}; set data.field")
     columns = [column for column in COLUMNS.get(section.format, (section.field,)) if column in data.column_names]
@@ -196,7 +196,8 @@ def _dataset(section: DataSection, cache: Path) -> Corpus:
     )
 
 
-def _load_dataset(section: DataSection) -> Any:
+def load_dataset(section: DataSection, *, streaming: bool = False) -> Any:
+    """The split that `section` names: a `datasets.Dataset`, or an IterableDataset. Raises InputError."""
     try:
         import datasets
     except ImportError as error:
@@ -204,7 +205,7 @@ def _load_dataset(section: DataSection) -> Any:
     name, folder = section.paths[0], user_path(section.paths[0], "data.paths")
     try:
         if not any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
-            return datasets.load_dataset(name, section.subset, split=section.split)
+            return datasets.load_dataset(name, section.subset, split=section.split, streaming=streaming)
         data = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever the library's readers, the network and the hub raise
         rule = f"data.paths: the data set {name!r} cannot be opened ({str(error).strip()})"
@@ -212,4 +213,4 @@ def _load_dataset(section: DataSection) -> Any:
     splits = data if isinstance(data, dict) else {str(data.split or "train"): data}
     if section.split not in splits:
         raise InputError(f"data.split = {section.split!r}: the data set {name!r} has {', '.join(map(repr, splits))}; set data.split")
-    return splits[section.split]
+    return splits[section.split].to_iterable_dataset() if streaming else splits[section.split]

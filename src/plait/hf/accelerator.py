@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from plait.cluster.layout import SAMPLE_AXES, Layout
 from plait.config.resolving.resolve import Resolved
+from plait.data.stream_part import StreamPart, refuse_other_orders
 from plait.engine.engine import Engine
 from plait.errors import InputError
-from plait.hf.batches import Rounds, StreamPart
+from plait.hf.batches import Rounds
 from plait.sharded.model import owner_of
 from plait.sharded.parallel_model import ParallelModel, parallelize
 
@@ -123,6 +124,7 @@ class Accelerator(accelerate.Accelerator):
                 settings |= {"num_workers": 0, "multiprocessing_context": None}
                 for name in _KEPT_OF_WORKERS:
                     settings.pop(name, None)
+            refuse_other_orders(dataset, device=self.device)
             size = data_loader.batch_size
             part = StreamPart(dataset, batch_size=size, ranks=ranks, index=index, drop_last=drop_last)
             made = DataLoader(part, batch_size=size, drop_last=drop_last, **settings)

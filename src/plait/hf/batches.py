@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+
+from plait.data.stream_part import StreamPart
 
 
 class Rounds:
@@ -67,56 +68,6 @@ class Rounds:
     @property
     def present_last(self) -> int:
         """How many have at the last position of an epoch that was read to its end."""
-        return self._last[1] if self._last is not None else self.ranks
-
-
-class StreamPart(IterableDataset[Any]):
-    """A rank's part of an iterable data set, which every rank reads in full."""
-
-    def __init__(self, dataset: Any, *, batch_size: int, ranks: int, index: int, drop_last: bool) -> None:
-        self.dataset, self.batch_size, self.ranks, self.index, self.drop_last = dataset, batch_size, ranks, index, drop_last
-        self.epoch = 0
-        self._last: tuple[int, int] | None = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffled data sets have an order for every epoch."""
-        self.epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        samples, round_ = len(self.dataset), self.batch_size * self.ranks
-        return (samples // round_ if self.drop_last else math.ceil(samples / round_)) * self.batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        self._last = None
-        own = getattr(self.dataset, "generator", None)
-        if isinstance(own, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
-            own.manual_seed(self.epoch)
-        size, position = self.batch_size, 0
-        dealt: list[Any] = []
-        for sample in self.dataset:
-            dealt.append(sample)
-            if len(dealt) == size * self.ranks:
-                yield from dealt[self.index * size : (self.index + 1) * size]
-                dealt, position = [], position + 1
-        if not dealt or self.drop_last:
-            return
-        if self.ranks > 1 and get_worker_info() is not None:
-            # Nobody outside of this process learns which rank has none: repeat, as Accelerate does.
-            filled = dealt * math.ceil(size * self.ranks / len(dealt))
-            yield from filled[self.index * size : (self.index + 1) * size]
-            return
-        self._last = position, math.ceil(len(dealt) / size)
-        yield from dealt[self.index * size : (self.index + 1) * size] or dealt[:size]
-
-    def present(self, position: int) -> int:
-        """As `Rounds.present`."""
-        return self._last[1] if self._last is not None and position == self._last[0] else self.ranks
-
-    @property
-    def present_last(self) -> int:
-        """As `Rounds.present_last`."""
         return self._last[1] if self._last is not None else self.ranks
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from plait import exact
+from plait.checkpoint.folder import find
 from plait.cluster.topology import place
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, uncut
@@ -15,6 +19,7 @@ from plait.errors import InputError, warn
 TAG = "plait"
 """Folder of the engine's checkpoint in `checkpoint-N`."""
 SAMPLES = "samples of a step"
+_EPOCH, _READ = "epoch", "samples read of the epoch"
 
 
 class CheckpointMixin:
@@ -27,6 +32,25 @@ class CheckpointMixin:
     accelerator: Any
     lr_scheduler: Any
     state: Any
+    _epoch: int
+    _position: int
+    """Micro-batches of a rank that were read of the epoch."""
+
+    def _samples_of_round(self) -> int:
+        """Those of one micro-batch of all data-parallel ranks."""
+        return int(self.args.per_device_train_batch_size * self.accelerator.num_processes)
+
+    def _init_training_state(self, max_steps: int, steps_of_epoch: int, epochs: int, resume_from_checkpoint: Any, *others: Any) -> Any:
+        """(epochs, micro-batches of the next one) that were trained on. Where the length of the data is not known, Transformers takes the
+        run for one epoch; a checkpoint of Plait's has what was read of each."""
+        found = super()._init_training_state(max_steps, steps_of_epoch, epochs, resume_from_checkpoint, *others)  # type: ignore[misc]
+        if resume_from_checkpoint is None or epochs != sys.maxsize or self.args.ignore_data_skip:
+            return found
+        saved = find(Path(resume_from_checkpoint), TAG) if (Path(resume_from_checkpoint) / TAG).is_dir() else None
+        if saved is None:
+            return found
+        client = exact.decode(saved.manifest.metadata.get("client_state"), where="client_state")
+        return client[_EPOCH], math.ceil(client[_READ] / self._samples_of_round())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """A folder that `from_pretrained` opens, with all weights in full. Collective."""
@@ -45,7 +69,9 @@ class CheckpointMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
-        self.engine.save_checkpoint(output_dir, tag=TAG, client_state={SAMPLES: self.engine.train_batch_size()})
+        read = self._position * self._samples_of_round()
+        client = {SAMPLES: self.engine.train_batch_size(), _EPOCH: self._epoch, _READ: read}
+        self.engine.save_checkpoint(output_dir, tag=TAG, client_state=client)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 

@@ -29,7 +29,7 @@ from plait.hf.fields import examined
 from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
-from plait.hf.steps import Step, counted, from_output_stage, run_pipeline, step_of
+from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
 from plait.optim.lr_schedules import build_scheduler
 from plait.parallel.micro_batches import default_forward
 from plait.sharded.model import owner_of
@@ -43,6 +43,7 @@ class TrainerMixin(CheckpointMixin):
     trains_with_plait = True
     optimizer: Any
     callback_handler: Any
+    _batches: FilledStep
     gather_function: Any
 
     def __init__(self, *args: Any, plait_config: ConfigSource | None = None, **kwargs: Any) -> None:
@@ -211,23 +212,28 @@ class TrainerMixin(CheckpointMixin):
         self._epoch = kwargs["epoch"]
         return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The micro-batches of a step, and how many items all of them have. Collective."""
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """The micro-batches of a step, and how many items all of them have. A stream that ends inside of a step ends with it; Transformers
+        would add those gradients to the next one's. Collective."""
+        self._batches = FilledStep(epoch_iterator)
         with drawn_from("training", self.accelerator.seed, self._epoch, self._position, self.accelerator.process_index):
-            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+            return super().get_batch_samples(self._batches, *args, **kwargs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         assert self._step is not None
-        with self.accelerator.counting(present=self._step.present[self._step.begun - 1]):
-            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        present = self._step.present[self._step.begun - 1]
+        if present:
+            with self.accelerator.counting(present=present):
+                super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         layout, accelerator = self._resolved.layout, self.accelerator
         if accelerator.evaluates_alone:
             with accelerator.own_counts():
                 return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        count = len(batch_samples)
-        self._step = step_of(self._plan, position=self._position, count=count, ranks=layout.dp, index=accelerator.process_index)
+        filled = self._batches.filled
+        count, own = len(batch_samples) - filled, accelerator.process_index
+        self._step = step_of(self._plan, position=self._position, count=count, ranks=layout.dp, index=own, filled=filled)
         self._position += count
         return super()._get_num_items_in_batch(counted(batch_samples, self._step), device)  # type: ignore[misc]
 
@@ -248,7 +254,7 @@ class TrainerMixin(CheckpointMixin):
             return self._pipeline_step(engine, step, inputs, num_items_in_batch, scaled=scaled)
         engine.set_gradient_accumulation_boundary(step.is_last)
         engine.sharded.before_microbatch(last=step.is_last)
-        with self.accelerator.counting(present=step.present[index]), engine.sharded.guard.running("forward"):
+        with self.accelerator.counting(present=step.present[index] or None), engine.sharded.guard.running("forward"):
             loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         return loss * self._factor
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from plait.data.stream_part import StreamPart
 from plait.engine.engine import Engine
-from plait.hf.batches import Rounds, StreamPart
+from plait.hf.batches import Rounds
 
 IGNORED = -100
 _LABELS = ("labels", "shift_labels")
@@ -41,10 +42,28 @@ class Step:
         return 1.0 if scaled else len(self.own) * ranks / sum(self.present)
 
 
-def step_of(plan: Rounds | StreamPart | None, *, position: int, count: int, ranks: int, index: int) -> Step:
-    """The step of the `count` micro-batches of a loader from `position` on."""
-    present = [plan.present(position + i) if plan is not None else ranks for i in range(count)]
+def step_of(plan: Rounds | StreamPart | None, *, position: int, count: int, ranks: int, index: int, filled: int = 0) -> Step:
+    """The step of the `count` micro-batches of a loader from `position` on, and of `filled` more that are nobody's own."""
+    present = [plan.present(position + i) if plan is not None else ranks for i in range(count)] + [0] * filled
     return Step(present, [index < some for some in present])
+
+
+class FilledStep(Iterator[Any]):
+    """A step's micro-batches of an iterator: where that ends inside of the step, its last one again for those that are missing."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._last: Any = None
+        self.filled = 0
+
+    def __next__(self) -> Any:
+        try:
+            self._last = next(self._batches)
+        except StopIteration:
+            if self._last is None:
+                raise
+            self.filled += 1
+        return self._last
 
 
 def counted(batches: list[Any], step: Step) -> list[Any]:

@@ -177,7 +177,7 @@ def describe(checked: ValidatedRun, *, processes: int) -> list[tuple[str, str]]:
     where = f"from step {checked.position.step:,}" if checked.position.step else "from the beginning"
     return [
         ("model", f"{kind}, {format_count(checked.parameters)} parameters, {origin}"),
-        ("text", f"{data.description}: {format_count(len(data.train.stream))} tokens, {len(data.train):,} sequences of {length}; {held}"),
+        ("text", f"{data.description}: {data.size}; {held}"),
         ("layout", f"{where_it_runs}, ZeRO stage {resolved.data_parallel.stage}, computes in {computes_in}"),
         *_stages(checked),
         (

@@ -18,7 +18,7 @@ import torch
 from plait.checkpoint.folder import remove_old
 from plait.checkpoint.places import Place
 from plait.config.schema.sections import RunSection
-from plait.data.loader import Loader
+from plait.data.loader import Batches
 from plait.errors import NumbersError
 from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.clock import StepClock
@@ -66,7 +66,7 @@ class TrainingContext:
 
     engine: Trainable
     section: RunSection
-    loader: Loader
+    loader: Batches
     validation: Callable[[], Iterable[Any]]
     """This rank's validation batches, the same ones at each call; none where nothing is held out."""
     sample: Callable[[], str] | None
@@ -165,7 +165,7 @@ def _step_done(taken: _Taken, context: TrainingContext, *, seconds: float) -> St
         loss_scale=float(result.loss_scale),
         skipped=bool(result.skipped),
         weight=float(result.weight),
-        tokens=context.loader.batch * context.loader.sequences.length,
+        tokens=context.loader.batch * context.loader.length,
         seconds=seconds,
         memory_bytes=peak_memory_bytes(context.engine.device),
         exposed_communication_seconds=dict(result.exposed_communication_seconds),
@@ -200,7 +200,7 @@ class _Saving:
     def begin(self, position: Position) -> None:
         self.report(wait=True)
         self._position, self._began = position, time.perf_counter()
-        state = {**self.context.client_state, "step": position.step, "samples": position.samples}
+        state = {**self.context.client_state, "step": position.step, "samples": position.samples, "loader": self.context.loader.state()}
         tag = f"step-{position.step:08d}"
         self.context.engine.save_checkpoint(self.context.checkpoints, tag=tag, client_state=state, wait=False)
 

@@ -26,8 +26,9 @@ from plait.comm import links
 from plait.config.resolving.resolve import Resolved, resolve
 from plait.config.schema.config import Config
 from plait.config.schema.sections import DataSection, ModelSection, RunSection
-from plait.data.loader import Loader, validation_batches
+from plait.data.loader import Batches, validation_batches
 from plait.data.prepare import Prepared, prepare
+from plait.data.streamed_loader import StreamedSequences
 from plait.engine import generators
 from plait.engine.build import Given, begin
 from plait.engine.engine import Engine
@@ -107,8 +108,8 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
     if data.packing == "documents":
         _check_documents(built.kind)
     checked = checked_model(built.model, resolved)
-    batch, have = resolved.batch.train_batch_size, len(prepared.train)
-    if have < batch:
+    batch = resolved.batch.train_batch_size
+    if not isinstance(prepared.train, StreamedSequences) and (have := len(prepared.train)) < batch:
         rule = f"one step takes {batch} sequences and the text has {have} of {data.sequence_length} tokens"
         remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
@@ -233,10 +234,10 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
         _same_everywhere(checked)
         notes: list[str] = []
         position = checked.position
-        if position.step:
-            loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
-            assert loaded is not None  # `_same_everywhere`: every rank has found it
-            position = Position(loaded[1]["step"], loaded[1]["samples"])  # of an older one, where the newest is damaged
+        batch = resolved.batch.train_batch_size
+        loader = checked.data.loader(batch, resolved.seed, dp_rank=engine.dp_rank, dp_size=engine.dp_size)
+        if position.step:  # of an older checkpoint, where the newest is damaged
+            position = _load(engine, checked, loader, notes)
         if engine.rank == 0:
             checked.folder.write(resolved, checked.data.tokenizer)
 
@@ -247,15 +248,13 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
         left_out: set[int] = set()
         for left in range(section.roll_backs, -1, -1):
             try:
-                return train(_job(checked, engine, stop, emit, notes, position, left_out), position)
+                return train(_job(checked, engine, loader, stop, emit, notes, position, left_out), position)
             except NumbersError as error:
                 engine.checkpoint_written(wait=True)  # so that all ranks find the same
                 if not left or find(checked.folder.checkpoints) is None:
                     raise
                 notes = [str(error)]
-                loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
-                assert loaded is not None  # every rank has found it
-                position = Position(loaded[1]["step"], loaded[1]["samples"])
+                position = _load(engine, checked, loader, notes)
                 if error.of_batch and error.samples is not None:
                     left_out.add(error.samples)
                 notes.append(f"went back to step {position.step}; {left - 1} more times before the run ends")
@@ -263,6 +262,14 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
     finally:
         with held:
             engine.close()
+
+
+def _load(engine: Engine, checked: ValidatedRun, loader: Batches, notes: list[str]) -> Position:
+    """The engine and the loader as the newest checkpoint that can be read has them."""
+    loaded = engine.load_checkpoint(checked.folder.checkpoints, on_note=notes.append)
+    assert loaded is not None  # every rank has found it, see `_same_everywhere`
+    loader.restore(loaded[1].get("loader", {}))
+    return Position(loaded[1]["step"], loaded[1]["samples"])
 
 
 def _claim(checked: ValidatedRun, held: ExitStack) -> None:
@@ -290,6 +297,7 @@ def _same_everywhere(checked: ValidatedRun) -> None:
 def _job(
     checked: ValidatedRun,
     engine: Engine,
+    loader: Batches,
     stop: StopRequest,
     emit: Listener,
     notes: Sequence[str],
@@ -315,7 +323,7 @@ def _job(
     return TrainingContext(
         engine=engine,
         section=section,
-        loader=Loader(data.train, resolved.batch.train_batch_size, resolved.seed, engine.dp_rank, engine.dp_size),
+        loader=loader,
         validation=validation,
         sample=write if section.sample is not None else None,
         checkpoints=checked.folder.checkpoints,

@@ -144,6 +144,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "data.packing": ({}, "joined", "documents"),
     "data.subset": (LABELLED, "a", "b"),
     "data.split": (LABELLED, "train", "test"),
+    "data.streaming": (LABELLED, False, True),
+    "data.buffer_sequences": ({**LABELLED, "data.streaming": True}, 1024, 64),
     "data.tokenizer": ({}, "a", "b"),
     "data.vocab_size": ({}, 8192, 4096),
     "data.sequence_length": ({}, 256, 128),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from plait.hf.batches import EpochOrder, Rounds, StreamPart
+from plait.data.stream_part import StreamPart
+from plait.hf.batches import EpochOrder, Rounds
 
 
 def rounds(samples: int, size: int, ranks: int, index: int, *, drop_last: bool = False) -> Rounds:

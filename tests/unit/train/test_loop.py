@@ -171,7 +171,7 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint(tmp_path: Path, number: 
     assert isinstance(events[-1], RunEnded)
     assert events[-1].reason == "interrupted"
     assert _told(events)[-3:] == [("StepDone", 2), ("CheckpointSaved", 2), ("RunEnded", 2)]
-    assert engine.states == [{"identity": {"a": 1}, "step": 2, "samples": 4}]
+    assert engine.states == [{"identity": {"a": 1}, "step": 2, "samples": 4, "loader": {}}]
 
 
 def test_a_signal_in_the_last_step_does_not_spoil_the_end(tmp_path: Path) -> None:

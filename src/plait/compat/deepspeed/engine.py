@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plait.cluster.topology import place
-from plait.compat.deepspeed.loaders import loader_of
+from plait.compat.deepspeed.loaders import StreamLoader, loader_of
 from plait.compat.deepspeed.optimizer import EngineOptimizer
 from plait.compat.deepspeed.refused import METHODS, missing
 from plait.compat.deepspeed.saved import SavedState
@@ -40,7 +40,7 @@ class DeepSpeedEngine(SavedState):
         """None where `initialize` was given none: the engine computes forwards alone."""
         self.lr_scheduler = engine.lr_scheduler if trains else None
         self.collate_fn = collate_fn
-        self.training_dataloader: DataLoader[Any] | None = None
+        self.training_dataloader: DataLoader[Any] | StreamLoader | None = None
         self.micro_steps = 0
         """Calls of `step`."""
         self.is_reduced = False
@@ -170,7 +170,7 @@ class DeepSpeedEngine(SavedState):
         data_sampler: Sampler[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DataLoader[Any]:
+    ) -> DataLoader[Any] | StreamLoader:
         """A loader of this data-parallel rank's samples; shuffled in the route `train`, in order in `eval` and `predict`."""
         return loader_of(
             self.plait,

@@ -15,6 +15,7 @@ from plait.compat.deepspeed import held
 from plait.compat.deepspeed.constructor import refuse_lost_writes
 from plait.compat.deepspeed.distributed import PORT, refuse_no_group, refuse_port
 from plait.compat.deepspeed.engine import DeepSpeedEngine
+from plait.compat.deepspeed.loaders import StreamLoader
 from plait.compat.deepspeed.optimizer import EngineOptimizer
 from plait.compat.deepspeed.pipe import PipelineModule
 from plait.compat.deepspeed.pipeline_engine import PipelineEngine
@@ -50,7 +51,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, DataLoader[Any] | StreamLoader | None, Any]:
     """Shard `model` in place as the configuration says. Returns (engine, optimizer, data loader of `training_data` or None, schedule).
     Without any optimizer the engine computes forwards alone, and optimizer and schedule are None.
 

@@ -62,6 +62,11 @@ class DataSection(Policy):
     """Which configuration of a hub data set (`wikitext-2-raw-v1`)."""
     split: str = "train"
     """Which split of a data set to read. Validation text is held out of it, see `validation_fraction`."""
+    streaming: bool = False
+    """Read the rows of `datasets` as they are needed, again for every epoch, and keep nothing: for what does not fit on the disk, or never
+    ends. Every process reads and tokenises all rows. Needs a tokenizer, in `tokenizer` or `model.path`."""
+    buffer_sequences: Annotated[Whole, Field(ge=1)] = 1024
+    """With `streaming`: at least this many sequences are read and shuffled together. Validation text is held out of the first ones."""
     tokenizer: Place | None = None
     """A folder, a `tokenizer.json` or a hub name. Left out: the tokenizer in `model.path`; for a model from scratch, a byte-level BPE
     with `vocab_size` entries, trained on the training text and cached."""
@@ -101,6 +106,10 @@ class DataSection(Policy):
             raise ValueError(f'source "datasets" reads exactly one data set and `paths` has {len(self.paths)}; name one folder or hub name')
         if self.source != "datasets" and (self.subset is not None or self.split != "train"):
             raise ValueError(f'`subset` and `split` belong to source "datasets", not "{self.source}"; leave them out')
+        if self.source != "datasets" and self.streaming:
+            raise ValueError(f'`streaming` belongs to source "datasets", not "{self.source}"; leave it out')
+        if not self.streaming and "buffer_sequences" in self.model_fields_set:
+            raise ValueError("`buffer_sequences` is read with `streaming` alone; leave it out, or set `streaming` to true")
         return self
 
 

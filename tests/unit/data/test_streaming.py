@@ -1,0 +1,227 @@
+"""A text that is read as it is needed: its sequences are those of the prepared text, on any number of ranks, from any position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from plait import exact
+from plait.config.resolving.resolve import load
+from plait.config.schema.sections import DataSection
+from plait.data.loader import Batches
+from plait.data.packing import IGNORED
+from plait.data.prepare import Prepared, prepare
+from plait.data.tokenizer import is_held_out
+from plait.errors import CheckpointError, ConfigError, InputError
+from tests.unit.data.byte_tokenizer import tokenizer
+
+LENGTH, BATCH = 16, 4
+KINDS = ["disk", "parquet", "jsonl"]
+
+
+def texts(count: int = 150) -> list[str]:
+    """Of 1 to 40 letters, all different."""
+    draw = np.random.default_rng(3)
+    return [f"{number}" + "abcdefghij"[number % 10] * int(draw.integers(0, 38)) for number in range(count)]
+
+
+def conversations(count: int = 60) -> list[dict[str, Any]]:
+    found = []
+    for number in range(count):
+        turns = (("user", f"{number}?"), ("assistant", "Yes. " * (1 + number % 3)))
+        found.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    return found
+
+
+def written(folder: Path, rows: list[dict[str, Any]], kind: str) -> str:
+    """A data set that the library opens."""
+    place, half = folder / kind, len(rows) // 2
+    place.mkdir(parents=True)
+    if kind == "disk":
+        Dataset.from_list(rows).save_to_disk(str(place))
+    for number, part in enumerate((rows[:half], rows[half:])):
+        if kind == "parquet":
+            Dataset.from_list(part).to_parquet(str(place / f"{number}.parquet"), batch_size=7)
+        elif kind == "jsonl":
+            (place / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return str(place)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Prepares rows, in either way."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    places: dict[str, str] = {}
+
+    def opens(rows: list[dict[str, Any]], *, kind: str = "disk", fraction: float = 0.1, **settings: Any) -> Prepared:
+        if kind not in places:
+            places[kind] = written(tmp_path, rows, kind)
+        given: dict[str, Any] = {"validation_fraction": fraction, "tokenizer": str(tmp_path / "tokenizer"), "sequence_length": LENGTH}
+        section = DataSection(source="datasets", paths=(places[kind],), **{**given, **settings})
+        return prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=lambda _: None)
+
+    return opens
+
+
+def rows_of(found: list[str]) -> list[dict[str, Any]]:
+    return [{"text": text} for text in found]
+
+
+def loader_of(data: Prepared, rank: int = 0, ranks: int = 1) -> Batches:
+    return data.loader(BATCH, 5, dp_rank=rank, dp_size=ranks)
+
+
+def batches(loader: Batches, first: int, last: int) -> list[dict[str, torch.Tensor]]:
+    return [loader.at(step * BATCH) for step in range(first, last)]
+
+
+def assert_equal(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("packing", ["joined", "documents"])
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_one_block_is_the_prepared_text(opened: Any, form: str, packing: str) -> None:
+    """Bit by bit, in both epochs, with what is held out."""
+    rows = rows_of(texts()) if form == "text" else conversations()
+    whole = opened(rows, format=form, packing=packing)
+    streamed = opened(rows, format=form, packing=packing, streaming=True)
+    steps = 2 * len(whole.train) // BATCH + 1
+    assert_equal(batches(loader_of(streamed), 0, steps), batches(loader_of(whole), 0, steps))
+    numbers = np.arange(len(whole.validation))
+    assert len(numbers) > 1
+    assert_equal([streamed.validation.take(numbers)], [whole.validation.take(numbers)])
+
+
+@pytest.mark.parametrize("packing", ["joined", "documents"])
+def test_every_epoch_has_each_training_document_once(opened: Any, packing: str) -> None:
+    """In several blocks, against the documents themselves."""
+    found = texts()
+    data = opened(rows_of(found), streaming=True, buffer_sequences=30, packing=packing)
+    loader, epochs = loader_of(data), 2
+    kept: list[int] = []
+    while (state := loader.state())["epoch"] < epochs and len(kept) < 10**6:
+        assert state["block"] < 10
+        kept += [int(token) for token in loader.at(state["position"])["input_ids"].flatten()]
+    expected = [token for text in found if not is_held_out(text, 0.1) for token in tokenizer()(text)["input_ids"]]
+    ends = tokenizer().eos_token_id
+    seen = np.bincount([token for token in kept if token != ends], minlength=257)
+    wanted = np.bincount(expected, minlength=257) * epochs
+    # The last batch of the loop may have begun the epoch after these; `documents` leaves out what is one token alone.
+    assert 0 <= (seen - wanted).max() <= BATCH * LENGTH
+    assert (wanted - seen).max() <= (0 if packing == "joined" else epochs * len(found))
+    assert state["block"] >= 0 and loader.sequences.buffer * LENGTH < len(expected)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_from_every_position_on_any_number_of_ranks(opened: Any, kind: str) -> None:
+    """Within blocks, at their ends and over those of epochs; what is kept passes through a checkpoint's metadata."""
+    data = opened(rows_of(texts()), kind=kind, streaming=True, buffer_sequences=20)
+    loader, wanted, states = loader_of(data), [], []
+    for step in range(56):
+        states.append(json.dumps(exact.encode(loader.state(), "state")))
+        wanted += batches(loader, step, step + 1)
+    assert {json.loads(state)["epoch"] for state in states} >= {0, 1}
+    over = next(step for step, state in enumerate(states) if json.loads(state)["epoch"])
+    for step in (0, 1, 4, 5, 6, 11, 28, over - 2, over - 1, over, over + 1):
+        for ranks in (1, 2, 4):
+            parts = []
+            for rank in range(ranks):
+                again = loader_of(data, rank, ranks)
+                again.restore(exact.decode(json.loads(states[step]), where="state"))
+                parts.append(batches(again, step, step + 2))
+            together = [{name: torch.cat([part[at][name] for part in parts]) for name in wanted[0]} for at in range(2)]
+            assert_equal(together, wanted[step : step + 2])
+
+
+def test_a_batch_that_is_left_out(opened: Any) -> None:
+    data = opened(rows_of(texts()), streaming=True, buffer_sequences=20)
+    wanted = batches(loader_of(data), 0, 8)
+    loader = loader_of(data)
+    found = [loader.at(step * BATCH) for step in (0, 1, 5, 6, 7)]
+    assert_equal(found, [wanted[step] for step in (0, 1, 5, 6, 7)])
+
+
+def test_blocks_larger_than_the_text_and_batches_larger_than_a_block(opened: Any) -> None:
+    data = opened(rows_of(texts(70)), streaming=True, buffer_sequences=1)
+    found = data.loader(50, 0, dp_rank=0, dp_size=1).at(0)
+    assert found["input_ids"].shape == (50, LENGTH) and (found["labels"] != IGNORED).any(1).all()
+
+
+def test_a_text_that_has_changed_is_refused(opened: Any, tmp_path: Path) -> None:
+    data = opened(rows_of(texts()), kind="jsonl", streaming=True, buffer_sequences=20)
+    loader = loader_of(data)
+    batches(loader, 0, 30)
+    state = loader.state()
+    assert state["block"]
+    for file in (tmp_path / "jsonl").iterdir():
+        file.write_text(file.read_text().replace('"text": "', '"text": "another '))
+    with pytest.raises(CheckpointError, match="the text has changed: another document is where the checkpoint goes on, after 120 seq"):
+        loader_of(data).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "said"),
+    [
+        ([{"text": "abc"}, {"text": None}], {}, "row 1: 'text' holds a NoneType and not a string"),
+        ([{"words": "abc"}], {}, "row 0: has no field 'text'; it has 'words'; set data.field"),
+        ([{"text": ""}], {"packing": "documents"}, "holds 1 training tokens"),
+        ([{"text": ""}] * 300, {"packing": "documents"}, "holds 300 training tokens"),
+        ([{"text": "abc"}], {"split": "test"}, "has 'train'; set data.split"),
+        ([{"messages": []}], {"format": "chat"}, "row 0: 'messages' is not a list with messages"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused_before_the_run(
+    opened: Any, rows: list[dict[str, Any]], settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        opened(rows, streaming=True, fraction=0.0, **settings)
+
+
+def test_a_row_that_cannot_be_read_later(opened: Any) -> None:
+    """Named by its number in the pass, also after a run went on."""
+    data = opened([*rows_of(texts(200)), {"text": None}], streaming=True, buffer_sequences=20)
+    loader = loader_of(data)
+    batches(loader, 0, 10)
+    again = loader_of(data)
+    again.restore(loader.state())
+    with pytest.raises(InputError, match="row 200: 'text' holds a NoneType"):
+        batches(again, 10, 200)
+
+
+def test_a_text_of_nothing_later_does_not_turn_for_ever(opened: Any) -> None:
+    """Each document has an end-of-text token alone, and a block never has a sequence."""
+    data = opened([{"text": ""}] * 300, streaming=True, packing="joined", buffer_sequences=1, fraction=0.0)
+    broken = data.loader(1, 0, dp_rank=0, dp_size=1)
+    assert broken.at(0)["input_ids"].shape == (1, LENGTH)  # joined, they are one
+    object.__setattr__(data.train, "cut", lambda stream, length, padding: [])
+    with pytest.raises(InputError, match="holds no sequence of two training tokens"):
+        data.loader(1, 0, dp_rank=0, dp_size=1).at(0)
+
+
+def test_it_needs_a_tokenizer(tmp_path: Path) -> None:
+    section = DataSection(source="datasets", paths=(written(tmp_path, rows_of(texts()), "disk"),), streaming=True)
+    with pytest.raises(InputError, match=r"none is trained on a text that is not kept; set data.tokenizer"):
+        prepare(section, cache=tmp_path, own_tokenizer=None, say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"source": "jsonl", "paths": ["a"], "streaming": True}, '`streaming` belongs to source "datasets", not "jsonl"'),
+        ({"source": "datasets", "paths": ["a"], "buffer_sequences": 7}, "`buffer_sequences` is read with `streaming` alone"),
+        ({"source": "datasets", "paths": ["a"], "streaming": True, "buffer_sequences": 0}, "buffer_sequences"),
+    ],
+)
+def test_settings_that_do_not_go_together(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load({"train_batch_size": 1, "data": section})
