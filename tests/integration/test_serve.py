@@ -262,6 +262,14 @@ def test_a_port_that_is_taken(server: Running, folder: Path, capsys: pytest.Capt
     assert end.value.code == 2 and f"--port {server.port}: Address already in use" in capsys.readouterr().err
 
 
+def test_keys_and_values_on_the_host_are_for_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi")
+    for budget in ([], ["--cpu-budget", "1GiB"]):
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "--model", str(folder), "--offload-cache", *budget])
+        assert end.value.code == 2 and "on the CPU keys and values are in host memory already; leave it out" in capsys.readouterr().err
+
+
 def test_without_fastapi(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.cli.serve.find_spec", lambda _: None)
     with pytest.raises(SystemExit):

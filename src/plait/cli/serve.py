@@ -64,6 +64,7 @@ def serve_command(
     quant: Annotated[Quant, _memory(metavar="NAME", help="Linear layers in int8, int4; or none.")] = Quant.none,
     gpu_budget: Annotated[str | None, _memory(metavar="SIZE", help="Of a GPU's memory; other layers are streamed to it.")] = None,
     cpu_budget: Annotated[str | None, _memory(metavar="SIZE", help="Of host memory; what does not fit is read from disk.")] = None,
+    offload_cache: Annotated[bool, _memory("--offload-cache", help="Keep keys and values in host memory, for a GPU.")] = False,
 ) -> None:
     """Answer OpenAI's requests (completions and chat, also streamed) on this machine's loopback, with one device.
 
@@ -94,7 +95,7 @@ def serve_command(
     form = None if quant is Quant.none else quant.value
     unloaded = source.model(kind)
     most = _most_tokens(unloaded, max_model_len)
-    work = Work(source, unloaded if form is None else quantised_copy(unloaded, form), most, batch_size, form is not None)
+    work = Work(source, unloaded if form is None else quantised_copy(unloaded, form), most, batch_size, form is not None, offload_cache)
     if any(budgets):
         found = deploy_streamed(work, gpu_budget=budgets[0], cpu_budget=budgets[1])
     else:
@@ -112,7 +113,7 @@ def serve_command(
         of = {name: getattr(found, name) for name in ("budget_bytes", "other_bytes", "host_bytes")}
         sharded, _ = load_streamed(source, **of, dtype=kind, quant=form)
     name = served_model_name or model.resolve().name
-    scheduler = Scheduler(sharded, tokenizer, at_once=batch_size, waiting=max_waiting)
+    scheduler = Scheduler(sharded, tokenizer, at_once=batch_size, waiting=max_waiting, offload_cache=offload_cache)
     scheduler.start()
     try:
         print(f"http://127.0.0.1:{on.getsockname()[1]}/v1 has {name!r}, {batch_size} requests of {most:,} tokens at once", file=sys.stderr)

@@ -26,12 +26,17 @@ def keep_rows(cache: Any, rows: torch.Tensor) -> bool:
     layers = cache.own_layers() if isinstance(cache, StageCaches) else list(cache.layers)
     if not all(callable(getattr(layer, "batch_select_indices", None)) for layer in layers):
         return False
-    filled = [layer for layer in layers if layer.is_initialized]
-    if getattr(cache, "offloading", False) and filled:
-        accelerator.synchronize(filled[0].device)  # layers are on their way to the host, and the first one back from it
+    wait_for_layers(cache)
     for layer in layers:
         layer.batch_select_indices(rows.to(layer.keys.device) if layer.is_initialized else rows)
     return True
+
+
+def wait_for_layers(cache: Any) -> None:
+    """Of a cache whose layers wait on the host: until none is on its way there or back."""
+    filled = [layer for layer in getattr(cache, "layers", ()) if layer.is_initialized]
+    if getattr(cache, "offloading", False) and filled:
+        accelerator.synchronize(filled[0].device)
 
 
 def takes_cache(model: nn.Module) -> bool:

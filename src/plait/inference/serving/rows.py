@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from plait.errors import InputError
 from plait.inference.choose import ENDS, Chooser
 from plait.inference.serving.job import Job, Told
-from plait.sharded.cache import keep_rows
+from plait.sharded.cache import keep_rows, wait_for_layers
 
 Predict = Callable[[dict[str, torch.Tensor], Any], torch.Tensor]
 """(inputs, cache) to logits [rows, vocabulary] of the last position; keys and values are added to the cache."""
@@ -66,10 +66,13 @@ class Rows:
     def take(self, other: Rows) -> None:
         """The jobs of both; `other` is empty afterwards."""
         length = max(self.length, other.length)
+        for cache in (self.cache, other.cache):
+            wait_for_layers(cache)
         for mine, its in zip(self.cache.layers, other.cache.layers, strict=True):
             if mine.is_initialized and its.is_initialized:
                 for name in ("keys", "values"):
-                    both = [_padded(getattr(one, name), length) for one in (mine, its)]
+                    place = getattr(mine, name).device  # of layers that wait on the host, the next one's is the device already
+                    both = [_padded(getattr(one, name).to(place), length) for one in (mine, its)]
                     setattr(mine, name, torch.cat(both))
                     setattr(its, name, None)
         masks = [F.pad(one._mask, (length - one.length, 0)) for one in (self, other)]

@@ -27,11 +27,12 @@ class Full(InputError):
 class Scheduler:
     """Of a model in one process. `start`, `submit` from any thread, `stop`."""
 
-    def __init__(self, sharded: ShardedModel, tokenizer: Any, *, at_once: int, waiting: int) -> None:
-        """`at_once` requests are decoded together, and `waiting` may wait. Raises InputError for a model that keeps no keys and values."""
+    def __init__(self, sharded: ShardedModel, tokenizer: Any, *, at_once: int, waiting: int, offload_cache: bool = False) -> None:
+        """`at_once` requests are decoded together, and `waiting` may wait. `offload_cache` keeps keys and values in pinned host memory, for
+        a GPU. Raises InputError for a model that keeps none."""
         if not takes_cache(sharded.model):
             raise InputError(f"{type(sharded.model).__name__} keeps no keys and values (past_key_values), which serving needs")
-        self._sharded, self._tokenizer = sharded, tokenizer
+        self._sharded, self._tokenizer, self._offload_cache = sharded, tokenizer, offload_cache
         self._at_once, self._most_waiting = at_once, waiting
         self._predict = partial(_predicted, Predictor(sharded))
         self._waiting: deque[Job] = deque()
@@ -87,7 +88,8 @@ class Scheduler:
             rows.drop_cancelled()
         while self.running < self._at_once and (job := self._next()) is not None:
             try:
-                new = started(job, self._predict, self._sharded.new_cache(), self._tokenizer, prefill=PREFILL)
+                cache = self._sharded.new_cache(on_host=self._offload_cache)
+                new = started(job, self._predict, cache, self._tokenizer, prefill=PREFILL)
             except Exception as error:
                 job.tell(Told(error=str(error)))
                 if not isinstance(error, InputError):  # logits that are not finite are of this request alone
