@@ -113,6 +113,15 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def half_of_a_character(text: str) -> str | None:
+    """The first lone surrogate of a text, as Python writes it: JSON and command lines can have one, tokenizers and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start])
+    return None
+
+
 def warn(message: str) -> None:
     """A warning at the line of the user's own code that called Plait, however deep in Plait it is found."""
     here = os.path.dirname(__file__) + os.sep

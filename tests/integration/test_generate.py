@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import plait
 from plait.cli.main import main
 from plait.inference.canonical import call
 from plait.inference.canonical.self_test import Broken
 from plait.inference.source import open_source
+from plait.inference.stored import stored_tensors
 from tests.integration.model_folder import PAGE, adapter_of, model_folder
 
 LINES = [{"prompt": "def read", "id": 7}, {"token_ids": [5, 6, 7]}, {"prompt": "a"}]
@@ -128,6 +132,9 @@ def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: p
         ('{"token_ids": []}', "token_ids must be a list of token ids"),
         ('{"token_ids": [true]}', "must be a list of token ids"),
         ('{"messages": ["x"]}', "messages must be a list of {role, content}"),
+        ('{"prompt": "a\\ud800"}', "line 2: holds '\\ud800', half of a character"),
+        ('{"prompt": "a", "name": "\\udfff"}', "line 2: holds '\\udfff', half of a character"),
+        ("[" * 100_000, "line 2: is nested too deeply"),
     ],
 )
 def test_a_wrong_line(line: str, words: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,12 +143,79 @@ def test_a_wrong_line(line: str, words: str, folder: Path, tmp_path: Path, capsy
     assert words in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
 
 
+def test_line_separators_in_a_text_end_no_line(folder: Path, tmp_path: Path) -> None:
+    """U+2028, U+0085 and form feeds may stand in a JSON text; --out writes them as they are."""
+    texts = ["a\u2028b", "a\u0085b", "a\x0bb"]
+    given, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts), encoding="utf-8")
+    run("--model", str(folder), "--prompts", str(given), "--out", str(out), "--max-new-tokens", "2", code=0)
+    assert [json.loads(line)["prompt"] for line in out.read_text(encoding="utf-8").split("\n")[:-1]] == texts
+
+
 def test_a_folder_that_is_none(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("--model", str(tmp_path / "no"), "--prompt", "a", code=2)
     assert "is no folder" in capsys.readouterr().err
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     run("--model", str(tmp_path), "--prompt", "a", code=4)
     assert "neither model.safetensors.index.json nor model.safetensors is there" in capsys.readouterr().err
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _miscounted(path: Path) -> None:
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**fields, "num_attention_heads": "four"}))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a shard that is cut off": (lambda path: _cut(path / "model.safetensors"), "model.safetensors is no readable safetensors file"),
+    "a shard of other bytes": (
+        lambda path: (path / "model.safetensors").write_bytes(b"\xa5" * 5000),
+        "model.safetensors is no readable safetensors file",
+    ),
+    "an index that is no JSON": (
+        lambda path: (path / "model.safetensors.index.json").write_text("{"),
+        "model.safetensors.index.json is no index of safetensors",
+    ),
+    "an index without names": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": []}'),
+        "weight_map is not tensors' names to files",
+    ),
+    "an index of other files": (
+        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-9.safetensors"}}'),
+        "names files that are not there: model-9.safetensors",
+    ),
+    "a tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
+    "generation settings": (
+        lambda path: (path / "generation_config.json").write_text("{"),
+        "its generation_config.json cannot be read",
+    ),
+    "a configuration": (_miscounted, "Transformers cannot build it: TypeError: Field 'num_attention_heads' expected int"),
+}
+
+
+@pytest.mark.parametrize("what", list(BROKEN))
+def test_a_broken_folder(what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A message, and no traceback, with and without a budget."""
+    broken = shutil.copytree(folder, tmp_path / "model")
+    change, words = BROKEN[what]
+    change(broken)
+    for more in ([], ["--cpu-budget", "300KiB"]):
+        run("--model", str(broken), "--prompt", "a", "--max-new-tokens", "2", *more, code=4 if "index" in what or "shard" in what else 2)
+        assert words in capsys.readouterr().err, more
+
+
+def test_an_index_of_wrong_files(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = shutil.copytree(folder, tmp_path / "model")
+    names = stored_tensors(broken / "model.safetensors")
+    shutil.copy(broken / "model.safetensors", broken / "first.safetensors")
+    save_file({"model.norm.weight": torch.ones(32)}, broken / "second.safetensors")
+    table = dict.fromkeys(names, "first.safetensors") | {"lm_head.weight": "second.safetensors"}
+    (broken / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    run("--model", str(broken), "--prompt", "a", code=4)
+    assert "second.safetensors is no readable safetensors file (File does not contain tensor lm_head.weight" in capsys.readouterr().err
 
 
 def test_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

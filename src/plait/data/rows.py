@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from plait.errors import InputError
+from plait.errors import InputError, half_of_a_character
 
 COLUMNS = {"chat": ("messages",), "instruct": ("prompt", "completion", "instruction", "input", "output")}
 """The columns that a format reads, where a row has them."""
@@ -17,7 +17,10 @@ COLUMNS = {"chat": ("messages",), "instruct": ("prompt", "completion", "instruct
 
 def row_text(row: Mapping[str, Any], form: str, *, where: str) -> str:
     """The row as JSON with sorted keys. Raises InputError, naming `where`, for one that lacks what the format needs."""
-    return json.dumps(_conversation(row, where) if form == "chat" else _pair(row, where), sort_keys=True)
+    found = _conversation(row, where) if form == "chat" else _pair(row, where)
+    if (half := half_of_a_character(json.dumps(found, ensure_ascii=False, default=str))) is not None:
+        raise InputError(f"{where}: holds {half}, half of a character (a lone surrogate); correct it, or leave it out")
+    return json.dumps(found, sort_keys=True)
 
 
 def _conversation(row: Mapping[str, Any], where: str) -> dict[str, Any]:

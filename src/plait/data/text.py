@@ -19,7 +19,7 @@ from typing import Any
 from plait.config.schema.sections import DataSection
 from plait.data.cache import built_once, digest
 from plait.data.rows import COLUMNS, row_text
-from plait.errors import InputError
+from plait.errors import InputError, half_of_a_character
 from plait.files import user_path
 
 _READ_BYTES = 1 << 20
@@ -137,17 +137,9 @@ def text_of(row: Mapping[str, Any], section: DataSection, where: str) -> str:
         raise InputError(
             f"{where}: {field!r} holds a {type(row[field]).__name__} and not a string; set data.field to the field with the text"
         )
-    if (half := _half_of_a_character(row[field])) is not None:
+    if (half := half_of_a_character(row[field])) is not None:
         raise InputError(f"{where}: {field!r} holds {half}, half of a character (a lone surrogate); correct the line, or leave it out")
     return str(row[field])
-
-
-def _half_of_a_character(text: str) -> str | None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return ascii(text[error.start])
-    return None
 
 
 def _standard_library() -> Corpus:

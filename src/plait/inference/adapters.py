@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from plait.errors import CheckpointError, InputError
 from plait.inference.stored import Stored, stored_tensors
 from plait.model.tied import tied_names
-from plait.sharded.load_weights import read_tensor
+from plait.sharded.load_weights import opened, read_tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
@@ -108,7 +107,7 @@ class Adapter:
         """Give tensors of a model, or of a rank's part of it, their values where the adapter has them, in the dtype that they have. Returns
         the others, by the base's names."""
         replaced, others = self.replaced, {}
-        with safe_open(self.folder / WEIGHTS, framework="pt") as file, torch.no_grad():
+        with opened(self.folder / WEIGHTS) as file, torch.no_grad():
             names = {base_tensor(name.removeprefix(_START)): name for name in file.keys()}  # noqa: SIM118 (no mapping)
             for name, tensor in tensors.items():
                 stored = _in_file(name) if is_adapters(name) else base_tensor(name)

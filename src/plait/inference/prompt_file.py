@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.errors import InputError
+from plait.errors import InputError, half_of_a_character
 from plait.inference.requests import Generation
 
 KEYS = ("prompt", "token_ids", "messages")
@@ -31,7 +31,7 @@ def read_prompts(path: Path) -> list[Line]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--prompts {path}: {getattr(error, 'strerror', None) or error}; name a readable JSONL file") from None
-    found = [_line(row, f"--prompts {path}, line {number}") for number, row in enumerate(text.splitlines(), 1) if row.strip()]
+    found = [_line(row, f"--prompts {path}, line {number}") for number, row in enumerate(text.split("\n"), 1) if row.strip()]
     if not found:
         raise InputError(f'--prompts {path}: has no line; write one JSON object a line, such as {{"prompt": "Once"}}')
     return found
@@ -40,6 +40,8 @@ def read_prompts(path: Path) -> list[Line]:
 def _line(row: str, where: str) -> Line:
     try:
         fields = json.loads(row)
+    except RecursionError:
+        raise InputError(f"{where}: is nested too deeply; a line is one JSON object") from None
     except ValueError as error:
         raise InputError(f"{where}: is not JSON: {error}") from None
     if not isinstance(fields, dict) or len(given := [key for key in KEYS if key in fields]) != 1:
@@ -53,6 +55,8 @@ def _line(row: str, where: str) -> Line:
     if not right:
         kind = {"prompt": "a text", "token_ids": "a list of token ids", "messages": "a list of {role, content}"}[key]
         raise InputError(f"{where}: {key} must be {kind}, not {json.dumps(prompt)[:60]}")
+    if (half := half_of_a_character(json.dumps(fields, ensure_ascii=False))) is not None:
+        raise InputError(f"{where}: holds {half}, half of a character (a lone surrogate); correct the line")
     return Line(prompt, fields)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import InputError
+from plait.errors import InputError, half_of_a_character
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ def _ids(prompt: Any, index: int, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, str) or _is_conversation(prompt):
         if tokenizer is None:
             raise InputError(f"prompt {index} is a text, and generate was given no tokenizer; pass tokenizer=, or token ids")
+        written = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
+        if (half := half_of_a_character(written)) is not None:
+            raise InputError(f"prompt {index} holds {half}, half of a character (a lone surrogate), which no tokenizer knows; correct it")
         if isinstance(prompt, str):
             found = tokenizer(prompt)["input_ids"]
         elif getattr(tokenizer, "chat_template", None) is None:

@@ -17,7 +17,7 @@ from plait.checkpoint.folder import Found
 from plait.checkpoint.inspect import open_one
 from plait.checkpoint.load import Reader
 from plait.checkpoint.model_content import START, content
-from plait.errors import CheckpointError, InputError
+from plait.errors import CheckpointError, InputError, first_line
 from plait.inference.adapters import Adapter, base_folder, is_adapter_folder, open_adapter
 from plait.model.described import require_transformers
 from plait.model.tied import tied_names
@@ -56,7 +56,12 @@ class Source:
 
         found = described(self.folder, dtype=dtype)
         if (self.folder / "generation_config.json").is_file():
-            found.generation_config = GenerationConfig.from_pretrained(self.folder)
+            try:
+                found.generation_config = GenerationConfig.from_pretrained(self.folder)
+            except Exception as error:  # of a file that is no JSON, and of values, each in its own way
+                raise InputError(
+                    f"--model {self.name}: its generation_config.json cannot be read ({first_line(error)}); correct or remove it"
+                ) from error
         return found
 
     def filler(self) -> Filler:
@@ -113,7 +118,12 @@ class Source:
             return None
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.tokenizer_folder)
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer_folder)
+        except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
+            raise InputError(
+                f"--model {self.name}: its tokenizer cannot be loaded ({first_line(error)}); save it anew with save_pretrained"
+            ) from error
 
 
 class _Some(nn.Module):
@@ -138,8 +148,9 @@ def described(config: Path | Mapping[str, Any], *, dtype: torch.dtype | None) ->
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(found, dtype=dtype or found.dtype or torch.float32)
             return model
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # each configuration class validates in its own way
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = lines[-1 if len(lines) == 2 else 0] if lines else type(error).__name__
         name = config["model_type"] if isinstance(config, Mapping) else config
         raise InputError(f"--model {name}: Transformers cannot build it: {first}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -48,17 +49,19 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             if begin > size:
                 raise ValueError(f"its header would end at byte {begin:,} of {size:,}")
             header: dict[str, Any] = json.loads(file.read(begin - 8))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from None
-    found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        low, high = entry["data_offsets"]
-        if begin + high > size:
-            raise CheckpointError(f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off")
-        found[name] = Stored(path, begin + low, high - low, _DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
-    return found
+        return {name: _entry(path, name, entry, begin, size) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no readable safetensors file: {error}; download or save the folder again") from None
+
+
+def _entry(path: Path, name: str, entry: dict[str, Any], begin: int, size: int) -> Stored:
+    low, high = entry["data_offsets"]
+    if begin + high > size:
+        raise CheckpointError(f"{path}: {name} would end at byte {begin + high:,} of {size:,}; the file is cut off")
+    dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+    if low < 0 or high < low or (dtype is not None and math.prod(shape) * dtype.itemsize != high - low):
+        raise ValueError(f"{name} is {entry['dtype']} {list(shape)} in bytes {low:,} to {high:,}")
+    return Stored(path, begin + low, high - low, dtype, shape)
 
 
 def read_into(file: int, view: memoryview, stored: Stored, ended: threading.Event, *, first: int = 0) -> None:

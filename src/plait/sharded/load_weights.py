@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,21 +25,42 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAPPED = 64 << 20
 """Bytes that are read before a file is opened anew: what was read of an open one stays mapped, and would take the memory twice."""
+_AGAIN = "download or save the folder again"
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name to the file that holds it. Raises CheckpointError where the folder holds no safetensors."""
+    """Tensor name to the file that holds it. Raises CheckpointError where the folder holds no safetensors that can be read."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
-        table = json.loads(index.read_text())["weight_map"]
+        table = _weight_map(index)
         missing = sorted({name for name in table.values() if not (folder / name).is_file()})
         if missing:
-            raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing[:4])}; download the folder again")
+            raise CheckpointError(f"{index}: names files that are not there: {', '.join(missing[:4])}; {_AGAIN}")
         return {tensor: folder / name for tensor, name in table.items()}
     if single.is_file():
-        with safe_open(single, framework="pt") as file:
+        with opened(single) as file:
             return dict.fromkeys(file.keys(), single)
     raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE} is there; give a folder written by save_pretrained")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors ({type(error).__name__}: {error}); {_AGAIN}") from error
+    if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+        raise CheckpointError(f"{index} is no index of safetensors: weight_map is not tensors' names to files; {_AGAIN}")
+    return table
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises CheckpointError where it, or a tensor that is asked of it, cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is no readable safetensors file ({error}); {_AGAIN}") from error
 
 
 def load_weights(
@@ -65,7 +88,7 @@ def load_weights(
     with torch.no_grad():
         for path, names in by_file.items():
             for some in _few(names, wanted):
-                with safe_open(path, framework="pt") as file:
+                with opened(path) as file:
                     for name in some:
                         read_tensor(file.get_slice(source[name]), wanted[name], name, path)
                         filled(wanted[name])

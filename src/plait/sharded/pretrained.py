@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from plait.cluster.topology import place
@@ -41,7 +42,10 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
             )
         with torch.device("meta"):
             model: Any = _built(kind, config, dtype)
-    except (OSError, ValueError, KeyError) as error:
+        settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    except InputError:
+        raise
+    except Exception as error:  # each configuration class validates in its own way
         raise InputError(f"plait.from_pretrained({str(name)!r}): {kind.__name__} cannot be built of it ({first_line(error)})") from error
     try:
         sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
@@ -50,9 +54,12 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
             warn(
                 f"plait.from_pretrained: Transformers loads {folder} in full in every process, because it converts or adds weights: {error}"
             )
-        return kind.from_pretrained(folder, dtype=dtype, **fields).train()
-    if (folder / "generation_config.json").is_file() and getattr(model, "generation_config", None) is not None:
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        try:
+            return kind.from_pretrained(folder, dtype=dtype, **fields).train()
+        except SafetensorError:
+            raise error from None
+    if settings is not None and getattr(model, "generation_config", None) is not None:
+        model.generation_config = settings
     object.__setattr__(model, _ATTRIBUTE, folder)
     return model.train()
 

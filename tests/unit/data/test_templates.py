@@ -131,3 +131,15 @@ def test_a_model_from_scratch_needs_a_tokenizer(tmp_path: Path) -> None:
     section = DataSection(source="jsonl", paths=(str(tmp_path / "a.jsonl"),), format="instruct")
     with pytest.raises(InputError, match=r"has no chat template; set data\.tokenizer"):
         prepare(section, cache=tmp_path / "cache", own_tokenizer=None, say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "a\udfff"}]}),
+        ("instruct", {"prompt": "a", "completion": "\udfff"}),
+    ],
+)
+def test_half_of_a_character_is_refused(form: str, row: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"rows.jsonl, line 3: holds '\\udfff', half of a character"):
+        row_text(row, form, where="rows.jsonl, line 3")

@@ -52,3 +52,9 @@ def test_a_conversation_needs_a_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(InputError, match="has no chat template"):
         token_ids([{"role": "user", "content": "a"}], tokenizer)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
+def test_half_of_a_character_is_refused(prompt: Any) -> None:
+    with pytest.raises(InputError, match=r"prompt 0 holds '\\ud800', half of a character"):
+        token_ids(prompt, object())

@@ -75,6 +75,10 @@ def test_another_order_and_a_failed_forward(saved: tuple[Chain, Path], streamed:
     assert torch.equal(model(x), saved[0](x))
 
 
+def _with_header(header: bytes, more: int = 0) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(more)
+
+
 def test_headers_that_are_not_what_they_say(tmp_path: Path, saved: tuple[Chain, Path]) -> None:
     path = tmp_path / "bad.safetensors"
     whole = saved[1].read_bytes()
@@ -83,6 +87,11 @@ def test_headers_that_are_not_what_they_say(tmp_path: Path, saved: tuple[Chain, 
         (b"\xff" * 16, "header would end at byte"),
         (b"", "no readable"),
         (whole[:20], "header would"),
+        (_with_header(b'["a"]'), "no readable"),
+        (_with_header(b'{"a": {"dtype": "F32", "shape": [2]}}'), "no readable.*data_offsets"),
+        (_with_header(b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', 8), "a is F32 .3. in bytes 0 to 8"),
+        (_with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', 8), "in bytes 8 to 0"),
+        (_with_header(b"[" * 100_000), "no readable"),
     ):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=words):

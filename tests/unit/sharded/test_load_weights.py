@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import plait
+from plait.errors import CheckpointError
 from plait.sharded import load_weights as module
 from plait.sharded.load_weights import load_weights
 
@@ -39,3 +41,15 @@ def test_a_file_is_mapped_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     seen.clear()
     load_weights(model, tmp_path, filled=lambda _: seen.append(mapped_bytes(path)))
     assert max(seen) > 6 * tensor  # what the first part of this test is about
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    """Also by what would go on to load the folder with Transformers."""
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no readable safetensors file \(.*\); download or save"):
+        load_weights(nn.Linear(1, 1), tmp_path)
+    with pytest.warns(UserWarning, match="loads"), pytest.raises(CheckpointError, match=r"model.safetensors is no readable"):
+        plait.from_pretrained(tmp_path)
