@@ -115,8 +115,7 @@ def generate(
             yield from decoder.forwards(requests[first : first + size], first, answers[first : first + size])
 
     before = sharded.waits.take()
-    with untouched(model, mesh.device), ExitStack() as stack:
-        stack.enter_context(sharded.evaluating())
+    with sharded.evaluating(), untouched(model, mesh.device), ExitStack() as stack:
         if holds:
             stack.enter_context(kept_gathered(model))
         run(predictor, work(), apart=not gathers, arithmetic=arithmetic)

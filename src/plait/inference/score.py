@@ -59,7 +59,7 @@ def score(
         Predictor(sharded, arithmetic or nullcontext), tokenizer, canonical_log_softmax if canonical else log_softmax, vocabulary=vocabulary
     )
     before = sharded.waits.take()
-    with untouched(sharded.model, mesh.device), sharded.evaluating():
+    with sharded.evaluating(), untouched(sharded.model, mesh.device):
         run(
             scorer.predictor,
             scorer.forwards([request.token_ids for request in requests], batch_size),

@@ -6,6 +6,7 @@ steps one brings it (`stepper`, `update`).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from plait.comm.waits import Waits
 from plait.comm.watch import WATCH
 from plait.config.resolving.batch import CALLERS, MICRO
 from plait.config.resolving.resolve import Resolved
-from plait.errors import NumbersError
+from plait.errors import InputError, NumbersError
 from plait.optim.backward_optimizer import BackwardOptimizer
 from plait.optim.disk_optimizer import DiskTier
 from plait.optim.gradient_norm import global_norm
@@ -60,6 +61,9 @@ class ShardedModel:
         scale = config.precision.loss_scale
         self.scaler = LossScaler(scale) if scale is not None else None
         self.is_evaluating = False
+        self._evaluates_in: int | None = None
+        """The thread."""
+        self._turn = threading.Lock()
         self._compared = ExitStack()
         if config.faults.check_collectives and mesh.layout.world_size > 1:
             self._compared.enter_context(ComparedCollectives())
@@ -238,19 +242,23 @@ class ShardedModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end."""
-        if self.is_evaluating:
+        """The model in evaluation mode; parameters that `predict` gathers are resharded at the end. Raises InputError where another thread
+        is in it: the first to leave would take the other out of evaluation mode."""
+        if self._evaluates_in == threading.get_ident():
             yield
             return
-        training, self.is_evaluating = self.model.training, True
+        if not self._turn.acquire(blocking=False):
+            raise InputError("another thread evaluates this model or generates with it; make such calls one after the other")
+        training, self.is_evaluating, self._evaluates_in = self.model.training, True, threading.get_ident()
         self.model.eval()
         try:
             with self.guard.running("forward"), WATCH.during(board.EVALUATION):
                 yield
         finally:
-            self.is_evaluating = False
+            self.is_evaluating, self._evaluates_in = False, None
             self.model.train(training)
             free_gathered(self.model)
+            self._turn.release()
 
     @contextmanager
     def logits_for(self, loss_fn: object) -> Iterator[None]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+import plait
+from plait.errors import InputError
 from plait.inference.untouched import untouched
+from tests.parity import cases
 
 
 class Changing(nn.Module):
@@ -48,3 +57,34 @@ def test_dynamic_rotary_frequencies() -> None:
             model(longer)
         assert torch.equal(model.model.rotary_emb.inv_freq, LlamaForCausalLM(config).model.rotary_emb.inv_freq)
         assert torch.equal(model(ids).logits, before)
+
+
+def test_a_second_thread_is_refused_and_a_call_within_a_call_is_not() -> None:
+    """The model has dropout: the first thread to end would put it back into training mode under the other."""
+    model = cases.build("gpt2", tied=True, dtype=torch.float32, device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    engine = plait.initialize(model, {"train_micro_batch_size_per_gpu": 1}, loss_fn=plait.causal_lm_loss)
+    engine.module.train()
+    (expected,), inner = engine.generate([[1, 2]], max_new_tokens=8), engine.generate([[3]], max_new_tokens=2)
+    heard: list[str] = []
+
+    def beside(call: Callable[[], Any]) -> None:
+        with pytest.raises(InputError) as found:
+            call()
+        heard.append(str(found.value))
+
+    def note(_: int, token: int) -> None:
+        for call in (lambda: engine.generate([[1, 2]], max_new_tokens=8), lambda: engine.score([[1, 2]])):
+            thread = threading.Thread(target=beside, args=(call,))
+            thread.start()
+            thread.join(20)
+        assert engine.generate([[3]], max_new_tokens=2) == inner
+
+    (made,) = engine.generate([[1, 2]], max_new_tokens=8, on_token=note)
+    assert made == expected and len(heard) == 16 and engine.module.training
+    assert all("another thread evaluates this model or generates with it" in words for words in heard)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(engine.generate, [[1, 2]], max_new_tokens=8).result() == [expected]
+    engine.close()

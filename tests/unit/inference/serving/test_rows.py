@@ -101,8 +101,12 @@ def test_failures_reach_those_that_wait(tmp_path: Path, monkeypatch: pytest.Monk
     sharded = served(tmp_path / "model", "llama")
     scheduler = Scheduler(sharded, Words(), at_once=2, waiting=3)
     first, second = Client(0, new=50), Client(1, new=50)
-    with pytest.raises(Full, match="0 requests wait, and 3 may; try again later"):
+    with pytest.raises(Full, match="4 prompts in one request, and 3 may wait; send fewer at once"):
         scheduler.submit(*(Client(0).job for _ in range(4)))
+    full = Scheduler(sharded, Words(), at_once=2, waiting=3)
+    full.submit(first.job, second.job)
+    with pytest.raises(Full, match="2 requests wait, and 3 may; try again later"):
+        full.submit(*(Client(0).job for _ in range(2)))
     predict, calls = scheduler._predict, []
 
     def failing(*args: Any) -> torch.Tensor:
