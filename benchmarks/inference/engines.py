@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plait.inference import stream
 from plait.inference.generate import generate
 from plait.inference.load import load_model
+from plait.inference.reading import Block, FileReader
 from plait.inference.source import open_source
-from plait.inference.stored import Stored
 from plait.inference.stream import WeightStream
 from plait.inference.streamed import load_streamed
 
@@ -68,14 +67,15 @@ def dropped(folder: Path) -> None:
 
 def throttled(bytes_per_second: float) -> None:
     """Reads of streamed weights take as long as at that rate, or longer; a sleep that was too long is made up for."""
-    read, due = stream.read_into, [0.0]
+    read, due, turn = FileReader.read_block, [0.0], threading.Lock()
 
-    def slow(file: int, view: memoryview, stored: Stored, ended: threading.Event, *, first: int = 0) -> None:
-        due[0] = max(due[0], time.perf_counter() - 0.02) + len(view) / bytes_per_second
-        read(file, view, stored, ended, first=first)
-        time.sleep(max(0.0, due[0] - time.perf_counter()))
+    def slow(self: FileReader, block: Block) -> None:
+        with turn:
+            due[0] = end = max(due[0], time.perf_counter() - 0.02) + block.size / bytes_per_second
+        read(self, block)
+        time.sleep(max(0.0, end - time.perf_counter()))
 
-    stream.read_into = slow
+    FileReader.read_block = slow  # type: ignore[method-assign]
 
 
 def plait(folder: Path, asked: dict[str, Any]) -> tuple[Callable[[int, int], list[list[int]]], WeightStream | None]:

@@ -11,6 +11,7 @@ every layout.
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import time
@@ -177,6 +178,7 @@ def two(function: Any, size: str, pair: tuple[str, str]) -> tuple[int, list[Time
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     rows: dict[str, Callable[[str], tuple[int, list[Times]]]] = {"two models of one process": one_process}
     for pair in PAIRS:

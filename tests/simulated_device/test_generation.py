@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import plait
-from plait.inference import stream, streamed
+from plait.inference import reading, stream, streamed
 from plait.inference.capacity import LAYERS_THERE, cache_bytes
 from plait.inference.load import load_model
 from plait.inference.requests import Request
@@ -49,7 +49,7 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
     """Tokens of several calls, and how the model was kept. Runs in a worker."""
     device: Any = sys.modules["simulated_device.on_torch"]
     before = device.pinned_bytes()
-    read = stream.read_into
+    read = reading.read_into
 
     def seen_by_the_device(file: int, view: memoryview, *args: Any, **options: Any) -> None:
         """A read writes to memory behind torch's back; the device looks for races in what torch does."""
@@ -64,7 +64,7 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
             torch.zeros(8, device="cuda").add_(1)
             super().__init__(*args, **options)
 
-    stream.read_into, streamed.WeightStream = seen_by_the_device, Busy
+    reading.read_into, streamed.WeightStream = seen_by_the_device, Busy
     sharded, planned = load_streamed(open_source(Path(folder)), budget_bytes=budget + OTHER, other_bytes=OTHER, host_bytes=host)
     held = torch.accelerator.memory_allocated()
     streaming = sharded.hooks.of(Streaming)
@@ -77,7 +77,7 @@ def generated(rank: int, world: int, folder: str, budget: int, host: int, times:
         "held": held, "peak": torch.accelerator.max_memory_allocated(), "read": streaming.stream.bytes_read,
     }  # fmt: skip
     sharded.close()
-    stream.read_into, streamed.WeightStream = read, stream.WeightStream
+    reading.read_into, streamed.WeightStream = read, stream.WeightStream
     del sharded, streaming
     torch.cuda.synchronize()
     seen["left"] = device.pinned_bytes() - before

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.cluster import accelerator
-from plait.cluster.host_memory import free_host_bytes
 from plait.errors import InputError
+from plait.inference.reading import FileReader, Part
 from plait.inference.stored import Stored, read_into, stored_tensors
-from plait.inference.stream import WeightStream
+from plait.inference.stream import WeightStream, comes_from_disk
 
 SAMPLE = 256 << 20
 """Bytes that are read or copied."""
@@ -32,32 +32,29 @@ def measure_files(tensors: Sequence[Stored], *, total: int) -> tuple[float, str]
     if not size:
         raise InputError("no weights are read from files, so their rate cannot be measured")
     cold = comes_from_disk(total)
-    files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in chosen}}
-    place = bytearray(max(one.size for one in chosen))
-    view = memoryview(place)
-    ended = threading.Event()
+    place = torch.empty(max(one.size for one in chosen), dtype=torch.uint8)
+    parts = [Part(one, 0, place[: one.size]) for one in chosen]
+    reader = FileReader({one.path for one in chosen}, largest=size, keeps=not cold)
     try:
         if cold:
-            for one in chosen:
-                os.posix_fadvise(files[one.path], one.offset, one.size, os.POSIX_FADV_DONTNEED)
+            _drop(chosen)
         else:
-            for one in chosen[:1]:  # the place's own pages are new
-                read_into(files[one.path], view[: one.size], one, ended)
+            reader.read(parts[:1])  # the place's own pages are new
         began = time.perf_counter()
-        for one in chosen:
-            read_into(files[one.path], view[: one.size], one, ended)
+        reader.read(parts)
         seconds = time.perf_counter() - began
     finally:
-        for file in files.values():
-            os.close(file)
+        reader.close()
     how = "from the disk" if cold else "as the kernel has the files in its cache now"
     return size / seconds, f"{size >> 20} MiB read here, {how}"
 
 
-def comes_from_disk(total: int) -> bool:
-    """Whether the kernel cannot keep `total` bytes of files in its cache."""
-    free = free_host_bytes()
-    return free is not None and total > free
+def _drop(tensors: Sequence[Stored]) -> None:
+    """From the kernel's cache."""
+    for one in tensors:
+        file = os.open(one.path, os.O_RDONLY)
+        os.posix_fadvise(file, one.offset, one.size, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 def measure_overlap(tensors: Sequence[Stored], *, rows: int, dtype: torch.dtype) -> float:

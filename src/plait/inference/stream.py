@@ -4,7 +4,7 @@ There are `SLOTS` places for the weights of a block where the model computes; wh
 that has none, in the order in which blocks run and from the last one to the first of the next token. The parameters of a block are views
 into its place while it runs, and empty otherwise. Numbers are those of the model in memory, bit for bit: only where weights lie differs.
 
-A thread fills places. On the CPU it reads a block's weights from the model's safetensors files into its place. On another device they are
+Threads fill places. On the CPU they read a block's weights from the model's safetensors files into its place. On another device they are
 copied there from pinned host memory, on a stream of their own: the stream waits until the block that had the place before has computed, and
 the computation waits for the copy. Where all blocks fit into host memory they are read once; of the others each place has a staging buffer,
 which a file is read into while the device works.
@@ -12,7 +12,6 @@ which a file is read into while the device works.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,10 +22,12 @@ import torch
 from torch import nn
 
 from plait._torch.modules import own_parameters
-from plait.cluster import accelerator
+from plait.cluster import accelerator, huge_pages
+from plait.cluster.host_memory import free_host_bytes
 from plait.errors import CheckpointError
 from plait.inference.adapters import is_adapters
-from plait.inference.stored import Stored, read_into
+from plait.inference.reading import FileReader, Part
+from plait.inference.stored import Stored
 
 SLOTS = 2
 """The weights that a block computes with, and those that are brought meanwhile."""
@@ -91,7 +92,7 @@ class _Slot:
 
 
 class WeightStream:
-    """Of one process. Owns a thread, the files and the places; `close` ends them."""
+    """Of one process. Owns threads, the files and the places; `close` ends them."""
 
     def __init__(
         self,
@@ -109,17 +110,19 @@ class WeightStream:
         self._copies = accelerator.new_stream(self._device) if accelerator.is_one(self._device) else None
         self._parts = [_parts(model, block, stored) for block in self.blocks]
         self._sizes = [max((one.start + one.stored.size for one in parts), default=0) for parts in self._parts]
-        self._files = {path: os.open(path, os.O_RDONLY) for path in {one.stored.path for parts in self._parts for one in parts}}
-        self._ended = threading.Event()
+        self.slot_bytes = max(self._sizes)
+        paths = {one.stored.path for parts in self._parts for one in parts}
+        size = sum(size for name, size in zip(self.blocks, self._sizes, strict=True) if name not in on_host)
+        self._files = FileReader(paths, largest=self.slot_bytes, keeps=not comes_from_disk(size))
+        self._counting = threading.Lock()
         self.bytes_read = 0
         self._kept = {index: HostMemory.pinned(self._sizes[index]) for index, name in enumerate(self.blocks) if name in on_host}
         for index, memory in self._kept.items():
             self._read(index, memory)
-        self.slot_bytes = max(self._sizes)
         reads = len(self._kept) < len(self.blocks)
         self._slots = [self._slot(reads=reads) for _ in range(min(SLOTS, len(self.blocks)))]
         self._free = list(range(len(self._slots)))
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="plait-weights")
+        self._reader = ThreadPoolExecutor(SLOTS, thread_name_prefix="plait-weights")
         self._coming: dict[int, tuple[Future[None], int]] = {}
         self.handles = []
         for index, name in enumerate(self.blocks):
@@ -143,21 +146,20 @@ class WeightStream:
         return sum(memory.size for memory in (*staged, *self._kept.values()))
 
     def close(self) -> None:
-        """End the thread; the model cannot run afterwards."""
-        self._ended.set()
+        """End the threads; the model cannot run afterwards."""
+        self._files.end()
         self._reader.shutdown(wait=True, cancel_futures=True)
+        self._files.close()
         if self._copies is not None:
             self._copies.synchronize()  # before the memory that it copies from and to is anybody else's
         for handle in self.handles:
             handle.remove()
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
 
     def _slot(self, *, reads: bool) -> _Slot:
-        place = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
         if self._copies is None:
+            place = huge_pages.empty((self.slot_bytes,), torch.uint8)
             return _Slot(place, HostMemory([place]))
+        place = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
         # The copies have a stream of their own, which knows nothing of what this memory was used for before.
         before = accelerator.current_stream(self._device).record_event()
         return _Slot(place, HostMemory.pinned(self.slot_bytes) if reads else None, used=before)
@@ -227,7 +229,7 @@ class WeightStream:
             assert parameter is not None
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
-    # ---- the thread -------------------------------------------------------------------------------------------------------------------
+    # ---- the threads ------------------------------------------------------------------------------------------------------------------
 
     def _bring(self, index: int, slot: _Slot) -> None:
         kept = self._kept.get(index)
@@ -247,11 +249,18 @@ class WeightStream:
         slot.copied = self._copies.record_event()
 
     def _read(self, index: int, memory: HostMemory) -> None:
-        for one in self._parts[index]:
-            for start, piece in memory.pieces(one.start, one.stored.size):
-                view = memoryview(piece.numpy().data)
-                read_into(self._files[one.stored.path], view, one.stored, self._ended, first=start - one.start)
-            self.bytes_read += one.stored.size
+        parts = self._parts[index]
+        self._files.read(
+            [Part(one.stored, start - one.start, piece) for one in parts for start, piece in memory.pieces(one.start, one.stored.size)]
+        )
+        with self._counting:
+            self.bytes_read += sum(one.stored.size for one in parts)
+
+
+def comes_from_disk(total: int) -> bool:
+    """Whether the kernel cannot keep `total` bytes of files in its cache."""
+    free = free_host_bytes()
+    return free is not None and total > free
 
 
 def brought(model: nn.Module, block: str) -> dict[str, nn.Parameter]:

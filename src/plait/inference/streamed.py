@@ -19,6 +19,7 @@ from plait.errors import InputError
 from plait.inference.adapters import base_tensor, is_adapters
 from plait.inference.load import QuantisingFiller, on_huge_pages
 from plait.inference.quantised_files import quantised_copy, scratch_folder, write_quantised
+from plait.inference.reading import buffer_bytes
 from plait.inference.source import Source
 from plait.inference.stored import Stored, read_into, stored_tensors
 from plait.inference.stream import SLOTS, WeightStream, block_bytes, brought, pinned_bytes
@@ -90,7 +91,7 @@ def plan(model: nn.Module, stored: dict[str, Stored], *, budget_bytes: int, othe
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     if total + other_bytes <= budget_bytes:
         return Plan((), total, 0, 0)
-    slots, outside = _slot_bytes(model, stored, movable), total - sum(sizes.values())
+    slots, outside = _slot_bytes(model, stored, movable, on_cpu=not host_bytes), total - sum(sizes.values())
     room = budget_bytes - outside - other_bytes - slots
     if room < 0 or not movable:
         raise InputError(
@@ -110,7 +111,7 @@ def least_budget(model: nn.Module, stored: dict[str, Stored], *, other_bytes: in
     """Bytes with which every block is streamed that can be."""
     sizes = _movable(model)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    return total - sum(sizes.values()) + _slot_bytes(model, stored, list(sizes)) + other_bytes
+    return total - sum(sizes.values()) + _slot_bytes(model, stored, list(sizes), on_cpu=True) + other_bytes
 
 
 def _movable(model: nn.Module) -> dict[str, int]:
@@ -124,8 +125,10 @@ def _movable(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _slot_bytes(model: nn.Module, stored: dict[str, Stored], blocks: Sequence[str]) -> int:
-    return min(SLOTS, len(blocks)) * max((block_bytes(model, name, stored) for name in blocks), default=0)
+def _slot_bytes(model: nn.Module, stored: dict[str, Stored], blocks: Sequence[str], *, on_cpu: bool) -> int:
+    """Of the places for weights, and on the CPU of what files are read into before."""
+    largest = max((block_bytes(model, name, stored) for name in blocks), default=0)
+    return min(SLOTS, len(blocks)) * largest + (buffer_bytes(largest) if on_cpu else 0)
 
 
 def _kept_on_host(model: nn.Module, stored: dict[str, Stored], streamed: tuple[str, ...], host_bytes: int) -> tuple[str, ...]:

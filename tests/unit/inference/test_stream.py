@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait.errors import CheckpointError, InputError
+from plait.inference import reading, stream
 from plait.inference import stored as stored_module
-from plait.inference import stream
 from plait.inference.stored import Stored, read_into, stored_tensors
 from plait.inference.stream import WeightStream
 from plait.inference.streamed import plan
@@ -126,7 +126,7 @@ def test_a_disk_that_does_not_answer(streamed: tuple[Chain, WeightStream], monke
         future.result()
     release = stream.threading.Event()
     monkeypatch.setattr(stream, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(stream, "read_into", lambda *_, **__: release.wait(20))
+    monkeypatch.setattr(reading, "read_into", lambda *_, **__: release.wait(20))
     try:
         with pytest.raises(CheckpointError, match="reading the weights of layers.4 has not ended"):
             model(torch.zeros(1, 8))

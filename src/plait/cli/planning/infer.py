@@ -179,10 +179,10 @@ def _copies(work: Work, target: Any, found: Deployment, on: Devices, disk: float
 
     from plait.cluster import accelerator
     from plait.inference.capacity import compute_dtype
-    from plait.inference.copy_rates import comes_from_disk, measure_files, measure_handover, measure_host_copies, measure_overlap
+    from plait.inference.copy_rates import measure_files, measure_handover, measure_host_copies, measure_overlap
     from plait.inference.datasheet import copy_rates
     from plait.inference.prediction import CopyRates
-    from plait.inference.stream import brought
+    from plait.inference.stream import brought, comes_from_disk
     from plait.inference.streamed import tensors_of
     from plait.model.blocks import find_blocks
 

@@ -1,0 +1,192 @@
+"""Reads of weights from files: several at a time, from the kernel's cache where it has them, and past it where it does not keep them.
+
+What is read through the kernel's cache takes its pages and a copy, also when they are dropped before they are read again, as those of a
+model that is larger than memory are. So what is not in the cache when it is read again is read directly (O_DIRECT) into a small buffer and
+copied from there. What the kernel does keep is read from its cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from plait.cluster import huge_pages
+from plait.inference.stored import Stored, read_into
+
+BLOCK = 4 << 20
+"""Bytes of one read."""
+IN_FLIGHT = 2
+"""Reads at a time."""
+LEAST = 4 * BLOCK
+"""Bytes of a layer below which it is always read through the kernel's cache, and takes no buffers."""
+_GAP = 64 << 10
+"""Bytes between two tensors that are read with them."""
+_PAGE = mmap.PAGESIZE
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a stored tensor."""
+
+    stored: Stored
+    first: int
+    """Byte of the tensor."""
+    memory: torch.Tensor
+    """Where they go: uint8, on the CPU."""
+
+    @property
+    def offset(self) -> int:
+        """Byte of the file."""
+        return self.stored.offset + self.first
+
+    @property
+    def end(self) -> int:
+        """Byte of the file behind them."""
+        return self.offset + self.memory.numel()
+
+
+@dataclass
+class Block:
+    """What one read brings; at most BLOCK bytes of one file from `low` on, a multiple of a page."""
+
+    low: int
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self.parts[0].stored.path
+
+    @property
+    def size(self) -> int:
+        """Bytes from `low` to the end of its parts."""
+        return max(part.end for part in self.parts) - self.low
+
+
+def buffer_bytes(largest: int) -> int:
+    """Of the buffers of reads of layers that have `largest` bytes at most."""
+    return IN_FLIGHT * BLOCK if largest >= LEAST else 0
+
+
+def blocks_of(parts: Sequence[Part]) -> Iterator[Block]:
+    """The reads of all parts, in the files' order."""
+    block: Block | None = None
+    for part in sorted(parts, key=lambda part: (str(part.stored.path), part.offset)):
+        at = part.offset
+        while at < part.end:
+            if block is None or block.path != part.stored.path or at >= block.low + BLOCK or at - block.low - block.size > _GAP:
+                if block is not None:
+                    yield block
+                block = Block(at // _PAGE * _PAGE)
+            end = min(part.end, block.low + BLOCK)
+            block.parts.append(Part(part.stored, at - part.stored.offset, part.memory[at - part.offset : end - part.offset]))
+            at = end
+    if block is not None:
+        yield block
+
+
+class FileReader:
+    """Of some files. Owns threads and buffers; `close` ends them."""
+
+    def __init__(self, paths: Collection[Path], *, largest: int, keeps: bool) -> None:
+        """`largest`: bytes of a layer at most. `keeps`: whether the kernel may keep what is read for the first time."""
+        self._files = {path: _File(path, direct=largest >= LEAST) for path in paths}
+        self._keeps = keeps
+        self._seen: set[tuple[Path, int]] = set()
+        self._buffers: SimpleQueue[np.ndarray] = SimpleQueue()
+        for _ in range(buffer_bytes(largest) // BLOCK):
+            self._buffers.put(huge_pages.empty((BLOCK,), torch.uint8).numpy())
+        self._ended = threading.Event()
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="plait-reads")
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Returns when everything is in its memory, or nothing writes there any more. Raises CheckpointError where it cannot be read."""
+        reads = [self._threads.submit(self.read_block, block) for block in blocks_of(parts)]
+        wait(reads)
+        for read in reads:
+            read.result()
+
+    def read_block(self, block: Block) -> None:
+        """In a thread."""
+        if self._ended.is_set():
+            return
+        file, is_new = self._files[block.path], (block.path, block.low) not in self._seen
+        self._seen.add((block.path, block.low))
+        if file.direct is not None and not (is_new and self._keeps) and not file.has_in_cache(block) and self._read_directly(file, block):
+            return
+        for part in block.parts:
+            read_into(file.cached, memoryview(part.memory.numpy().data), part.stored, self._ended, first=part.first)
+
+    def _read_directly(self, file: _File, block: Block) -> bool:
+        """False where the system does not."""
+        assert file.direct is not None
+        buffer = self._buffers.get()
+        try:
+            view, done = memoryview(buffer.data)[: -(-block.size // _PAGE) * _PAGE], 0
+            while done < block.size:
+                try:
+                    count = os.preadv(file.direct, [view[done:]], block.low + done)
+                except OSError:
+                    return False  # read through the cache, it says what is wrong
+                done += count
+                if done < block.size and (not count or done % _PAGE):
+                    return False  # the file ends here
+            for part in block.parts:
+                start = part.offset - block.low
+                np.copyto(part.memory.numpy(), buffer[start : start + part.memory.numel()])
+        finally:
+            self._buffers.put(buffer)
+        return True
+
+    def end(self) -> None:
+        """Let reads end where they are."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """End the threads, and close the files; nobody reads any more."""
+        self.end()
+        self._threads.shutdown(wait=True)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class _File:
+    """Open in two ways, and mapped to see which of its pages the kernel has; nothing is read through the mapping."""
+
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        self.cached = os.open(path, os.O_RDONLY)
+        self.direct: int | None = None
+        """None where the file is read through the cache only."""
+        if not direct or not hasattr(os, "O_DIRECT"):
+            return
+        try:
+            self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:  # a file system that does not
+            return
+        self._map = mmap.mmap(self.cached, 0, prot=mmap.PROT_READ)
+        self._pages = np.frombuffer(self._map, dtype=np.uint8)
+
+    def has_in_cache(self, block: Block) -> bool:
+        """Whether all of a block is in the kernel's cache. It says so of every page of a file that this user may not write to."""
+        size = min(block.size, len(self._pages) - block.low)
+        found = np.empty(-(-size // _PAGE), dtype=np.uint8)
+        start, into = ctypes.c_void_p(self._pages.ctypes.data + block.low), ctypes.c_void_p(found.ctypes.data)
+        return bool(_LIBC.mincore(start, ctypes.c_size_t(size), into) == 0 and (found & 1).all())
+
+    def close(self) -> None:
+        """For good."""
+        os.close(self.cached)
+        if self.direct is not None:
+            os.close(self.direct)

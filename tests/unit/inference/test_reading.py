@@ -1,0 +1,99 @@
+"""Bytes of files are the same whether they come from the kernel's cache or past it, and what is wrong with a file is named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import CheckpointError
+from plait.inference import reading
+from plait.inference.reading import BLOCK, LEAST, FileReader, Part, blocks_of
+from plait.inference.stored import Stored
+
+SIZES = (4097, 3 * BLOCK + 11, 0, 1, 4096, BLOCK, 200_000)
+"""Bytes of tensors that lie one after another, behind a header of 123 bytes; the last behind a gap."""
+Made = tuple[FileReader, list[Part], torch.Tensor]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[bool], Made]]:
+    readers: list[FileReader] = []
+
+    def made(keeps: bool) -> Made:
+        path = tmp_path / "weights"
+        content = torch.randint(0, 256, (123 + sum(SIZES) + 300_000,), dtype=torch.uint8)
+        path.write_bytes(content.numpy().tobytes())
+        parts, at = [], 123
+        for number, size in enumerate(SIZES):
+            at += 290_000 * (number == len(SIZES) - 1)
+            parts.append(Part(Stored(path, at, size, torch.uint8, (size,)), 0, torch.zeros(size, dtype=torch.uint8)))
+            at += size
+        readers.append(FileReader([path], largest=LEAST, keeps=keeps))
+        return readers[-1], parts, content
+
+    yield made
+    for reader in readers:
+        reader.close()
+
+
+def dropped(path: Path) -> None:
+    """From the kernel's cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_same_bytes_from_the_cache_and_past_it(make: Callable[[bool], Made], keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, parts, content = make(keeps)
+    path, through = parts[0].stored.path, []
+    read = reading.read_into
+    monkeypatch.setattr(reading, "read_into", lambda *given, **options: (through.append(1), read(*given, **options)))
+    used = []
+    for is_cold in (True, True, False):
+        through.clear()
+        for part in parts:
+            part.memory.zero_()
+        if is_cold:
+            dropped(path)
+        reader.read(parts)
+        for part in parts:
+            assert torch.equal(part.memory, content[part.offset : part.end])
+        used.append(bool(through))
+    if reader._files[path].direct is not None:  # a folder in memory has no disk to read from
+        # Read for the first time through the cache only where it may stay; read again past it where it did not.
+        assert used[:2] == [keeps, False]
+
+
+def test_reads_are_blocks_of_one_file() -> None:
+    def part(name: str, offset: int, size: int) -> Part:
+        return Part(Stored(Path(name), offset, size, torch.uint8, (size,)), 0, torch.empty(size, dtype=torch.uint8))
+
+    found = list(blocks_of([part("b", 5000, 10), part("a", 9000, BLOCK), part("a", 8, 16), part("a", 30 << 20, 8)]))
+    assert [(str(block.path), block.low, block.size) for block in found] == [
+        ("a", 0, BLOCK), ("a", BLOCK, 9000), ("a", 30 << 20, 8), ("b", 4096, 914),
+    ]  # fmt: skip
+    assert [[one.memory.numel() for one in block.parts] for block in found] == [[16, BLOCK - 9000], [9000], [8], [10]]
+
+
+def test_a_file_that_ends_early_and_a_disk_that_fails(make: Callable[[bool], Made], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, parts, _ = make(False)
+    path = parts[0].stored.path
+    os.truncate(path, 5000)
+    dropped(path)
+    with pytest.raises(CheckpointError, match=r"weights ends at byte 5,000, and a tensor goes on"):
+        reader.read(parts)
+
+    def failing(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(CheckpointError, match="cannot be read at byte 123: Input/output error"):
+        reader.read(parts)
+    assert reader._buffers.qsize() == reading.IN_FLIGHT
