@@ -47,6 +47,7 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         if re.search(pattern, lower):
             entry |= changes
     apart = entry["apart"]
+    wire = (4, 4) if precision == "fp32" else entry.get("wire_in", {}).get(precision, entry["wire"])
     weights, gradients, optimizer, gathered = table["recipes"][states or entry.get("states_in", {}).get(precision) or entry["states"]]
     return Framework(
         name=found,
@@ -54,8 +55,8 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         gradients=gradients,
         optimizer=optimizer,
         gathered=0 if precision == "fp32" else gathered,  # weights are used in the dtype that they are kept in
-        wire_gather=4 if precision == "fp32" else entry["wire"][0],
-        wire_reduce=4 if precision == "fp32" else entry["wire"][1],
+        wire_gather=wire[0],
+        wire_reduce=wire[1],
         norms_apart=apart[0],
         rotary_apart=apart[1],
         activation_apart=apart[2],
@@ -69,6 +70,7 @@ def framework(name: str, *, states: str | None = None, precision: str = "bf16", 
         dynamic_scaling=entry.get("dynamic_scaling", 0),
         whole_logits=entry.get("whole_logits", 0),
         whole_inputs=entry.get("whole_inputs", 0),
+        late_gradients=entry.get("late_gradients", 0),
         norms=entry["norms"],
         slack=entry["slack"],
         step_bytes=entry["optimizer"],

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.planner_accuracy.frameworks import read_runs, unlearned, without_name
 from benchmarks.planner_accuracy.learn import learn, rows_of
 from benchmarks.planner_accuracy.predict import Evaluation, Prediction, evaluate, source_of
-from benchmarks.planner_accuracy.widths import Residuals, residuals, scale_of, scaled
+from benchmarks.planner_accuracy.widths import Residuals, residuals, scaled, scales_of
 from plait.planner import calibrate as fitting
 from plait.planner.constants import Knowledge
 from plait.planner.runs import Row, measured_seconds
@@ -35,7 +35,7 @@ def learned_without(sources: tuple[str, ...]) -> Knowledge:
 def with_widths_of_others(known: Knowledge, *, without: tuple[str, ...] = ()) -> Knowledge:
     """`known` with its widths scaled to what the other sources show, each predicted by constants learned without it."""
     others = [names for names in _scored_families() if names != without]
-    return scaled(known, scale_of(_residuals(names) for names in others))
+    return scaled(known, scales_of(_residuals(names) for names in others))
 
 
 @cache

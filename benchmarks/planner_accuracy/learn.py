@@ -29,7 +29,7 @@ constant alone."""
 _TIME_NOISE, _MEMORY_NOISE = 0.06, 0.08
 _NOISY = {"NANO": 0.15, "NANOBEST": 0.15}
 """Weight of sources whose repeated runs differ by more than an order of magnitude."""
-_UNTRUSTED_MEMORY = {"DSSDMA", "THUNDER", "LAMBDA", "COLOSSAL", "JZV100", "ALPA", "DLPONE", "DLPMEG", "TITAN24", "MI325X"}
+_UNTRUSTED_MEMORY = {"DSSDMA", "THUNDER", "LAMBDA", "COLOSSAL", "JZV100", "ALPA", "DLPONE", "DLPMEG", "MI325X"}
 """Sources whose memory is contradicted by their own model's size, whose tool is not said, whose pool is XLA's or OneFlow's, or that print
 what a process took and not what it needed."""
 

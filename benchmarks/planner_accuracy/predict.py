@@ -26,7 +26,7 @@ from plait.planner.memory import MOMENTS
 from plait.planner.runs import Row, Runs, measured_bytes, measured_seconds
 
 Array = NDArray[np.float64]
-LIKELY = 0.6
+LIKELY = 0.5
 """A row is called fitting from this probability on; chosen on the published rows of which it is known."""
 _KINDS = ("allocated", "reserved", "total")
 

@@ -65,7 +65,7 @@ class Published:
 
 
 PUBLISHED = (
-    Published("llama-3-8b", "h100", "TORCHAO-0001", "torchao's table of torchtitan"),
+    Published("llama-3-8b", "h100-hbm2e", "TITANLOG-0002", "torchtitan's log in torchao's tutorial, H100 of 500 W"),
     Published("llama-3-70b", "h100", "NEMO2407-0012", "NeMo 24.07 performance summary, float8"),
     Published("llama-3-405b", "h100", "MBRIDGE-0064", "Megatron-Bridge 26.04 recipes, float8"),
     Published(

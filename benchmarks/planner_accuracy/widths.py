@@ -8,66 +8,96 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.planner_accuracy.frameworks import unlearned
+from benchmarks.planner_accuracy.frameworks import UNKNOWN, unlearned
 from benchmarks.planner_accuracy.predict import evaluate, interval_of_time
 from plait.planner.choice import NINETY
 from plait.planner.constants import Knowledge
 from plait.planner.runs import Row
 
+Array = NDArray[np.float64]
 COVERAGE = 0.90
-_SCALES = np.arange(1.0, 3.0, 0.01)
-"""Not below 1: the rows are of frameworks of whose kernels nothing is known, and it may be that alone which makes intervals too wide."""
 _NARROW = 1e-3
-"""Of a constant's width, where what is left of the interval is the noise alone."""
+"""Of a constant's width, where what is left of the interval is the rest alone."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors on widths."""
+
+    constants: float = 1.0
+    """Of the constants that were measured; at least 1."""
+    kernels: float = 1.0
+    """Of the speed of the kernels of frameworks in the table of which no run was measured; at most 1."""
+
+
+_SCALES = tuple(
+    chain(
+        (Scales(kernels=factor) for factor in np.arange(0.3, 1.0, 0.01)), (Scales(constants=factor) for factor in np.arange(1.0, 3.0, 0.01))
+    )
+)
+"""From the narrowest to the widest. The rows that show whether intervals hold are of frameworks that were left out with their source, so
+that where they are too wide, it is what is believed of a framework's kernels that is too wide, and not the constants."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """Rows of one family of sources: logarithm of measured over predicted, its deviation by the constants that were measured, and by
-    all else."""
+    """Rows of one family of sources: logarithm of measured over predicted, its deviation by the constants that were measured, by the
+    kernels of a framework that was not, and by all else."""
 
-    size: NDArray[np.float64]
-    constants: NDArray[np.float64]
-    noise: NDArray[np.float64]
+    size: Array
+    constants: Array
+    kernels: Array
+    noise: Array
+
+    def inside(self, scales: Scales) -> float:
+        """How many rows lie in their intervals."""
+        deviation = np.sqrt((scales.constants * self.constants) ** 2 + (scales.kernels * self.kernels) ** 2 + self.noise**2)
+        return float((self.size <= NINETY * deviation).sum())
 
 
 def residuals(rows: Sequence[Row], known: Knowledge) -> Residuals:
     """Of the seconds of `rows`, predicted by `known`, which was learned without them."""
-    found = [interval_of_time(p) for p in evaluate(rows, known=known).predictions]
-    narrow = [interval_of_time(p) for p in evaluate(rows, known=scaled(known, _NARROW)).predictions]
-    pairs = [(a, b) for a, b in zip(found, narrow, strict=True) if a is not None and b is not None]
-    size = np.array([abs(math.log(measured / predicted)) for (predicted, measured, _, _), _ in pairs])
-    whole, noise = (np.array([math.log(p[which][3] / p[which][2]) / 2 / NINETY for p in pairs]) for which in (0, 1))
-    return Residuals(size, np.sqrt(np.maximum(whole**2 - noise**2, 0)), noise)
+    narrowed = (Scales(), Scales(constants=_NARROW), Scales(kernels=_NARROW))
+    found = [[interval_of_time(p) for p in evaluate(rows, known=scaled(known, scales)).predictions] for scales in narrowed]
+    rows_of = [values for values in zip(*found, strict=True) if values[0] is not None]
+    size = np.array([abs(math.log(values[0][1] / values[0][0])) for values in rows_of if values[0] is not None])
+    whole, without_constants, without_kernels = (
+        np.array([math.log(one[3] / one[2]) / 2 / NINETY for values in rows_of if (one := values[which]) is not None]) ** 2
+        for which in range(3)
+    )
+    constants, kernels = np.maximum(whole - without_constants, 0), np.maximum(whole - without_kernels, 0)
+    return Residuals(size, np.sqrt(constants), np.sqrt(kernels), np.sqrt(np.maximum(whole - constants - kernels, 0)))
 
 
-def scale_of(families: Iterable[Residuals]) -> float:
-    """The least factor on the widths of constants with which COVERAGE of the rows lie in their intervals; a family counts as in `learn`,
-    little more the more rows it has."""
+def scales_of(families: Iterable[Residuals]) -> Scales:
+    """The least scales with which COVERAGE of the rows lie in their intervals; a family counts as in `learn`, little more the more rows it
+    has."""
     parts = [part for part in families if len(part.size)]
     weights = [min(1.0, 40 / len(part.size)) ** 0.7 for part in parts]
     total = sum(weight * len(part.size) for weight, part in zip(weights, parts, strict=True))
-    for scale in _SCALES:
-        inside = sum(
-            weight * float((part.size <= NINETY * np.hypot(scale * part.constants, part.noise)).sum())
-            for weight, part in zip(weights, parts, strict=True)
-        )
-        if inside >= COVERAGE * total:
-            return float(scale)
-    return float(_SCALES[-1])
+    for scales in _SCALES:
+        if sum(weight * part.inside(scales) for weight, part in zip(weights, parts, strict=True)) >= COVERAGE * total:
+            return scales
+    return _SCALES[-1]
 
 
-def scaled(known: Knowledge, factor: float) -> Knowledge:
-    """`known` with the widths of its constants of time times `factor`. A constant of which nothing was measured stays as wide as it was
-    believed to be."""
+def scaled(known: Knowledge, scales: Scales) -> Knowledge:
+    """`known` with the widths of its constants of time times `scales`. A constant of which nothing was measured stays as wide as it was
+    believed to be, but for the kernels of a framework whose other facts are in the table."""
     believed = unlearned().constants
-    constants = {
-        name: replace(constant, width=constant.width * factor)
-        for name, constant in known.constants.items()
-        if constant.width != believed[name].width and not name.startswith("memory:")
-    }
+    kept = {"stack.plait", *(f"stack.{name}" for name in UNKNOWN)}
+    constants = {}
+    for name, constant in known.constants.items():
+        if name.startswith("memory:"):
+            continue
+        measured = constant.width != believed[name].width
+        if measured:
+            constants[name] = replace(constant, width=constant.width * scales.constants)
+        elif name.startswith("stack.") and name not in kept:
+            constants[name] = replace(constant, width=constant.width * scales.kernels)
     return replace(known, constants={**known.constants, **constants})

@@ -62,6 +62,8 @@ class Framework:
     """1: tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
     """Share of the products' inputs that sequence parallelism keeps gathered, not as shards."""
+    late_gradients: Numbers = 0
+    """1: a step's first backward allocates the gradients, so that none exist before it (torch's FSDP)."""
 
 
 @cache
@@ -90,6 +92,7 @@ def plait(*, precision: str = "bf16", pure: bool = False) -> Framework:
         step_bytes=36,
         accumulate_bytes=12 if wide else 10,
         whole_inputs=1,
+        late_gradients=1,
     )
 
 

@@ -84,6 +84,10 @@ def memory_bytes(job: Job, rates: Rates, states: States | None = None, *, ranks:
 
     first = _with_states(states.first, counted) | {"activations": first_kept, "working": working * factor, "logits": zero}
     last = _with_states(states.last, counted) | {"activations": last_kept, "working": zero, "logits": logits}
+    last["gathered"] = last["gathered"] - states.last.get("reducing", 0.0) * counted
+    # Gradients that a backward allocates are not there at its start, where everything is kept, unless another micro-batch left them.
+    before = 1 - np.asarray(job.framework.late_gradients) * (np.asarray(at.accumulation) <= 1)
+    first["gradients"], last["gradients"] = first["gradients"] * before, last["gradients"] * before
     # A single tensor of the optimizer's arithmetic, and of the reduced norm, are held besides the states.
     step = _with_states(states.first, counted) | {"activations": zero, "working": 64.0 * MIB + zero, "logits": zero}
     step["gathered"] = np.where(np.asarray(at.stage) >= 3, 0.0, step["gathered"])
@@ -164,12 +168,14 @@ def _recipe(job: Job, layers: Numbers, ends: Numbers) -> dict[str, Numbers]:
     width = np.where(stage >= 3, 2, framework.gathered)
     unit = (block - routed + routed / at.ep) / at.tp
     whole = width * (dense + experts)
-    few = width * (ends / at.tp + 2 * unit) + (2 + framework.wire_reduce) * unit
+    reducing = (2 + framework.wire_reduce) * unit
+    few = width * (ends / at.tp + 2 * unit)
     return {
         "weights": weights,
         "gradients": gradients,
         "optimizer": optimizer,
-        "gathered": np.where(stage >= 3, np.minimum(few, whole + 6 * unit), whole),
+        "gathered": np.where(stage >= 3, np.minimum(few + reducing, whole + 6 * unit), whole),
+        "reducing": np.where(stage >= 3, reducing, 0.0),
     }
 
 
@@ -207,7 +213,9 @@ def _layer_activations(job: Job) -> tuple[Numbers, Numbers]:
     whole, split = whole * low, split * low
     every = job.tokens * (whole + split + scores)
     checkpoint = job.tokens * 2 * hidden / sequence
-    operators = np.minimum(every, job.tokens * (8 * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp)
+    # A compiled block does not keep the output of its last product, which nothing in its own backward reads.
+    outputs = 6 + 2 * np.asarray(framework.activation_apart)
+    operators = np.minimum(every, job.tokens * (outputs * hidden + 2 * kv + 2 * ffn + 4 * model.heads) / at.tp)
     kept = np.choose(
         np.asarray(at.recompute),
         np.broadcast_arrays(

@@ -3,40 +3,56 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.planner_accuracy.frameworks import framework, knowledge, without_name
+from benchmarks.planner_accuracy.frameworks import framework, knowledge, unlearned, without_name
 from benchmarks.planner_accuracy.learn import rows_of
-from benchmarks.planner_accuracy.widths import Residuals, residuals, scale_of, scaled
+from benchmarks.planner_accuracy.widths import Residuals, Scales, residuals, scaled, scales_of
+
+
+def _rows(size: np.ndarray, *, constants: float = 0.1, kernels: float = 0.0, noise: float = 0.0) -> Residuals:
+    return Residuals(np.abs(size), *(np.full(len(size), value) for value in (constants, kernels, noise)))
 
 
 def test_the_scale_covers_nine_in_ten():
     drawn = np.random.default_rng(0).normal(0, 0.2, 4000)
-    found = scale_of([Residuals(np.abs(drawn), np.full(4000, 0.1), np.zeros(4000))])
-    assert found == pytest.approx(2.0, rel=0.05)
+    assert scales_of([_rows(drawn)]) == Scales(constants=pytest.approx(2.0, rel=0.05))
 
 
-def test_widths_are_not_made_narrower():
+def test_constants_are_not_made_narrower_but_what_is_believed_of_kernels_is():
     drawn = np.random.default_rng(0).normal(0, 0.1, 4000)
-    found = scale_of([Residuals(np.abs(drawn), np.full(4000, 0.1), np.full(4000, 0.09))])
-    assert found == 1.0
+    assert scales_of([_rows(drawn, constants=0.06, kernels=0.16)]) == Scales(kernels=pytest.approx(0.5, rel=0.1))
+    narrow = scales_of([_rows(drawn, noise=0.2)])
+    assert narrow.constants == 1.0
 
 
 def test_a_family_of_many_rows_does_not_decide_alone():
     rng = np.random.default_rng(0)
-    many, few = (Residuals(np.abs(rng.normal(0, width, n)), np.full(n, 0.1), np.zeros(n)) for width, n in ((0.1, 4000), (0.3, 40)))
-    by_rows = scale_of([Residuals(np.concatenate([many.size, few.size]), np.full(4040, 0.1), np.zeros(4040))])
-    assert scale_of([many, few]) > 1.1 * by_rows
+    many, few = (rng.normal(0, width, n) for width, n in ((0.1, 4000), (0.3, 40)))
+    by_rows = scales_of([_rows(np.concatenate([many, few]))])
+    assert scales_of([_rows(many), _rows(few)]).constants > 1.1 * by_rows.constants
 
 
-def test_residuals_part_an_interval_into_constants_and_noise():
+def test_residuals_part_an_interval_into_constants_kernels_and_noise():
     rows = [row for row in rows_of("runs") if row["id"].startswith("SIMUMAX") and not row["moe"]]
     known = knowledge()
     found = residuals(rows, known)
-    assert len(found.size) == 31 and (found.constants > 0).all()
+    assert len(found.size) == 31 and (found.constants > 0).all() and not found.kernels.any()
     assert (found.noise >= known.time_spread - 1e-9).all()
-    wider = residuals(rows, scaled(known, 2.0))
+    wider = residuals(rows, scaled(known, Scales(constants=2.0)))
     assert wider.constants == pytest.approx(2 * found.constants, rel=0.01) and wider.noise == pytest.approx(found.noise, rel=1e-3)
     quiet = residuals(rows, replace(known, time_spread=0.0))
     assert quiet.constants == pytest.approx(found.constants, rel=0.01) and (quiet.noise < found.noise).all()
+    believed = replace(known, constants={**known.constants, "stack.simumax": unlearned().constants["stack.simumax"]})
+    unmeasured = residuals(rows, believed)
+    assert (unmeasured.kernels > 0.05).all()
+    halved = residuals(rows, scaled(believed, Scales(kernels=0.5)))
+    assert halved.constants == pytest.approx(np.hypot(unmeasured.constants, unmeasured.kernels / 2), rel=0.01)
+
+
+def test_what_is_believed_of_plait_and_of_frameworks_without_a_name_stays_as_wide():
+    narrowed = scaled(unlearned(), Scales(kernels=0.5)).constants
+    for name in ("stack.plait", "stack.other", "stack.other-modern"):
+        assert narrowed[name].width == unlearned().constants[name].width
+    assert narrowed["stack.deepspeed"].width == unlearned().constants["stack.deepspeed"].width / 2
 
 
 def test_a_framework_without_its_name_keeps_its_kernels():
