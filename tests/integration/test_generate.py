@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -83,6 +84,16 @@ def test_one_prompt_and_a_chat(folder: Path, capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().out == told
 
 
+def test_a_chat_takes_bytes_that_are_no_text(folder: Path) -> None:
+    """And neither waits for ever nor ends."""
+    for errors in ("strict", "surrogateescape"):
+        done = subprocess.run(
+            [sys.executable, "-m", "plait", "generate", "--model", str(folder), "--max-new-tokens", "2"],
+            input=b"hi\xff\n\n", capture_output=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and done.stdout and b"Traceback" not in done.stderr, done.stderr
+
+
 def test_canonical(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
@@ -116,6 +127,7 @@ def test_canonical(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--prompt", "a", "--max-new-tokens", "400"], "the model's positions end at 256"),
         (["--prompt", "a", "--prompts", "b", "--out", "c"], "give one of them"),
         (["--out", "c"], "belong together"),
+        (["--prompts", __file__, "--out", "no/c"], "--out no/c: no is no folder; make it first"),
     ],
 )
 def test_a_wrong_input(arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

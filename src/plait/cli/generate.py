@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -134,6 +135,8 @@ def generate_command(
         raise InputError("--prompts and --out belong together: give both, or neither")
     if out is not None and out.exists():
         raise InputError(f"--out {out}: exists; give another name, or remove it first")
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"--out {out}: {out.parent} is no folder; make it first, or give a file in one that is there")
     lines = read_prompts(prompts) if prompts is not None else []
     source = open_source(model, one_adapter(adapter))
     if canonical and quant is not Quant.none:
@@ -323,6 +326,8 @@ def _said(first: bool, *, several: bool) -> Iterator[str | None]:
     console = Console(stderr=True, highlight=False)
     while not first:
         yield ""
+    if isinstance(sys.stdin, TextIOWrapper):  # bytes of another encoding would end the thread that reads, or be no text
+        sys.stdin.reconfigure(errors="replace")
     asked: Queue[None] = Queue()
     lines: Queue[str] = Queue()
 
