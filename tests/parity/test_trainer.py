@@ -78,6 +78,37 @@ def test_experts_on_different_processes(pool: Pool, tmp_path: Path, world: int, 
     close(pool.run(world, trainers.on_plait, config, str(tmp_path), {"made": made})[0], wanted)
 
 
+def under_fsdp(rank: int, world: int, folder: str, settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The run, and what became of the arguments. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        resolved: list[Any] = []
+
+        class Kept(Trainer):
+            def begin(self) -> Any:
+                resolved.append(self._resolved)
+                return super().begin()
+
+        found = trainers.run(Kept, TrainingArguments, folder, **settings)
+        data, offload = resolved[0].data_parallel, resolved[0].parameter_offload
+        return found, (data.stage, resolved[0].recompute.mode, offload.device)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True}}, (3, "full", "none")),
+        ({"fsdp": "shard_grad_op"}, (2, "none", "none")),
+    ],
+)
+def test_fsdp_of_the_arguments(pool: Pool, tmp_path: Path, settings: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    """In the words of Transformers, with and without a section."""
+    for found, made in pool.run(2, under_fsdp, str(tmp_path), settings):
+        close(found, trainers.native(2))
+        assert made == wanted
+
+
 def resumed(rank: int, world: int, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]], float, list[float]]:
     """Two epochs on two data-parallel ranks, with a checkpoint inside of the first, from which tensor parallelism goes on, and the same
     layout. Runs in a worker. Returns (the history of the first, of those that go on, the loss of the model that is loaded at the end,

@@ -1,14 +1,16 @@
-"""`TrainingArguments(deepspeed=...)` for Plait: Transformers' own handling of that field asks for DeepSpeed, and switches loading and
-saving to it.
+"""`TrainingArguments(deepspeed=...)` and `fsdp=` for Plait: Transformers' own handling of the first asks for DeepSpeed, and switches
+loading and saving to it; that of the second makes a plugin of Accelerate's.
 
 Importing this module changes `TrainingArguments.__post_init__` and `Trainer.create_accelerator_and_postprocess` of Transformers for the
-process: the first leaves `deepspeed` to Plait, the second refuses arguments with it in a Trainer that is not Plait's.
+process: the first leaves both fields to Plait, the second refuses arguments with one of them in a Trainer that is not Plait's.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -34,22 +36,42 @@ def reroute() -> None:
 def _post_init(original: Any) -> Any:
     @wraps(original)
     def post_init(self: Any) -> None:
-        asked, self.deepspeed = self.deepspeed, None
+        asked = self.deepspeed, self.fsdp, _section(self.fsdp_config)
+        self.deepspeed = self.fsdp = self.fsdp_config = None
         try:
             with without_variable(_LAUNCHERS):
                 original(self)
         finally:
-            self.deepspeed = asked
+            self.deepspeed, self.fsdp, self.fsdp_config = asked
 
     return post_init
+
+
+def _section(config: Any) -> Any:
+    """`fsdp_config` as a mapping, where it names a file. Raises InputError."""
+    if not isinstance(config, str):
+        return config or {}
+    try:
+        found = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"TrainingArguments.fsdp_config = {config!r}: is not a JSON file that can be read ({error})") from error
+    if not isinstance(found, dict):
+        raise InputError(f"TrainingArguments.fsdp_config = {config!r}: holds a {type(found).__name__} and not an object")
+    return found
+
+
+def fsdp_file(args: Any) -> dict[str, Any] | None:
+    """The arguments' `fsdp` and `fsdp_config` as a configuration in the Trainer's own words; None where FSDP is off."""
+    return {"fsdp": args.fsdp, "fsdp_config": args.fsdp_config} if args.fsdp else None
 
 
 def _refusing(original: Any) -> Any:
     @wraps(original)
     def create(self: Any) -> None:
-        if self.args.deepspeed and not getattr(self, "trains_with_plait", False):
+        given = "deepspeed" if self.args.deepspeed else "fsdp" if self.args.fsdp else None
+        if given is not None and not getattr(self, "trains_with_plait", False):
             raise InputError(
-                f"{type(self).__name__} got TrainingArguments(deepspeed=...), which Plait takes since `plait.hf` was imported, and it is "
+                f"{type(self).__name__} got TrainingArguments({given}=...), which Plait takes since `plait.hf` was imported, and it is "
                 f"not Plait's; use plait.hf.Trainer, or plait.hf.wrap({type(self).__name__})"
             )
         original(self)

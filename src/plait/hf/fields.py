@@ -39,7 +39,6 @@ _DDP = "Plait does not wrap the model in DistributedDataParallel"
 _HUB = "pushing a folder to the hub during training has not been tested with Plait"
 _HUB_REMEDY = "leave it out, and push the folder of save_model when the training has ended"
 _FSDP = "the configuration describes the layout"
-_FSDP_REMEDY = 'leave it out, and write {"zero_optimization": {"stage": 3}} in deepspeed= or plait_config='
 _EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"
 
 FIELDS: dict[str, Field] = {
@@ -189,8 +188,8 @@ FIELDS: dict[str, Field] = {
     "ddp_static_graph": Field("noted", _DDP),
     "ddp_backend": _honoured(),
     "ddp_timeout": _honoured(),
-    "fsdp": Field("refused", _FSDP, _FSDP_REMEDY),
-    "fsdp_config": Field("refused", _FSDP, _FSDP_REMEDY, lambda value, args, layout: bool(value) and bool(args.fsdp)),
+    "fsdp": _honoured("as the file that `plait config convert` makes of it: ZeRO 3 or 2, offload, activation checkpointing"),
+    "fsdp_config": _honoured("with `fsdp`; keys that Plait has nothing for, and hybrid strategies, are refused with the reason"),
     "deepspeed": _honoured("the file or mapping that Plait takes; DeepSpeed need not be installed"),
     "debug": Field(
         "refused",

@@ -12,6 +12,7 @@ import pytest
 from plait.cluster.layout import Layout
 from plait.errors import ConfigError, InputError
 from plait.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, wrap
+from plait.hf.arguments import fsdp_file
 from plait.hf.fields import FIELDS, SEQ2SEQ, examined
 from plait.hf.generation import problems_of
 from plait.hf.settings import schedule_of, settings_of
@@ -50,6 +51,41 @@ REFUSED: dict[str, Any] = {
     "activation_checkpointing_kwargs": {"preserve_rng_state": False},
     "optim_target_modules": "all-linear",
 }
+
+
+def test_fsdp_in_a_file(tmp_path: Path) -> None:
+    """As Transformers reads it; what is no such file is refused by name."""
+    (tmp_path / "fsdp.json").write_text('{"fsdp_reshard_after_forward": false}')
+    args = arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))
+    assert (args.fsdp, args.fsdp_config) == (True, {"fsdp_reshard_after_forward": False})
+    assert settings_of(fsdp_file(args), args, world_size=2, hidden_size=32)[1].data_parallel.stage == 2
+    (tmp_path / "fsdp.json").write_text("[1]")
+    for name, said in (("fsdp.json", "holds a list and not an object"), ("none.json", "is not a JSON file that can be read")):
+        with pytest.raises(InputError, match=f"{name}.*{said}"):
+            arguments(TrainingArguments, str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "section", "said"),
+    [
+        ("hybrid_shard", {"version": 1}, "set parallel.dp_shard"),
+        ("full_shards", {}, "is no option of fsdp"),
+        ("full_shard", {"reshard": True}, "unknown key of fsdp_config"),
+        (True, {"activation_checkpointing": True}, "activation_checkpointing"),
+    ],
+)
+def test_fsdp_that_cannot_be_honoured(tmp_path: Path, fsdp: Any, section: dict[str, Any], said: str) -> None:
+    args = arguments(TrainingArguments, str(tmp_path), fsdp=fsdp, fsdp_config=section, activation_checkpointing=True)
+    with pytest.raises(ConfigError, match=said):
+        settings_of(fsdp_file(args), args, world_size=2, hidden_size=32)
+
+
+def test_fsdp_of_another_trainer(tmp_path: Path) -> None:
+    import transformers
+
+    args = arguments(TrainingArguments, str(tmp_path), fsdp=True)
+    with pytest.raises((InputError, ValueError), match="plait.hf|distributed training"):
+        transformers.Trainer(model=model(), args=args, train_dataset=samples())
 
 
 def test_refused(tmp_path: Path) -> None:
