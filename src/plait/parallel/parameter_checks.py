@@ -45,6 +45,24 @@ def refuse_unusable_parameters(model: nn.Module, *, sharded: bool, moved: bool, 
                 )
 
 
+def refuse_quantised(model: nn.Module, *, sharded: bool, moved: bool, several: bool) -> None:
+    """Raise ModelError for weights that another library has quantised, where they would not be what they were. `sharded` and `moved`: as
+    above. `several`: there are other processes."""
+    for name, parameter in model.named_parameters():
+        library, kind = type(parameter).__module__.partition(".")[0], type(parameter).__name__
+        if library == "bitsandbytes" and (sharded or moved):
+            raise ModelError(
+                f"{name} is {kind} of bitsandbytes, whose scales are not with its values, so it is neither sharded nor cast nor moved; "
+                "use ZeRO stage 0 and parallel.pp with adapters, load it on this rank's device, and set bnb_4bit_compute_dtype in place of "
+                "bf16 and fp16"
+            )
+        if library == "torchao" and (sharded or moved or several):
+            raise ModelError(
+                f"{name} is {kind} of torchao, which torch cannot send between processes nor shard; quantise with bitsandbytes, or train "
+                "adapters on weights that are not quantised"
+            )
+
+
 def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:
     """Raise ModelError where parameters that are gathered together (of a block, or all outside of the blocks) have several dtypes, which
     torch does not shard."""

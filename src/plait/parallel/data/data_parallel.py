@@ -51,7 +51,7 @@ from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.parameter_checks import refuse_complex, refuse_several_dtypes, refuse_unusable_parameters
+from plait.parallel.parameter_checks import refuse_complex, refuse_quantised, refuse_several_dtypes, refuse_unusable_parameters
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.precision.optimizer_states import state_bytes
 from plait.parallel.technique import Context, Parts
@@ -78,6 +78,7 @@ class DataParallel(CollectiveSettings):
         # Be it on one rank only.
         sharded = layout.dp_shard > 1 or context.chosen(Precision).compute is not None or set(offloads) != {"none"}
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
+        refuse_quantised(context.model, sharded=sharded, moved=moved, several=layout.world_size > 1)
         refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1)
 
     def groups(self, context: Context) -> Groups:
