@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_memory.clusters import standings, tried
+from benchmarks.planner_memory.clusters import tried
 from benchmarks.planner_memory.layouts import CASES, compare, describe
 from plait.units import GIB, MIB
 
@@ -45,7 +45,7 @@ def main() -> None:
         for one in compare(case)
     ]
     if not given.small:
-        result |= {"standings": standings(), "tried": tried()}
+        result = {"small": result["small"], "tried": tried()}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(markdown(result), encoding="utf-8")
 
@@ -59,23 +59,14 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["| layout | rank | predicted MiB | dry run MiB | error |", "|---|---|---|---|---|"]
     for row, ratio in zip(result["small"], ratios, strict=True):
         lines.append(f"| {row['layout']} | {row['stage']} | {row['predicted'] / MIB:.2f} | {row['dry_run'] / MIB:.2f} | {ratio - 1:+.2%} |")
-    if "standings" in result:
-        lines += ["", "## Published layouts in the plan's order", ""]
-        lines += ["| model | cluster | published layout | place | predicted | measured | the plan's first | predicted |", "|" + "---|" * 8]
-        for row in result["standings"]:
-            measured = f"{row['measured_seconds']:.1f} s" if row["measured_seconds"] else "-"
-            lines.append(
-                f"| {row['model']} | {row['gpus']} {row['gpu']} | {row['published']} ({row['source']}) | {row['place']:,} of "
-                f"{row['fitting']:,} | {row['seconds']:.1f} s | {measured} | {row['best']} | {row['best_seconds']:.1f} s |"
-            )
     if "tried" in result:
-        lines += ["", "## The plan's first layout, one rank of it run", ""]
+        lines += ["", "## The plan's layout, one rank of it run", "", "The first that recomputes no blocks by a budget of bytes.", ""]
         lines += [
             "| model | cluster | layout | rank | micro-batches run | predicted GiB | dry run GiB | ratio | seconds |",
             "|" + "---|" * 9,
         ]
         for row in result["tried"]:
-            where = f"{row['rank']:,} ({row['stage']}) | {row['walked']} of {row['accumulation']}"
+            where = f"{row['rank']:,} ({row['stage']}) | {row['run']} of {row['accumulation']}"
             sizes = f"{row['predicted'] / GIB:.2f} | {row['dry_run'] / GIB:.2f} | {row['ratio']:.3f} | {row['seconds']:.0f}"
             lines.append(f"| {row['model']} | {row['gpus']:,} {row['gpu']} | {row['layout']} | {where} | {sizes} |")
     return "\n".join(lines) + "\n"

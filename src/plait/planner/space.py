@@ -326,7 +326,7 @@ def _runnable(asked: _Asked, values: Mapping[str, Any], pp: int) -> Any:
     `experts.expert_parallel` knows, and a relief that goes with the rest."""
     offers, stage = asked.offers, values["stage"]
     whole = ~splits_backward(values["schedule"])  # in which tokens can be exchanged
-    keep = (values["ep"] == 1) | ((stage > 0) & (values["dp_replicate"] == 1) & whole)
+    keep = (values["ep"] == 1) | ((stage > 0) & whole)
     keep &= relieves(Layouts(**values))
     if pp == 1:
         return keep
