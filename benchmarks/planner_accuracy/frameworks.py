@@ -32,14 +32,15 @@ def _table() -> dict[str, Any]:
 
 
 @cache
-def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False) -> Framework:
+def framework(name: str, *, states: str | None = None, precision: str = "bf16", newer: bool = False, recent: bool = False) -> Framework:
     """The entry that matches `name`; `states` names another recipe of model states than its usual one; `newer`
-    takes the entry that stands for it today, where there is one."""
+    takes the entry that stands for it today, where there is one, and so does a `recent` model for a framework that is known."""
     lower = name.lower()
     if lower.startswith("plait"):
         return plait(precision=precision, pure=states == "pure-16bit")
     table = _table()
     found = _entry_of(lower)
+    newer = newer or (recent and found not in UNKNOWN)
     found = table["frameworks"][found].get("newer", found) if newer else found
     entry = dict(table["frameworks"][found])
     variants = table["kernels"] if found in UNKNOWN else entry.get("variants", {})

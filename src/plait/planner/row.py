@@ -46,10 +46,10 @@ class Variant:
 
 
 FrameworkOf = Callable[..., Framework]
-"""(name as a row has it, states=, precision=, newer=) to how that framework computes; raises NotPriced where it is not known."""
+"""(name as a row has it, states=, precision=, newer=, recent=) to how that framework computes; raises NotPriced where it is not known."""
 
 
-def plait_only(name: str, *, states: str | None, precision: str, newer: bool) -> Framework:
+def plait_only(name: str, *, states: str | None, precision: str, newer: bool, recent: bool) -> Framework:
     """Rows that name no framework, or Plait."""
     if not name.lower().startswith(("plait", "unknown")):
         raise NotPriced(f"framework {name} is not Plait, and how it computes is not known here; keep the rows that Plait ran")
@@ -65,10 +65,11 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
         raise NotPriced(f"{device.title} has no {PRECISIONS[precision]}")
     newer = FAMILIES[device.family] in _NEW_FAMILIES or precision >= PRECISIONS.index("fp8") or (count_of(row, "year") or 0) >= 2023
     name = row.get("framework") or "unknown"
-    framework = framework_of(name, states=states, precision=PRECISIONS[precision], newer=newer)
     sequence = count_of(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")
+    recent = _is_recent(model, sequence)
+    framework = framework_of(name, states=states, precision=PRECISIONS[precision], newer=newer, recent=recent)
     layout, assumed = _layout(row, model)
     batch = count_of(row, "global_batch")
     micro = count_of(row, "micro_batch")
@@ -92,6 +93,12 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
             full = layout | {"micro_batch": min(size, per_rank), "accumulation": max(per_rank / size, 1), "vpp": vpp, "schedule": schedule}
             found.append(Variant(index, model, device, framework, full, sequence, precision, tuple(note)))
     return found
+
+
+def _is_recent(model: Architecture, sequence: int) -> bool:
+    """Whether a model is of 2023 or later: blocks with a gate are Llama's and those after it, and sequences of 8,192 and more are trained
+    with attention that keeps no scores."""
+    return bool(model.gated) or sequence >= 8192
 
 
 def _chunks(row: Row, layout: Mapping[str, float], model: Architecture, micro_batches: float) -> list[int]:

@@ -185,10 +185,12 @@ def _data_traffic(
     held = gradient_bytes / np.where(stage > 0, shards.size, 1)
     parts = np.where(job.is_plait, collective_seconds(job, rates, group(job, "cp"), held, "all_reduce"), 0.0)
     grads = np.where(stage == 0, reduce_all, np.where(replicated, scatter + between, scatter_all))
-    grads = np.where(stage == 2, scatter * (at.accumulation - 1) + grads, grads)
+    # Stage 2 reduces every micro-batch's; with a pipeline only Plait does, DeepSpeed has no such combination, and others reduce once.
+    often = (stage == 2) & (job.is_plait | (np.asarray(at.pp) == 1))
+    grads = np.where(often, scatter * (at.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
     hide = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)  # there the cores that compute also carry the traffic
-    window_back = np.where(stage == 2, at.accumulation, 1) * backward
+    window_back = np.where(often, at.accumulation, 1) * backward
     shown_grads = grads - np.minimum(grads * hide, window_back * hide)
     shown_weights = weights - np.minimum(weights * hide, forward * hide)
     hidden = (grads - shown_grads) + (weights - shown_weights)

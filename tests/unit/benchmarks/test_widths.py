@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.planner_accuracy.frameworks import framework, knowledge, unlearned, without_name
+from benchmarks.planner_accuracy.frameworks import framework, knowledge, read_runs, unlearned, without_name
 from benchmarks.planner_accuracy.learn import rows_of
 from benchmarks.planner_accuracy.widths import Residuals, Scales, residuals, scaled, scales_of
 
@@ -63,3 +63,15 @@ def test_a_framework_without_its_name_keeps_its_kernels():
     assert framework(without_name("x, attention kernel: flash_attentionv1.0.8")).flash == 0.65
     assert framework(without_name("InternEvo")) == framework("unknown")
     assert framework("unknown", newer=True).name == "other-modern"
+
+
+def test_a_recent_model_has_the_kernels_of_its_time():
+    assert (
+        framework("DeepSpeed", recent=True).name == "deepspeed-modern" and framework("Megatron-LM", recent=True).name == "megatron-modern"
+    )
+    assert framework("DeepSpeed, unfused attention", recent=True).attention == framework("DeepSpeed").attention != framework("x").attention
+    assert framework("unknown", recent=True).name == "other"  # who knows no framework knows no kernels
+    row = {"model_name": "x", "n_layers": "2", "hidden": "512", "n_heads": "8", "gated_mlp": "n", "gpu": "A100-80GB-SXM", "gpus_total": "8"}
+    row |= {"tp": "1", "pp": "1", "global_batch": "8", "framework": "DeepSpeed", "zero_or_fsdp": "ZeRO-3"}
+    for changes, name in (({}, "deepspeed"), ({"seq_len": "8192"}, "deepspeed-modern"), ({"gated_mlp": "y"}, "deepspeed-modern")):
+        assert read_runs([{"seq_len": "2048", **row, **changes}]).variants[0].framework.name == name
