@@ -68,7 +68,7 @@ def variants_of(index: int, row: Row, framework_of: FrameworkOf = plait_only) ->
     sequence = count_of(row, "seq_len")
     if sequence is None:
         raise NotPriced("seq_len is not given")
-    recent = _is_recent(model, sequence)
+    recent = count_of(row, "year") is None and _is_recent(model, sequence)
     framework = framework_of(name, states=states, precision=PRECISIONS[precision], newer=newer, recent=recent)
     layout, assumed = _layout(row, model)
     batch = count_of(row, "global_batch")

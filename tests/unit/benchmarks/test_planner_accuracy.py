@@ -62,7 +62,7 @@ def test_old_names_mean_what_they_meant_then() -> None:
     def stack(**changes: str) -> str:
         return str(read_runs([{**ROW, "framework": "Megatron-LM", **changes}]).variants[0].framework.name)
 
-    assert stack(gpu="A100-80GB") == "megatron" == stack(gpu="A100-80GB", year="2021")
+    assert stack(gpu="A100-80GB", year="2021") == "megatron" == stack(gpu="A100-80GB", gated_mlp="n", n_kv_heads="")
     assert stack(gpu="A100-80GB", year="2024") == stack(gpu="H100") == stack(gpu="MI300X") == "megatron-modern"
 
 

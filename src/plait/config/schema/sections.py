@@ -108,7 +108,7 @@ class DataSection(Policy):
             raise ValueError(f'`subset` and `split` belong to source "datasets", not "{self.source}"; leave them out')
         if self.source != "datasets" and self.streaming:
             raise ValueError(f'`streaming` belongs to source "datasets", not "{self.source}"; leave it out')
-        if not self.streaming and "buffer_sequences" in self.model_fields_set:
+        if not self.streaming and self.buffer_sequences != type(self).model_fields["buffer_sequences"].default:
             raise ValueError("`buffer_sequences` is read with `streaming` alone; leave it out, or set `streaming` to true")
         return self
 
