@@ -63,12 +63,10 @@ class Residuals:
 def residuals(rows: Sequence[Row], known: Knowledge) -> Residuals:
     """Of the seconds of `rows`, predicted by `known`, which was learned without them."""
     narrowed = (Scales(), Scales(constants=_NARROW), Scales(kernels=_NARROW))
-    found = [[interval_of_time(p) for p in evaluate(rows, known=scaled(known, scales)).predictions] for scales in narrowed]
-    rows_of = [values for values in zip(*found, strict=True) if values[0] is not None]
-    size = np.array([abs(math.log(values[0][1] / values[0][0])) for values in rows_of if values[0] is not None])
+    found = [[one for p in evaluate(rows, known=scaled(known, scales)).predictions if (one := interval_of_time(p))] for scales in narrowed]
+    size = np.array([abs(math.log(measured / predicted)) for predicted, measured, _, _ in found[0]])
     whole, without_constants, without_kernels = (
-        np.array([math.log(one[3] / one[2]) / 2 / NINETY for values in rows_of if (one := values[which]) is not None]) ** 2
-        for which in range(3)
+        np.array([math.log(high / low) / 2 / NINETY for _, _, low, high in values]) ** 2 for values in found
     )
     constants, kernels = np.maximum(whole - without_constants, 0), np.maximum(whole - without_kernels, 0)
     return Residuals(size, np.sqrt(constants), np.sqrt(kernels), np.sqrt(np.maximum(whole - constants - kernels, 0)))

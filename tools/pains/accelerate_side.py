@@ -117,9 +117,8 @@ def generate(task: Task, prompts: list[list[int]], counts: list[int]) -> tuple[T
             torch.tensor([prompts[rank]]), max_new_tokens=counts[rank], min_new_tokens=counts[rank], do_sample=False
         )
     accelerator.wait_for_everyone()
-    return Trained(losses, [], whole_weights(accelerator.unwrap_model(model), accelerator.process_index)), [
-        ids[0, len(prompts[rank]) :].tolist()
-    ]
+    weights = whole_weights(accelerator.unwrap_model(model), accelerator.process_index)
+    return Trained(losses, [], weights), [ids[0, len(prompts[rank]) :].tolist()]
 
 
 def load(task: Task, saved: Path) -> Any:
