@@ -11,7 +11,7 @@ from plait._torch.dtensor import local_window
 from plait.comm.collectives import enter
 from plait.config.resolving.resolve import load
 from plait.parallel import materialise
-from plait.parallel.tensor import styles, tensor_parallel
+from plait.parallel.tensor import styles
 from plait.verify.plan import Plan, prepare
 from plait.verify.report import Report
 from plait.verify.run import compare, run_layout
@@ -33,10 +33,10 @@ def _summed_twice(module: torch.nn.Module, region: Any) -> Any:
     return forward
 
 
-def _untied(model: torch.nn.Module, plan: Any, mesh: Any) -> None:
+def _untied(model: torch.nn.Module, *args: Any, **options: Any) -> None:
+    _initialise(model, *args, **options)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
-    _split(model, plan, mesh)
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
 
 def _next_ranks(parameter: Any) -> tuple[slice, ...]:
@@ -50,12 +50,12 @@ def _next_ranks(parameter: Any) -> tuple[slice, ...]:
     return slice(start, start + size), *window[1:]
 
 
-_split, _window = tensor_parallel._split_parameters, local_window
+_initialise, _window = materialise.initialise, local_window
 DEFECTS: dict[str, tuple[Any, str, Any]] = {
     "missing all-reduce": (styles, "leave", lambda x, group: x),
     "missing all-reduce of gradients": (styles, "enter", lambda x, group: x),
     "replicated gradient counted double": (styles, "summed_gradient", _summed_twice),
-    "untied embedding": (tensor_parallel, "_split_parameters", _untied),
+    "untied embedding": (materialise, "initialise", _untied),
     "wrong shard": (materialise, "local_window", _next_ranks),
 }
 

@@ -74,6 +74,7 @@ def initialise(
     Raises ModelError where a parameter or buffer has no initialisation that can be run again.
     """
     targets = _targets(model)
+    expected = {id(target): name for name, target in reversed(targets.items())}
     for group in tied_names(template):  # a pipeline stage may lack the first name, whose value counts
         here = next((targets[name] for name in group if name in targets), None)
         if here is not None:
@@ -101,6 +102,8 @@ def initialise(
                 _copy_slice(target, value)
                 filled(target)
         unit.to_empty(device="meta", recurse=recurse)
+    if left := [name for target, name in expected.items() if target not in seen]:
+        raise ModelError(f"{left[0]} was given no values: after sharding it is tied otherwise than in the model that was built")
 
 
 def broadcast(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> None:

@@ -38,6 +38,18 @@ def test_uninitialised_tensors_are_named(buffer: bool, name: str) -> None:
         initialise(model)
 
 
+def test_a_tie_that_was_lost_is_named() -> None:
+    """The second of two tied parameters has no values of its own to be given."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    template = materialise.template_of(model)
+    model[1].weight = nn.Parameter(torch.empty_like(model[0].weight))
+    materialise.allocate(model, torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"1\.weight was given no values"):
+        materialise.initialise(model, template, (), seed=1)
+
+
 def test_seed_and_name_decide() -> None:
     """Another seed draws other weights, equal modules of other names differ, the global generator is left alone."""
 
