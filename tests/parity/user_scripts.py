@@ -66,6 +66,10 @@ _BY_LAYERS = """for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
 """
+_STREAM = """for layer in model.layers:
+    fully_shard(layer)
+fully_shard(model)
+optimizer"""
 _PLAN = """for layer in model.model.layers:
     parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),)), {**column, **row})
 """
@@ -74,6 +78,7 @@ ALL = (
     _ddp("ddp_accumulation", "from torch.nn.parallel import DistributedDataParallel\n"),
     _ddp("ddp_gpt"),
     _ddp("ddp_unused"),
+    _ddp("ddp_reward"),
     *(
         Script(f"accelerate_{name}", "from accelerate import Accelerator\n", "from plait.hf import Accelerator\n")
         for name in ("classifier", "no_trainer", "tokens", "lora")
@@ -81,8 +86,9 @@ ALL = (
     *(_deepspeed(name) for name in ("pipeline", "zero_init", "own_optimizer", "resume", "llama")),
     Script("fsdp2_gpt", _BY_LAYERS, _ZERO_3),
     Script("fsdp2_accumulation", "shard(model)\n    optimizer", f"{_ZERO_3}    optimizer"),
+    Script("fsdp2_stream", _STREAM, f"{_ZERO_3}optimizer".replace("\n    ", "\n")),
     Script("torch_tensor_parallel", _PLAN, 'import plait\n\nplait.parallelize(model, {"parallel": {"tp": 2}})\n'),
-    *(_trainer(name) for name in ("run_clm", "lora", "subclass", "classifier", "vision", "stream")),
+    *(_trainer(name) for name in ("run_clm", "lora", "subclass", "classifier", "entities", "vision", "stream")),
     _trainer("seq2seq", "Seq2SeqTrainer"),
     _trl("chat", "SFT"),
     _trl("preferences", "DPO"),
