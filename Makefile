@@ -10,6 +10,7 @@
 #   make object-stores    checkpoints against a real S3 API (moto's server), in an environment of its own beside .venv
 #   make proof         the full test matrix (hours)
 #   make serving       the tests of `plait serve` with FastAPI and OpenAI's client, in an environment of its own beside .venv
+#   make bitsandbytes     adapters on weights of bitsandbytes (QLoRA) with the library, in an environment of its own beside .venv
 #   make torchao       the recorded numbers of low-bit optimizer states beside torchao's own, in an environment of its own beside .venv
 #   make versions      docs/versions.md: every technique on other releases of torch, in environments of their own (GBs; ARGS="2.14.1")
 #   make mutants       plants every defect of tools/mutants/defects, one at a time, and reports which test notices it (an hour or two)
@@ -26,7 +27,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving torchao versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
+.PHONY: help environment quickstart test validate-gpus simulated simulated-docs waits object-stores serving bitsandbytes torchao versions mutants proof lint format types layers bench-step bench-pipeline faults coverage-docs model-types combinations lock clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -66,6 +67,9 @@ object-stores: environment
 
 serving: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh serving $(RUN) -m pytest tests/integration/test_serve.py $(ARGS)
+
+bitsandbytes: environment
+	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh bitsandbytes $(RUN) -m pytest tests/parity/test_quantised_adapters.py $(ARGS)
 
 torchao: environment
 	@PIP_ARGS="$(PIP_ARGS)" bash tools/beside.sh torchao $(RUN) -m tests.unit.engine.torchao_numbers --check

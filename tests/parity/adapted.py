@@ -13,9 +13,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 def model(dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, targets: Any = TARGETS) -> Any:
     """With B that is not zero, so that every gradient counts."""
+    return on(trainers.model(dtype), dropout=dropout, targets=targets)
+
+
+def on(base: Any, *, dropout: float = 0.0, targets: Any = TARGETS) -> Any:
+    """The same adapters on a model."""
     from peft import LoraConfig, get_peft_model
 
-    base = trainers.model(dtype)
     torch.manual_seed(11)
     found = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM"))
     draw = torch.Generator().manual_seed(1)

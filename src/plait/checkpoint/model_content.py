@@ -18,21 +18,21 @@ _EXTRA = "_extra_state"
 
 
 def keep_what_is_trained(model: nn.Module) -> None:
-    """Checkpoints of the model leave out parameters that are frozen now, and buffers: whoever resumes brings them (adapters on a model that
-    has its own folder)."""
+    """Checkpoints of the model have the parameters that are not frozen now, and nothing else: whoever resumes brings the rest (adapters on a
+    model that has its own folder)."""
     frozen = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad)
-    buffers = frozenset(name for name, _ in model.named_buffers())
-    object.__setattr__(model, _TRAINED, frozen | buffers)
+    object.__setattr__(model, _TRAINED, frozen)
 
 
 def content(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(tensors, other values in JSON), both by name; no tensor is copied. Raises CheckpointError for a value that cannot be kept."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    left_out: frozenset[str] = getattr(model, _TRAINED, frozenset())
+    left_out: frozenset[str] | None = getattr(model, _TRAINED, None)
+    if left_out is not None:  # modules that are left out may have a state_dict of their own kind, such as quantised ones
+        own = model.named_parameters(remove_duplicate=False)
+        return {f"{START}{name}": parameter.detach() for name, parameter in own if name not in left_out}, values
     for name, value in get_model_state_dict(model).items():
-        if name in left_out:
-            continue
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA:
             tensors[f"{START}{name}"] = value
         else:

@@ -24,11 +24,11 @@ def full_weights(engine: Engine, *, trained: bool = False) -> dict[str, torch.Te
     free_gathered(engine.model)
     mesh = engine.mesh
     group = mesh.group("pp")
-    own = {
-        name: tensor
-        for name, tensor in engine.model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (tensor.requires_grad or not trained)
-    }
+    if trained:  # others may have a state_dict of their own kind, such as quantised weights, which a stage does not have
+        held = {name: tensor for name, tensor in engine.model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
+    else:
+        held = engine.model.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor) and not tensor.is_meta}
     facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
     stages: list[dict[str, Any]] = [facts]
     if group is not None:

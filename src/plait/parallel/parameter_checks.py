@@ -45,22 +45,30 @@ def refuse_unusable_parameters(model: nn.Module, *, sharded: bool, moved: bool, 
                 )
 
 
-def refuse_quantised(model: nn.Module, *, sharded: bool, moved: bool, several: bool) -> None:
-    """Raise ModelError for weights that another library has quantised, where they would not be what they were. `sharded` and `moved`: as
-    above. `several`: there are other processes."""
+def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights in 8 or 4 bits by name, which stay whole on every rank: their scales are in attributes that belong to the whole. Frozen."""
+    return {name: parameter for name, parameter in model.named_parameters() if _library(parameter) == "bitsandbytes"}
+
+
+def refuse_quantised(model: nn.Module, *, moved: bool, cast: bool, several: bool) -> None:
+    """Raise ModelError for weights that another library has quantised, where they would not be what they were. `moved`: to another device,
+    by offload, or split by tensor parallelism. `cast`: blocks compute in another dtype. `several`: there are other processes."""
+    for name, parameter in quantised_by_bitsandbytes(model).items():
+        if moved:
+            raise ModelError(
+                f"{name} is {type(parameter).__name__} of bitsandbytes, whose scales are not with its values, so it is neither split nor "
+                "moved; use parallel.tp = 1 without offload, any ZeRO stage and parallel.pp, and load it on this rank's device"
+            )
     for name, parameter in model.named_parameters():
-        library, kind = type(parameter).__module__.partition(".")[0], type(parameter).__name__
-        if library == "bitsandbytes" and (sharded or moved):
+        if _library(parameter) == "torchao" and (moved or cast or several):
             raise ModelError(
-                f"{name} is {kind} of bitsandbytes, whose scales are not with its values, so it is neither sharded nor cast nor moved; "
-                "use ZeRO stage 0 and parallel.pp with adapters, load it on this rank's device, and set bnb_4bit_compute_dtype in place of "
-                "bf16 and fp16"
+                f"{name} is {type(parameter).__name__} of torchao, which torch cannot send between processes nor shard; quantise with "
+                "bitsandbytes, or train adapters on weights that are not quantised"
             )
-        if library == "torchao" and (sharded or moved or several):
-            raise ModelError(
-                f"{name} is {kind} of torchao, which torch cannot send between processes nor shard; quantise with bitsandbytes, or train "
-                "adapters on weights that are not quantised"
-            )
+
+
+def _library(parameter: nn.Parameter) -> str:
+    return type(parameter).__module__.partition(".")[0]
 
 
 def refuse_several_dtypes(model: nn.Module, blocks: Sequence[str]) -> None:

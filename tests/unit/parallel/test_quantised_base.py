@@ -19,20 +19,20 @@ def model_with(library: str, kind: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_bitsandbytes(sharded: bool) -> None:
+def test_bitsandbytes() -> None:
     model = model_with("bitsandbytes", "Params4bit")
-    with pytest.raises(ModelError, match="weight is Params4bit of bitsandbytes.*ZeRO stage 0"):
-        refuse_quantised(model, sharded=sharded, moved=not sharded, several=True)
-    refuse_quantised(model, sharded=False, moved=False, several=True)
+    with pytest.raises(ModelError, match="weight is Params4bit of bitsandbytes.*neither split nor moved"):
+        refuse_quantised(model, moved=True, cast=False, several=True)
+    refuse_quantised(model, moved=False, cast=True, several=True)
 
 
-def test_torchao() -> None:
+@pytest.mark.parametrize(("cast", "several"), [(True, False), (False, True)])
+def test_torchao(cast: bool, several: bool) -> None:
     model = model_with("torchao", "Int8Tensor")
     with pytest.raises(ModelError, match="weight is Int8Tensor of torchao"):
-        refuse_quantised(model, sharded=False, moved=False, several=True)
-    refuse_quantised(model, sharded=False, moved=False, several=False)
+        refuse_quantised(model, moved=False, cast=cast, several=several)
+    refuse_quantised(model, moved=False, cast=False, several=False)
 
 
 def test_others() -> None:
-    refuse_quantised(nn.Linear(2, 2), sharded=True, moved=True, several=True)
+    refuse_quantised(nn.Linear(2, 2), moved=True, cast=True, several=True)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -51,7 +52,13 @@ from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
-from plait.parallel.parameter_checks import refuse_complex, refuse_quantised, refuse_several_dtypes, refuse_unusable_parameters
+from plait.parallel.parameter_checks import (
+    quantised_by_bitsandbytes,
+    refuse_complex,
+    refuse_quantised,
+    refuse_several_dtypes,
+    refuse_unusable_parameters,
+)
 from plait.parallel.precision.mixed_precision import Precision
 from plait.parallel.precision.optimizer_states import state_bytes
 from plait.parallel.technique import Context, Parts
@@ -75,10 +82,11 @@ class DataParallel(CollectiveSettings):
         if context.model is None:
             return
         layout, offloads = context.layout, (context.chosen(OptimizerOffload).device, context.chosen(ParameterOffload).device)
+        cast, offloaded = context.chosen(Precision).compute is not None, set(offloads) != {"none"}
         # Be it on one rank only.
-        sharded = layout.dp_shard > 1 or context.chosen(Precision).compute is not None or set(offloads) != {"none"}
+        sharded = layout.dp_shard > 1 or cast or offloaded
         moved = layout.tp > 1 or any(p.device.type != context.device_type for p in context.model.parameters())
-        refuse_quantised(context.model, sharded=sharded, moved=moved, several=layout.world_size > 1)
+        refuse_quantised(context.model, moved=moved or offloaded, cast=cast, several=layout.world_size > 1)
         refuse_unusable_parameters(context.model, sharded=sharded, moved=moved, summed=layout.dp * layout.cp > 1)
 
     def groups(self, context: Context) -> Groups:
@@ -186,15 +194,21 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
     # What goes into them besides tokens keeps its dtype: the weights of experts.
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+    whole = set(quantised_by_bitsandbytes(parts.model).values())
+
+    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
+        module = parts.model.get_submodule(name)
+        fully_shard(
+            module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=whole
+        )
+
     for name, own in parts.shard.own_mesh.items():
         unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
-        experts = parts.model.get_submodule(name)
-        fully_shard(experts, mesh=own, mp_policy=apart, offload_policy=offload(unit), reshard_after_forward=free_after_forward)
+        shard(name, own, apart, unit, free=free_after_forward)
     for name in parts.blocks:
-        block = parts.model.get_submodule(name)
-        fully_shard(block, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(name), reshard_after_forward=free_after_forward)
+        shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
     # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
-    fully_shard(parts.model, mesh=mesh.sub(*axes), mp_policy=policy, offload_policy=offload(""), reshard_after_forward=False)
+    shard("", mesh.sub(*axes), policy, "", free=False)
 
 
 def _make_contiguous(model: nn.Module) -> None:
