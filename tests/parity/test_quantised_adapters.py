@@ -101,7 +101,10 @@ def refused(rank: int, world: int, folder: str, base: str) -> list[str]:
     with trainers.launched(rank, world):
         from plait.hf import Trainer, TrainingArguments
 
-        for config in ({"parallel": {"tp": 2}}, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}}):
+        for config in (
+            {"parallel": {"tp": 2}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": folder}}},
+        ):
             AcceleratorState._reset_state(reset_partial_state=True)
             args = trainers.arguments(TrainingArguments, folder, deepspeed=config)
             with pytest.raises(ModelError) as raised:

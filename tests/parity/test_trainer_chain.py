@@ -1,5 +1,5 @@
-"""One run of the Trainer that is stopped twice inside of an epoch, and goes on each time on another layout and number of processes: its data
-order, losses, norms, metrics and weights are those of one process that was never stopped."""
+"""One run of the Trainer that is stopped twice inside of an epoch, and goes on each time on another layout and number of processes: its
+data order, losses, norms, metrics and weights are those of one process that was never stopped."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_two_data_parallel_then_tensor_and_data_then_a_pipeline(pool: Pool, tmp_
     with trainers.launched_alone():
         wanted = run((Trainer, TrainingArguments), str(tmp_path / "alone"), 4, STEPS, None)
     read = wanted["seen"]
-    assert len(read) == 46 and sorted(sum(read[:23], [])) == sorted(sum(read[23:], [])) == list(range(COUNT)) and read[:23] != read[23:]
+    first_epoch, second = ([number for batch in part for number in batch] for part in (read[:23], read[23:]))
+    assert sorted(first_epoch) == sorted(second) == list(range(COUNT)) and first_epoch != second
     resume, first = None, 0
     for number, (world, dp, config, last) in enumerate(HOPS):
         folder = tmp_path / f"hop{number}"

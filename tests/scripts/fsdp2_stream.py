@@ -1,4 +1,4 @@
-"""FSDP2 over an iterable data set that every process cuts for itself, with an EMA of the weights and a cosine schedule. Imports no Plait."""
+"""FSDP2 over an iterable data set that every process cuts for itself, an EMA of the weights, a cosine schedule. Imports no Plait."""
 
 import copy
 import json
@@ -56,7 +56,7 @@ for x, y in DataLoader(Series(dist.get_rank(), dist.get_world_size()), batch_siz
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()
-    for kept, parameter in zip(average.parameters(), model.parameters()):
+    for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
         kept.lerp_(parameter.full_tensor(), 0.1)
     losses.append(loss.item())
     rates.append(schedule.get_last_lr()[0])

@@ -18,8 +18,8 @@ _EXTRA = "_extra_state"
 
 
 def keep_what_is_trained(model: nn.Module) -> None:
-    """Checkpoints of the model have the parameters that are not frozen now, and nothing else: whoever resumes brings the rest (adapters on a
-    model that has its own folder)."""
+    """Checkpoints of the model have the parameters that are not frozen now, and nothing else: whoever resumes brings the rest (adapters
+    on a model that has its own folder)."""
     frozen = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad)
     object.__setattr__(model, _TRAINED, frozen)
 

@@ -198,9 +198,7 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
 
     def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
         module = parts.model.get_submodule(name)
-        fully_shard(
-            module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=whole
-        )
+        fully_shard(module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=whole)
 
     for name, own in parts.shard.own_mesh.items():
         unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
