@@ -51,7 +51,7 @@ def base(tmp_path: Path) -> str:
     ],
 )
 def test_it_is_one_process(pool: Pool, tmp_path: Path, base: str, world: int, dp: int, config: dict[str, Any], bits: int) -> None:
-    """Weights in bits stay whole on every rank, or on their stage's; what else there is follows the ZeRO stage."""
+    """Quantised weights are replicated on every rank, or on their stage's ranks; what else there is follows the ZeRO stage."""
     made = partial(model, folder=base, bits=bits)
     wanted = trainers.native(dp, made=made, **SETTINGS)
     found = pool.run(world, trainers.on_plait, config, str(tmp_path / "out"), {"made": made, **SETTINGS})

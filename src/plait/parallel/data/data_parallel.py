@@ -194,11 +194,13 @@ def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
     # What goes into them besides tokens keeps its dtype: the weights of experts.
     apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-    whole = set(quantised_by_bitsandbytes(parts.model).values())
+    replicated = set(quantised_by_bitsandbytes(parts.model).values())
 
     def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
         module = parts.model.get_submodule(name)
-        fully_shard(module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=whole)
+        fully_shard(
+            module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
+        )
 
     for name, own in parts.shard.own_mesh.items():
         unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
