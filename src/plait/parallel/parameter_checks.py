@@ -46,7 +46,7 @@ def refuse_unusable_parameters(model: nn.Module, *, sharded: bool, moved: bool, 
 
 
 def quantised_by_bitsandbytes(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights in 8 or 4 bits by name, which are replicated on every rank: their scales are in attributes that belong to the whole. Frozen."""
+    """Weights in 8 or 4 bits by name, replicated on every rank: their scales are in attributes, and belong to all of them. Frozen."""
     return {name: parameter for name, parameter in model.named_parameters() if _library(parameter) == "bitsandbytes"}
 
 
