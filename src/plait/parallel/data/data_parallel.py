@@ -24,9 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.dtensor import local_tensor, sum_before_reading
 from plait._torch.passes import reset_failed_step
@@ -35,7 +33,6 @@ from plait._torch.watched_shards import watch_shards
 from plait.cluster.layout import SAMPLE_AXES
 from plait.cluster.mesh import Groups, Mesh
 from plait.comm.waits import Waits
-from plait.errors import ModelError
 from plait.model.facts import ModelFacts
 from plait.parallel.accounting.compression_scheme import error_bytes, sent_bytes
 from plait.parallel.accounting.expert_view import is_sharded, of_experts
@@ -47,16 +44,15 @@ from plait.parallel.data.bucket_account import ALGORITHM_KINDS, account_buckets
 from plait.parallel.data.collective_selection import CollectiveSettings, Sharing
 from plait.parallel.data.compression import Compression
 from plait.parallel.data.reducer import Reducer
+from plait.parallel.data.shard_units import shard_units
 from plait.parallel.data.shared_parameters import share_parameters
 from plait.parallel.data.unused import UnusedTracker
 from plait.parallel.hooks import Lost, StepHook
 from plait.parallel.offload.optimizer_offload import OptimizerOffload
 from plait.parallel.offload.parameter_offload import ParameterOffload
 from plait.parallel.parameter_checks import (
-    quantised_by_bitsandbytes,
     refuse_complex,
     refuse_quantised,
-    refuse_several_dtypes,
     refuse_unusable_parameters,
 )
 from plait.parallel.precision.mixed_precision import Precision
@@ -123,7 +119,7 @@ class DataParallel(CollectiveSettings):
             )
             reducer.said = summing.said
             return parts.with_notes(reducer, summing.autotuner_of(reducer, collective_selection.deciding_groups(mesh)))
-        _shard(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
+        shard_units(parts, mesh, free_after_forward=(self.secondary_partition or True) if self.stage == 3 else False)
         sharing = collective_selection.sharded(self, compression, self.stage, parts, mesh, waits)
         return parts.with_notes(sharing, sharing.autotuner, sharing.compressors)
 
@@ -180,59 +176,6 @@ def _gradient_bytes(parts: Parts) -> int:
     apart = parts.apart
     trainable = [p for p in parts.model.parameters() if p.requires_grad and p not in apart]
     return sum(local_tensor(p.detach()).numel() * (parts.shard.reduce_dtype or p.dtype).itemsize for p in trainable)
-
-
-def _shard(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
-    _refuse_unshardable(parts)
-    _make_contiguous(parts.model)
-    axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
-
-    def offload(unit: str) -> OffloadPolicy:
-        here = parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units
-        return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights) if here else OffloadPolicy()
-
-    policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
-    # What goes into them besides tokens keeps its dtype: the weights of experts.
-    apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
-    replicated = set(quantised_by_bitsandbytes(parts.model).values())
-
-    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
-        module = parts.model.get_submodule(name)
-        fully_shard(
-            module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
-        )
-
-    for name, own in parts.shard.own_mesh.items():
-        unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
-        shard(name, own, apart, unit, free=free_after_forward)
-    for name in parts.blocks:
-        shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
-    # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
-    shard("", mesh.sub(*axes), policy, "", free=False)
-
-
-def _make_contiguous(model: nn.Module) -> None:
-    """Parameters whose rows do not lie one after the other (transposed, channels last) cannot be cut into shards as they lie."""
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def _refuse_unshardable(parts: Parts) -> None:
-    refuse_several_dtypes(parts.model, parts.blocks)
-    owner: dict[int, tuple[str, str]] = {}
-    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
-        if parameter.ndim == 0:
-            raise ModelError(
-                f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0"
-            )
-        block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
-        first_name, first_block = owner.setdefault(id(parameter), (name, block))
-        if block != first_block:
-            raise ModelError(
-                f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
-                "name a common parent in parallel.blocks, or use ZeRO stage 0"
-            )
 
 
 # ---- the reduction, step by step ------------------------------------------------------------------------------------------------

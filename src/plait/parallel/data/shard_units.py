@@ -1,0 +1,68 @@
+"""The units that torch gathers and reduces at once: blocks, the experts of a block over a mesh of their own, and the rest of the model."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from plait.cluster.mesh import Mesh
+from plait.errors import ModelError
+from plait.parallel.parameter_checks import quantised_by_bitsandbytes, refuse_several_dtypes
+from plait.parallel.technique import Parts
+
+
+def shard_units(parts: Parts, mesh: Mesh, *, free_after_forward: bool | int) -> None:
+    """Shard the blocks and what is outside of them, in place. `free_after_forward`: a block's parameters are freed after its forward; a
+    number keeps them in shards over that many ranks. Raises ModelError for what torch cannot shard."""
+    _refuse_unshardable(parts)
+    _make_contiguous(parts.model)
+    axes = ("dp_replicate", "dp_shard") if mesh.layout.dp_replicate > 1 else ("dp_shard",)
+
+    def offload(unit: str) -> OffloadPolicy:
+        here = parts.shard.master_weights_on_host and unit in parts.shard.offloaded_units
+        return CPUOffloadPolicy(pin_memory=parts.shard.pin_master_weights) if here else OffloadPolicy()
+
+    policy = MixedPrecisionPolicy(param_dtype=parts.shard.compute_dtype, reduce_dtype=parts.shard.reduce_dtype)
+    # What goes into them besides tokens keeps its dtype: the weights of experts.
+    apart = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+    replicated = set(quantised_by_bitsandbytes(parts.model).values())
+
+    def shard(name: str, over: DeviceMesh, precision: MixedPrecisionPolicy, unit: str, *, free: bool | int) -> None:
+        module = parts.model.get_submodule(name)
+        fully_shard(
+            module, mesh=over, mp_policy=precision, offload_policy=offload(unit), reshard_after_forward=free, ignored_params=replicated
+        )
+
+    for name, own in parts.shard.own_mesh.items():
+        unit = next((block for block in parts.blocks if name.startswith(f"{block}.")), "")
+        shard(name, own, apart, unit, free=free_after_forward)
+    for name in parts.blocks:
+        shard(name, mesh.sub(*axes), policy, name, free=free_after_forward)
+    # The root unit (embedding, head, final norm) is used at both ends of a pass: it stays gathered from forward to the end of backward.
+    shard("", mesh.sub(*axes), policy, "", free=False)
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Parameters whose rows do not lie one after the other (transposed, channels last) cannot be cut into shards as they lie."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _refuse_unshardable(parts: Parts) -> None:
+    refuse_several_dtypes(parts.model, parts.blocks)
+    owner: dict[int, tuple[str, str]] = {}
+    for name, parameter in parts.model.named_parameters(remove_duplicate=False):
+        if parameter.ndim == 0:
+            raise ModelError(
+                f"{name} is a 0-dimensional parameter, which cannot be sharded; make it 1-dimensional (shape [1]) or use ZeRO stage 0"
+            )
+        block = next((b for b in parts.blocks if name.startswith(f"{b}.")), "the rest of the model")
+        first_name, first_block = owner.setdefault(id(parameter), (name, block))
+        if block != first_block:
+            raise ModelError(
+                f"{first_name} and {name} share one parameter across two units ({first_block} and {block}), which cannot be sharded apart; "
+                "name a common parent in parallel.blocks, or use ZeRO stage 0"
+            )
