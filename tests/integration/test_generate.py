@@ -310,7 +310,7 @@ def test_a_rank_that_is_killed(folder: Path, tmp_path: Path) -> None:
 def exported(tmp_path: Path) -> Path:
     """The run's model as Transformers saves it."""
     with pytest.raises(SystemExit):
-        main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported")])
+        main(["export", str(tmp_path / "run"), "--to", "hf", "--out", str(tmp_path / "exported")])
     return tmp_path / "exported"
 
 

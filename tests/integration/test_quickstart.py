@@ -150,7 +150,8 @@ def test_readmes_commands_on_a_run(
     assert all(torch.equal(tensor, mine.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert model.state_dict()["model.norm.weight"].sub(1).abs().max() > 1e-3, "as it was initialised"
     assert len(AutoTokenizer.from_pretrained(tmp_path / "trained")) == 400
-    assert _code(["export", "runs/mine", "--out", "trained"]) == 2 and "exists; give another name" in capsys.readouterr().err
+    assert _code(["export", "runs/mine", "--to", "hf", "--out", "trained"]) == 2 and "exists; give another name" in capsys.readouterr().err
+    assert _code(["export", "runs/mine", "--to", "gguf", "--out", "other"]) == 2 and "'gguf' is not one of 'hf'" in capsys.readouterr().err
 
 
 def test_damage_is_named(whole: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +167,7 @@ def test_damage_is_named(whole: tuple[Path, str], tmp_path: Path, capsys: pytest
     for verb in ("verify", "ls"):
         assert _code(["checkpoint", verb, str(copy)]) == (4 if verb == "verify" else 0)
     assert "00001.safetensors has " in capsys.readouterr().err
-    assert _code(["export", str(copy), "--out", str(tmp_path / "out")]) == 4 and not (tmp_path / "out").exists()
+    assert _code(["export", str(copy), "--to", "hf", "--out", str(tmp_path / "out")]) == 4 and not (tmp_path / "out").exists()
     manifest = copy / last / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sequence"', '"Sequence"'))
     assert _code(["checkpoint", "ls", str(copy)]) == 4

@@ -22,9 +22,16 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Format(StrEnum):
+    """Of the exported folder."""
+
+    hf = "hf"
+
+
 @app.command()
 def export_command(
     source: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder, one of its checkpoints, or a URL (s3://...) of one.")],
+    to: Annotated[Format, typer.Option(metavar="FORMAT", help="hf: Transformers' config.json, safetensors and tokenizer.")],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="A new folder to write.")],
     dtype: Annotated[Dtype, typer.Option(metavar="NAME", help="float32, bfloat16, float16; stored keeps the checkpoint's.")] = Dtype.stored,
     verify: Annotated[

@@ -69,7 +69,7 @@ def tensors_of(source: Source, model: nn.Module) -> dict[str, Stored]:
     if source.checkpoint is not None:
         raise InputError(
             f"{source.name} is a checkpoint of training, whose tensors lie in parts; write a folder to stream from: "
-            "plait export FOLDER --out NEW"
+            "plait export FOLDER --to hf --out NEW"
         )
     files = weight_files(source.folder)
     found: dict[str, Stored] = {}
