@@ -18,7 +18,7 @@
 #   make bench-pipeline   a step in a pipeline and in two dimensions compared with hand-written torch; ARGS=--quick for a minute
 #   make faults        plants faults in runs and checkpoints and checks what becomes of them, minutes; ARGS=nightly for all (docs/faults.md)
 #   make coverage-docs docs/coverage.md from the last test runs
-#   make model-types   docs/model_types.md: every model type under four layouts (an hour on two cores; resumes where it was stopped)
+#   make model-types   docs/model_types.md: every model type under four layouts and loaded (an hour on two cores; resumes where it was stopped)
 #   make combinations  docs/combinations.md: long sequences and experts with all they go with, against one process (ten minutes, two cores)
 #   make lock          requirements.lock from what .venv holds now, and tools/locks from the environments beside it
 #

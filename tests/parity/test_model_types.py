@@ -1,4 +1,5 @@
-"""Model types of Transformers under tensor, sequence and pipeline parallelism and ZeRO 3: what docs/model_types.json says still holds.
+"""Model types of Transformers under tensor, sequence and pipeline parallelism and ZeRO 3, and loaded from a folder: what
+docs/model_types.json says still holds.
 
 A cover of the kinds runs in `make test`, all types in `make proof`. A cell that is exact or refused must stay so; one that failed may
 become either.
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.measured.loaded_types import FOLDER, Loaded, load_cell
 from tests.measured.model_types import LATE, LAYOUTS, PROCESSES, Cell, Small, make_small, model_types, run_cell
 from tests.pool import Pool, WorkerFailed
 
@@ -54,7 +56,7 @@ def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
     if "cells" not in entry:
         pytest.skip(entry["not_small"])
     small = make_small(name)
-    before = {layout: cell["outcome"] for layout, cell in entry["cells"].items()}
+    before = {layout: entry["cells"][layout]["outcome"] for layout in LAYOUTS if layout in entry["cells"]}
     if name in COVER:
         assert "failed" not in before.values()
         after = {layout: cell.outcome for layout, cell in pool.run(PROCESSES, all_cells, small)[0].items()}
@@ -68,6 +70,18 @@ def test_a_type_is_exact_or_refused(pool: Pool, name: str) -> None:
         except WorkerFailed as failure:
             cell = Cell("refused" if LATE in str(failure) else "failed", reason=str(failure))
         assert cell.outcome == before[layout], f"{layout}: {cell}"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in COVER else pytest.mark.proof) for n in (*COVER, *sorted({*known()} - {*COVER}))]
+)
+def test_a_type_is_loaded_in_slices_or_in_full(pool: Pool, tmp_path: Path, name: str) -> None:
+    entry = known()[name]
+    if "cells" not in entry:
+        pytest.skip(entry["not_small"])
+    before = entry["cells"][FOLDER]
+    found = pool.run(PROCESSES, load_cell, make_small(name).tested, str(tmp_path))
+    assert found[0] == Loaded(before["outcome"], before["reason"]) and found[1].outcome == found[0].outcome != "failed"
 
 
 def test_the_page_is_made_from_the_data() -> None:

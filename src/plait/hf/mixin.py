@@ -29,6 +29,7 @@ from plait.hf.fields import examined
 from plait.hf.generation import answering, check_settings, generated, generates, has_encoder, problems_of
 from plait.hf.optimizer import EngineOptimizer
 from plait.hf.settings import ConfigSource, schedule_of, settings_of
+from plait.hf.smoothing import smoothing_of
 from plait.hf.steps import FilledStep, Step, counted, from_output_stage, run_pipeline, step_of
 from plait.optim.lr_schedules import build_scheduler
 from plait.parallel.micro_batches import default_forward
@@ -140,6 +141,8 @@ class TrainerMixin(CheckpointMixin):
         self._flops_of_token = 6 * parameters
         if has_adapters(self.model):
             keep_what_is_trained(self.model)
+        smoother: Any = self.label_smoother  # type: ignore[has-type]
+        self.label_smoother = None if smoother is None else smoothing_of(smoother, self.model)
         given = self.optimizer
         describes = self.plait_config.optimizer is not None
         if describes and given is not None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from plait.errors import ConfigError, Problem
 from plait.losses.loss import CausalLMLoss, Loss
-from plait.model.experts import adds_balance_loss
+from plait.model.experts import balance_coefficient
 from plait.parallel.experts.router_statistics import RouterStatistics
 
 
@@ -52,7 +52,7 @@ class BalancedLoss:
 def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterStatistics | None = None) -> Loss | None:
     """`loss` with the balance loss of a model of Transformers whose own loss has one: of `CausalLMLoss`, because another one may add
     `output.aux_loss` itself."""
-    coefficient = float(model.router_aux_loss_coef) if adds_balance_loss(model) else 0.0  # type: ignore[arg-type]
+    coefficient = balance_coefficient(model)
     if not isinstance(loss, CausalLMLoss) or _is_own(loss):
         rule = f"it is added to plait.causal_lm_loss, and the loss is {'none' if loss is None else type(loss).__name__}"
         if statistics is not None and statistics.z_loss:
@@ -65,8 +65,8 @@ def with_balance_loss(loss: Loss | None, model: nn.Module, statistics: RouterSta
             raise ConfigError(Problem("model.config.output_router_logits", True, rule, remedy))
         return loss
     if statistics is None:
-        return BalancedLoss(loss, coefficient) if adds_balance_loss(model) else loss
-    return BalancedLoss(loss, coefficient if statistics.balances else 0.0, statistics)
+        return BalancedLoss(loss, coefficient) if coefficient is not None else loss
+    return BalancedLoss(loss, coefficient or 0.0 if statistics.balances else 0.0, statistics)
 
 
 def without_balance_loss(loss: Any) -> Any:

@@ -5,6 +5,7 @@ Read from what Transformers' classes keep on their modules and say of themselves
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,14 +85,28 @@ def _recorders(model: nn.Module) -> Iterator[tuple[type[nn.Module], int]]:
                 yield target, getattr(one, "index", 1)
 
 
-def adds_balance_loss(model: nn.Module) -> bool:
-    """Whether Transformers' class adds a loss of its routers' balance to its loss, where `output_router_logits` is set."""
-    return isinstance(getattr(model, "router_aux_loss_coef", None), int | float)
+def balance_coefficient(model: nn.Module) -> float | None:
+    """What Transformers' class multiplies the balance loss of its routers with, which it adds to its own loss where `output_router_logits`
+    is set; None for a class that adds none."""
+    own = getattr(model, "router_aux_loss_coef", None)
+    if own is None and _takes_router_logits(model):  # some models of several parts read it in the forward
+        own = getattr(_text_config(model), "router_aux_loss_coef", None)
+    return float(own) if isinstance(own, int | float) else None
 
 
 def wants_balance_loss(model: nn.Module) -> bool:
-    """Whether the configuration of the model asks for that loss."""
-    return adds_balance_loss(model) and bool(getattr(getattr(model, "config", None), "output_router_logits", False))
+    """Whether the configuration of the model, or of its text part, asks for that loss."""
+    asks = (getattr(config, "output_router_logits", False) for config in (getattr(model, "config", None), _text_config(model)))
+    return balance_coefficient(model) is not None and any(asks)
+
+
+def _text_config(model: nn.Module) -> Any:
+    return getattr(getattr(model, "config", None), "text_config", None)
+
+
+def _takes_router_logits(model: nn.Module) -> bool:
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return "output_router_logits" in inspect.signature(base.forward).parameters
 
 
 def chosen_experts(output: Any) -> torch.Tensor | None:

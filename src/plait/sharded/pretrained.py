@@ -27,8 +27,8 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
 
     `model_class` is a class of Transformers (AutoModelForCausalLM). `dtype` is the parameters' own, which the optimizer updates; what is
     computed in follows from the configuration. `fields` replace those of config.json. Where Transformers converts the weights of a family
-    while it loads them, or adds a new head, the model is loaded by Transformers, in full in every process, with a warning. Raises
-    InputError for what is no such folder and for fields that the model does not have.
+    while it loads them, or adds a new head, or a class makes its parameters on the CPU wherever it is built, Transformers loads the model,
+    in full in every process, with a warning. Raises InputError for what is no such folder and for fields that the model does not have.
     """
     require_transformers("plait.from_pretrained")
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -47,13 +47,15 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
         raise
     except Exception as error:  # each configuration class validates in its own way
         raise InputError(f"plait.from_pretrained({str(name)!r}): {kind.__name__} cannot be built of it ({first_line(error)})") from error
+    elsewhere = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
     try:
+        if elsewhere is not None:
+            raise CheckpointError(f"{type(model).__name__} makes {elsewhere} on the CPU wherever it is built")
         sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
     except CheckpointError as error:
         if place().rank == 0:
-            warn(
-                f"plait.from_pretrained: Transformers loads {folder} in full in every process, because it converts or adds weights: {error}"
-            )
+            why = f"it converts or adds weights: {error}" if elsewhere is None else error
+            warn(f"plait.from_pretrained: Transformers loads {folder} in full in every process, because {why}")
         try:
             return kind.from_pretrained(folder, dtype=dtype, **fields).train()
         except SafetensorError:

@@ -1,0 +1,57 @@
+"""Which models of Transformers add a loss of their routers' balance, also where a part of the configuration says it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+import plait
+from plait.model.experts import balance_coefficient, wants_balance_loss
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.7,
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+
+
+def vision(asks: bool) -> Any:
+    """A Qwen 3 VL MoE, whose routers' settings are those of its text part."""
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config={**TEXT, "output_router_logits": asks}, vision_config=VISION)
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_of_the_text_part(asks: bool) -> None:
+    model = vision(asks)
+    assert (balance_coefficient(model), wants_balance_loss(model)) == (0.7, asks)
+    ids = torch.randint(0, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    model.set_experts_implementation("eager")
+    wanted = model(**batch).loss.item()
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
+    try:
+        assert engine.train_batch([batch]).loss == pytest.approx(wanted, rel=1e-6)  # of float32 in both
+    finally:
+        engine.close()
+
+
+def test_classes_that_add_none() -> None:
+    config = AutoConfig.for_model("mixtral", **{**TEXT, "num_local_experts": 4}, output_router_logits=True, pad_token_id=0)
+    assert balance_coefficient(AutoModelForSequenceClassification.from_config(config)) is None
+    assert wants_balance_loss(AutoModelForCausalLM.from_config(config))
