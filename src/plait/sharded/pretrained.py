@@ -47,14 +47,14 @@ def from_pretrained(name: str | Path, *, model_class: Any = None, dtype: torch.d
         raise
     except Exception as error:  # each configuration class validates in its own way
         raise InputError(f"plait.from_pretrained({str(name)!r}): {kind.__name__} cannot be built of it ({first_line(error)})") from error
-    elsewhere = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
+    not_on_meta = next((name for name, parameter in model.named_parameters() if not parameter.is_meta), None)
     try:
-        if elsewhere is not None:
-            raise CheckpointError(f"{type(model).__name__} makes {elsewhere} on the CPU wherever it is built")
+        if not_on_meta is not None:
+            raise CheckpointError(f"{type(model).__name__} makes {not_on_meta} on the CPU wherever it is built")
         sources_of(model, model.state_dict(keep_vars=True), weight_files(folder), folder)
     except CheckpointError as error:
         if place().rank == 0:
-            why = f"it converts or adds weights: {error}" if elsewhere is None else error
+            why = f"it converts or adds weights: {error}" if not_on_meta is None else error
             warn(f"plait.from_pretrained: Transformers loads {folder} in full in every process, because {why}")
         try:
             return kind.from_pretrained(folder, dtype=dtype, **fields).train()
