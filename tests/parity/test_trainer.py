@@ -191,6 +191,31 @@ def test_ranks_that_share_a_batch_draw_the_same(pool: Pool, tmp_path: Path, conf
     assert (seen, order) == other and len(seen) == 11 + 2 and sorted(order) == list(range(trainers.SAMPLES))
 
 
+def written(rank: int, world: int, config: dict[str, Any], folder: str) -> str:
+    """What the model says that writes its own folder. Runs in a worker."""
+    with trainers.launched(rank, world):
+        from plait.hf import Trainer, TrainingArguments
+
+        args = trainers.arguments(TrainingArguments, folder, deepspeed=config)
+        trainer = Trainer(model=trainers.model(), args=args, train_dataset=trainers.samples(8))
+        trainer.train()
+        with pytest.raises(InputError) as raised:
+            trainer.model.save_pretrained(f"{folder}/own")
+        return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [zero(3), {"parallel": {"tp": 2}}, pytest.param({"parallel": {"pp": 2}}, marks=pytest.mark.proof)],
+    ids=["zero3", "tp2", "pp2"],
+)
+def test_a_part_of_the_weights_is_no_folder(pool: Pool, tmp_path: Path, config: dict[str, Any]) -> None:
+    """In a pipeline it would have been one stage's, without a word."""
+    for said in pool.run(2, written, config, str(tmp_path)):
+        assert "call trainer.save_model(folder) on every process" in said
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
 
 

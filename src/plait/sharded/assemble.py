@@ -37,6 +37,7 @@ from plait.sharded.check import CheckedModel
 from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, warn_of_no_blocks
 from plait.sharded.pretrained import weights_of
+from plait.sharded.saved_folders import refuse_partial_folders
 
 Filler = Callable[..., None]
 """(model, whole=, filled=): gives every parameter and persistent buffer of a rank's model its values, and calls `filled` with each. `whole`
@@ -103,6 +104,7 @@ def shard(
         tier.evict_parameters()
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
+    refuse_partial_folders(model, pp=resolved.layout.pp)
     watch_shards_of(model)
     return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed
 
