@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from tests.pool import Pool
 
 NEW = 8
 PROMPTS = [[5, 17, 33, 2, 90, 41, 7, 11, 64], [8, 3], [71, 12, 12, 12, 99]]
+IN_FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "ZeRO 2": {"zero_optimization": {"stage": 2}},
     "recomputed": {"zero_optimization": {"stage": 3}, "parallel": {"recompute": {"mode": "full"}}},
-    "files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": tempfile.gettempdir()}}},
+    "files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES}},
+    "all in files": {"zero_optimization": {"stage": 3, "offload_param": IN_FILES, "offload_optimizer": IN_FILES}},
 }
 RECOMPUTED = {"ZeRO 3", "sequence parallel", "tp x pp"}
 """Also without a cache, one request at a time."""
@@ -113,7 +116,7 @@ def trained(rank: int, world: int, layouts: list[str]) -> None:
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.1
-            config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR}[name]}
+            config = {"train_micro_batch_size_per_gpu": 2, **{**TWO, **FOUR, **OFFLOADED}[name]}
             count = config.get("gradient_accumulation_steps", 1)
             engine = plait.initialize(model, config, loss_fn=plait.causal_lm_loss)
             losses = []
@@ -173,7 +176,7 @@ def between_micro_batches(rank: int, world: int, stage: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ZeRO 1", "ZeRO 3", "tp", "pp"])
+@pytest.mark.parametrize("name", ["ZeRO 1", "ZeRO 3", "tp", "pp", "recomputed", "all in files"])
 def test_training_goes_on_as_if_nothing_had_been_generated(pool: Pool, name: str) -> None:
     pool.run(2, trained, [name])
 
@@ -186,6 +189,37 @@ def test_training_of_four_ranks_goes_on(pool: Pool) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_in_the_middle_of_a_step(pool: Pool, stage: int) -> None:
     pool.run(2, between_micro_batches, stage)
+
+
+def within_a_pipelines_step(rank: int, world: int) -> None:
+    """From the loss of a pipeline's first step, which computes it on every rank to check the stages. Runs in a worker."""
+    ids = torch.randint(0, cases.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    batch = [{"input_ids": ids, "labels": ids}]
+    inner: list[Callable[[], Any]] = []
+
+    def loss(output: Any, piece: Any) -> Any:
+        for call in inner:
+            call()
+        return plait.causal_lm_loss(output, piece)
+
+    losses = []
+    for interrupted in (False, True):
+        engine = plait.initialize(
+            built("llama"), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]}, loss_fn=loss, weight_fn=plait.causal_lm_loss.weight
+        )
+        calls = (lambda: engine.generate(PROMPTS, max_new_tokens=2), lambda: engine.score(PROMPTS), lambda: engine.predict(batch[0]))
+        for call in calls if interrupted else ():
+            inner[:] = [call]
+            with pytest.raises(InputError, match="was called while the pipeline runs .* call it between two steps"):
+                engine.train_batch(batch)
+        inner.clear()
+        losses.append([float(engine.train_batch(batch).loss) for _ in range(2)])
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+def test_inside_of_a_pipelines_step(pool: Pool) -> None:
+    pool.run(2, within_a_pipelines_step)
 
 
 def ends_apart(rank: int, world: int, name: str) -> list[tuple[list[int], str]]:

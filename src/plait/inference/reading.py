@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ IN_FLIGHT = 2
 """Reads at a time."""
 LEAST = 4 * BLOCK
 """Bytes of a layer below which it is always read through the kernel's cache, and takes no buffers."""
+PATIENCE_SECONDS = 8.0
+"""A read of a block that takes longer is an error."""
 _GAP = 64 << 10
 """Bytes between two tensors that are read with them."""
 _PAGE = mmap.PAGESIZE
@@ -108,6 +111,8 @@ class FileReader:
         for _ in range(buffer_bytes(largest) // BLOCK):
             self._buffers.put(huge_pages.empty((BLOCK,), torch.uint8).numpy())
         self._ended = threading.Event()
+        self._began: dict[int, float] = {}
+        """When the reads that are on their way began, by thread."""
         self._threads = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="plait-reads")
 
     def read(self, parts: Sequence[Part]) -> None:
@@ -117,10 +122,23 @@ class FileReader:
         for read in reads:
             read.result()
 
+    @property
+    def oldest_seconds(self) -> float:
+        """Since the oldest read that is on its way began; 0 for none."""
+        began = list(self._began.values())
+        return time.monotonic() - min(began) if began else 0.0
+
     def read_block(self, block: Block) -> None:
         """In a thread."""
         if self._ended.is_set():
             return
+        self._began[threading.get_ident()] = time.monotonic()
+        try:
+            self._read_block(block)
+        finally:
+            del self._began[threading.get_ident()]
+
+    def _read_block(self, block: Block) -> None:
         file, is_new = self._files[block.path], (block.path, block.low) not in self._seen
         self._seen.add((block.path, block.low))
         if file.direct is not None and not (is_new and self._keeps) and not file.has_in_cache(block) and self._read_directly(file, block):
@@ -154,9 +172,12 @@ class FileReader:
         self._ended.set()
 
     def close(self) -> None:
-        """End the threads, and close the files; nobody reads any more."""
+        """End the threads, and close the files; nobody reads any more. Files that a disk does not answer for stay open."""
         self.end()
-        self._threads.shutdown(wait=True)
+        stuck = self.oldest_seconds > PATIENCE_SECONDS
+        self._threads.shutdown(wait=not stuck, cancel_futures=True)
+        if stuck:
+            return
         for file in self._files.values():
             file.close()
         self._files.clear()

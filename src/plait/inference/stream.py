@@ -25,14 +25,13 @@ from plait._torch.modules import own_parameters
 from plait.cluster import accelerator, huge_pages
 from plait.cluster.host_memory import free_host_bytes
 from plait.errors import CheckpointError
+from plait.inference import reading
 from plait.inference.adapters import is_adapters
 from plait.inference.reading import FileReader, Part
 from plait.inference.stored import Stored
 
 SLOTS = 2
 """The weights that a block computes with, and those that are brought meanwhile."""
-PATIENCE_SECONDS = 60.0
-"""A read that takes longer is an error."""
 _ALIGNED = 64
 _UNIT = 1 << 20
 """Bytes of the smallest stretch of pinned memory."""
@@ -148,7 +147,7 @@ class WeightStream:
     def close(self) -> None:
         """End the threads; the model cannot run afterwards."""
         self._files.end()
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._reader.shutdown(wait=self._files.oldest_seconds <= reading.PATIENCE_SECONDS, cancel_futures=True)
         self._files.close()
         if self._copies is not None:
             self._copies.synchronize()  # before the memory that it copies from and to is anybody else's
@@ -196,14 +195,17 @@ class WeightStream:
     def _wait(self, index: int) -> int:
         """The place that a block's weights are in, or are being copied to."""
         future, slot = self._coming[index]
-        try:
-            future.result(timeout=PATIENCE_SECONDS)
-            return slot
-        except Late:
-            where = next(iter(self._parts[index])).stored.path
-            raise CheckpointError(
-                f"{where}: reading the weights of {self.blocks[index]} has not ended in {PATIENCE_SECONDS:.0f} s; look at the disk"
-            ) from None
+        while True:
+            try:
+                future.result(timeout=reading.PATIENCE_SECONDS / 8)
+                return slot
+            except Late:
+                if self._files.oldest_seconds > reading.PATIENCE_SECONDS:
+                    where = next(iter(self._parts[index])).stored.path
+                    raise CheckpointError(
+                        f"{where}: the weights of {self.blocks[index]} are read, and no bytes have come for "
+                        f"{reading.PATIENCE_SECONDS:.0f} s; look at the disk"
+                    ) from None
 
     def _ahead(self, first: int) -> None:
         """Bring the blocks from `first` on, as many as there are places for."""

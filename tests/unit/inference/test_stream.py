@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from plait.errors import CheckpointError, InputError
 from plait.inference import reading, stream
 from plait.inference import stored as stored_module
+from plait.inference.reading import Block, FileReader
 from plait.inference.stored import Stored, read_into, stored_tensors
 from plait.inference.stream import WeightStream
 from plait.inference.streamed import plan
@@ -125,13 +127,37 @@ def test_a_disk_that_does_not_answer(streamed: tuple[Chain, WeightStream], monke
     for future, _ in made._coming.values():
         future.result()
     release = stream.threading.Event()
-    monkeypatch.setattr(stream, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(reading, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(reading, "read_into", lambda *_, **__: release.wait(20))
     try:
-        with pytest.raises(CheckpointError, match="reading the weights of layers.4 has not ended"):
+        with pytest.raises(CheckpointError, match=r"the weights of layers.4 are read, and no bytes have come for 0 s; look at the disk"):
             model(torch.zeros(1, 8))
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 5, "waits for the disk"
     finally:
         release.set()
+
+
+@torch.no_grad()
+def test_a_disk_that_is_slow_and_answers(
+    saved: tuple[Chain, Path], streamed: tuple[Chain, WeightStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer takes longer than any of its reads may."""
+    model, made = streamed
+    quick = FileReader._read_block
+
+    def slow(self: FileReader, block: Block) -> None:
+        time.sleep(0.15)
+        quick(self, block)
+
+    for name, value in {"PATIENCE_SECONDS": 0.5, "_PAGE": 64, "BLOCK": 128}.items():
+        monkeypatch.setattr(reading, name, value)
+    monkeypatch.setattr(FileReader, "_read_block", slow)
+    model(torch.zeros(1, 8))
+    x, began = torch.randn(1, 8), time.monotonic()
+    assert torch.equal(model(x), saved[0](x))
+    assert time.monotonic() - began > len(made.blocks) * reading.PATIENCE_SECONDS
 
 
 def test_what_stays_in_memory(tmp_path: Path, saved: tuple[Chain, Path]) -> None:

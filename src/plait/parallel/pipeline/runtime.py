@@ -8,7 +8,8 @@ for every new shape of a batch, and with every micro-batch where it may follow f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,24 @@ class Runtime:
     """What is sent with the activations, where a loss is made of what all stages' routers chose."""
     _boundaries: dict[tuple[int, Signature], Boundary] = field(default_factory=dict, init=False)
     _trusted: set[tuple[int, Signature]] = field(default_factory=set, init=False)
+    _is_running: bool = field(default=False, init=False)
+
+    def refuse_within(self, call: str) -> None:
+        """Raise InputError for a call from inside of `train` or `evaluate`, which the other stages cannot answer."""
+        if self._is_running:
+            raise InputError(
+                f"{call} was called while the pipeline runs (by a loss, a forward or a hook), and its other stages are at other "
+                "micro-batches; call it between two steps"
+            )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.refuse_within("a forward through all stages")
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def announce_output(self, stage: int, piece: Any, output: Any) -> None:
         """Set the boundary activations of `stage` for a micro-batch like `piece`, so that they are not requested: for a rank that runs
@@ -120,7 +139,8 @@ class Runtime:
         """
         if len(pieces) != self.schedule.microbatches:
             raise InputError(f"a step of this pipeline has {self.schedule.microbatches} micro-batches, not {len(pieces)}")
-        _Pass(self, self.schedule, pieces, forward, loss, self._results(pieces, forward, loss_fn)).run()
+        with self._running():
+            _Pass(self, self.schedule, pieces, forward, loss, self._results(pieces, forward, loss_fn)).run()
 
     def _results(self, pieces: Sequence[Any], forward: Forward, loss_fn: LossFunction | None) -> list[CutResult]:
         if self.check is None:
@@ -141,7 +161,8 @@ class Runtime:
             found[0] = output
             return next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), torch.zeros(()))
 
-        _Pass(self, once, [piece], forward, keep, self._results([piece], forward, None)).run()
+        with self._running():
+            _Pass(self, once, [piece], forward, keep, self._results([piece], forward, None)).run()
         return found[0]
 
 
