@@ -98,6 +98,24 @@ def test_more_tokens_than_positions(folder: Path, capsys: pytest.CaptureFixture[
     assert "(--prompt-tokens" in said and "and --new-tokens" in said and "the model's positions end at 256" in said
 
 
+@pytest.mark.parametrize("budget", [[], ["--cpu-budget", "1MiB"]])
+def test_a_damaged_file_among_several(folder: Path, tmp_path: Path, budget: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where everything fits, and nothing of the files would be read for the plan."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    second = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    content = second.read_bytes()
+    for damaged, words in ((content[:-1], "the file is cut off"), (b"\xff" * len(content), "is no readable safetensors file")):
+        second.write_bytes(damaged)
+        run("--model", str(tmp_path / "model"), "--prompt-tokens", "8", *budget, code=4)
+        said = capsys.readouterr().err
+        assert second.name in said and words in said
+    second.unlink()
+    run("--model", str(tmp_path / "model"), "--prompt-tokens", "8", *budget, code=4)
+    assert f"names files that are not there: {second.name}" in capsys.readouterr().err
+
+
 def test_a_configuration_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     for name in (tmp_path, tmp_path / "config.json"):

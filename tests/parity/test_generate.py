@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -207,7 +208,7 @@ def within_a_pipelines_step(rank: int, world: int) -> None:
         engine = plait.initialize(
             built("llama"), {"train_micro_batch_size_per_gpu": 2, **TWO["pp"]}, loss_fn=loss, weight_fn=plait.causal_lm_loss.weight
         )
-        calls = (lambda: engine.generate(PROMPTS, max_new_tokens=2), lambda: engine.score(PROMPTS), lambda: engine.predict(batch[0]))
+        calls = partial(engine.generate, PROMPTS, max_new_tokens=2), partial(engine.score, PROMPTS), partial(engine.predict, batch[0])
         for call in calls if interrupted else ():
             inner[:] = [call]
             with pytest.raises(InputError, match="was called while the pipeline runs .* call it between two steps"):

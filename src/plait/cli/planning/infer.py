@@ -135,6 +135,7 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
     import torch
 
     from plait.inference.source import described, is_of_transformers, open_source
+    from plait.inference.streamed import tensors_of
     from plait.model.described import require_transformers
     from plait.planner.models import named, names, to_config
 
@@ -144,7 +145,10 @@ def _model(name: str, adapter: Path | None, dtype: Dtype) -> tuple[Source | None
     only_described = is_of_transformers(path) and not any(path.glob("*.safetensors"))
     if path.is_dir() and not only_described:
         source = open_source(path, adapter)
-        return source, source.model(wanted)
+        model = source.model(wanted)
+        if source.checkpoint is None:
+            tensors_of(source, model)  # a file that was cut off is named before it is planned with
+        return source, model
     if adapter is not None:
         raise InputError(f"--adapter {adapter}: needs a folder with weights as --model, and {name} has none")
     if only_described or path.is_file():
