@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from plait.inference.stored import Stored, stored_tensors
 from plait.inference.stream import brought
 from plait.units import format_bytes
 
+_PREFIX = "plait-quantised-"
 _MOUNTS = Path("/proc/self/mounts")
 _MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are in memory."""
@@ -76,14 +79,44 @@ def scratch_folder(folder: Path | None, size: int) -> Iterator[Path]:
             f"--scratch {parent}: {format_bytes(free)} are free, and the quantised layers that are streamed take {format_bytes(size)}; "
             "name a folder with more room"
         )
+    for left in parent.glob(f"{_PREFIX}*"):
+        _remove_unused(left)
     try:
-        made = Path(tempfile.mkdtemp(prefix="plait-quantised-", dir=parent))
+        made, lock = _locked(parent)
     except OSError as error:
         raise InputError(f"--scratch {parent}: {error.strerror}; name a folder that can be written to") from None
     try:
         yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(parent: Path) -> tuple[Path, int]:
+    """A new folder, and an open descriptor that holds its lock as long as this process lives."""
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            lock = os.open(made, os.O_RDONLY)
+        except FileNotFoundError:  # another process removed it before it was locked
+            continue
+        with suppress(OSError):  # a file system without locks: nothing is removed there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if made.exists():
+            return made, lock
+        os.close(lock)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove what a process that was killed left: nobody holds its lock."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # another user's, or gone
+        return
+    with suppress(OSError):  # it is in use, or the file system has no locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _file_system(folder: Path) -> str:

@@ -131,6 +131,12 @@ def test_where_streamed_layers_may_be_written(tmp_path: Path, monkeypatch: pytes
     with scratch_folder(tmp_path, 10) as made:
         assert made.parent == tmp_path and list(tmp_path.iterdir()) == [made]
     assert not list(tmp_path.iterdir())
+    (tmp_path / "plait-quantised-killed").mkdir()  # its process was killed while it wrote
+    (tmp_path / "plait-quantised-killed" / "0.safetensors").write_bytes(b"left")
+    (tmp_path / "mine").mkdir()
+    with scratch_folder(tmp_path, 10) as one, scratch_folder(tmp_path, 10) as other:
+        assert sorted(tmp_path.iterdir()) == sorted([one, other, tmp_path / "mine"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
     mounts = tmp_path / "mounts"
     mounts.write_text(f"disk / ext4 rw 0 0\nmemory {tmp_path} tmpfs rw 0 0\n")
     for folder, size, words in (
