@@ -99,15 +99,22 @@ def launched(
     command: Sequence[str], script: Path, folder: Path, *, seconds: int = 300, may_abort: bool = False, **more: str
 ) -> dict[int, list[Any]]:
     """What every rank of a script printed after RESULT, by rank. It is run in `folder`; `more`: of the environment. `may_abort`: a process
-    whose interpreter ends before gloo's threads do aborts, after its work was done (`cluster.ending`)."""
+    whose interpreter ends before gloo's threads do aborts, or waits for ever, after its work was done (`cluster.ending`)."""
     folder.mkdir(exist_ok=True)
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "TOKENIZERS_PARALLELISM": "false"}
     environment = {**os.environ, **quiet, "ACCELERATE_USE_CPU": "true", **more}
-    done = subprocess.run([*command, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0 or may_abort, done.stdout[-2000:] + done.stderr[-4000:]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = subprocess.Popen([*command, str(script)], cwd=folder, env=environment, **pipes)
+    try:
+        printed, errors = started.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        started.terminate()  # the launcher ends its processes, which have the pipes too
+        printed, errors = started.communicate(timeout=60)
+        assert may_abort, f"not at its end after {seconds} s\n{printed[-2000:]}{errors[-4000:]}"
+    assert started.returncode == 0 or may_abort, printed[-2000:] + errors[-4000:]
     # Ranks may print into one line.
-    found = [json.JSONDecoder().raw_decode(part)[0] for part in done.stdout.split("RESULT ")[1:]]
-    assert len(found) == 2, done.stdout[-2000:] + done.stderr[-4000:]
+    found = [json.JSONDecoder().raw_decode(part)[0] for part in printed.split("RESULT ")[1:]]
+    assert len(found) == 2, printed[-2000:] + errors[-4000:]
     return {rank: rest for rank, *rest in found}
 
 
@@ -120,8 +127,15 @@ def on_peer(script: Script, folder: Path) -> dict[int, list[Any]]:
     """The script as it is on two processes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if script.peer != "deepspeed":
-        return launched([sys.executable, *torchrun], script.path, folder / "theirs", may_abort=True)
+        return launched([sys.executable, *torchrun], script.path, folder / "theirs", seconds=120, may_abort=True)
     path = f"{Path(DEEPSPEED_PYTHON).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja
     return launched(
-        [DEEPSPEED_PYTHON, *torchrun], script.path, folder / "theirs", may_abort=True, PATH=path, DS_ACCELERATOR="cpu", PYTHONPATH=""
+        [DEEPSPEED_PYTHON, *torchrun],
+        script.path,
+        folder / "theirs",
+        seconds=120,
+        may_abort=True,
+        PATH=path,
+        DS_ACCELERATOR="cpu",
+        PYTHONPATH="",
     )
