@@ -24,8 +24,8 @@ from benchmarks.planner_accuracy.sweep import slow_runs
 ROOT = Path(__file__).parents[2]
 CONSTANTS = ROOT / "src/plait/planner/data/constants.json"
 RESULT = ROOT / "benchmarks/results/planner_accuracy.json"
-UNSEEN = ROOT / "benchmarks/results/planner_unseen.json"
-"""Written once, by the constants of the commit that it names; see the section `_unseen` of the page."""
+UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in (1, 2)]
+"""Written once each, by `unseen.py`."""
 PAGE = ROOT / "docs/planner_accuracy.md"
 
 
@@ -49,7 +49,8 @@ def main() -> None:
             result["experts"] = summary(experts)
             result["not named"] = summary(left_out(tables["runs"], calibrated=False, named=False))
     result["published"] = published.rows()
-    result["unseen"] = json.loads(UNSEEN.read_text(encoding="utf-8"))
+    result["again"] = summary(left_out([row for row in rows_of("unseen_2") if row["tier"] == "A"], calibrated=False))
+    result["unseen"] = [json.loads(path.read_text(encoding="utf-8")) for path in UNSEEN]
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(markdown(result), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))

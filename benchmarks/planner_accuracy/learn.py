@@ -35,7 +35,7 @@ what a process took and not what it needed."""
 
 
 def rows_of(*names: str) -> list[Row]:
-    """The rows of `runs`, `sweeps` or `oom`."""
+    """The rows of `runs`, `sweeps`, `oom` or `unseen_2`."""
     found: list[Row] = []
     for name in names:
         with (DATA / f"{name}.csv").open(encoding="utf-8", newline="") as file:

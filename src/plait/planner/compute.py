@@ -70,7 +70,8 @@ def layer_cost(job: Job, rates: Rates) -> LayerCost:
         0.0,
     )
     launches = 1 + 0.15 * (np.asarray(tp) > 1)  # the collectives of tensor parallelism are launched too
-    host = job.framework.host_seconds * rates["host"] * launches
+    hooks = job.framework.hook_seconds * (np.asarray(at.stage) == 3)
+    host = (job.framework.host_seconds * launches + hooks) * rates["host"]
     return LayerCost(
         products=products,
         attention=attention,

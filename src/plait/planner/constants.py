@@ -61,7 +61,7 @@ CONSTANTS: dict[str, Constant] = {
     "bubble": Constant(1.0, 0.05, "idle time of the pipeline, of the schedule's own", 0.95, 1.5),
     "contention": Constant(0.15, 0.3, "share of overlapped traffic that slows computation down"),
     "dp": Constant(1.0, 0.4, "exposed reductions and gathers of data parallelism"),
-    "host": Constant(1.0, 0.4, "time of the host to launch, of the framework's usual"),
+    "host": Constant(1.0, 0.7, "time of the host to launch, of the framework's usual"),
     "optimizer": Constant(1.0, 0.4, "time of the optimizer step, of its bytes over the memory's bandwidth"),
     "fixed": Constant(0.02, 1.0, "seconds of a step that nothing else explains"),
     "straggler": Constant(0.008, 0.8, "slowing a doubling of nodes"),

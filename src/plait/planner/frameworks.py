@@ -62,6 +62,8 @@ class Framework:
     """1: tensor parallelism gathers the logits before the loss."""
     whole_inputs: Numbers = 0
     """Share of the products' inputs that sequence parallelism keeps gathered, not as shards."""
+    hook_seconds: Numbers = 0
+    """Time of the host to gather and free one layer's weights in a forward of stage 3, where every module does so for itself."""
     late_gradients: Numbers = 0
     """1: a step's first backward allocates the gradients, so that none exist before it (torch's FSDP)."""
 

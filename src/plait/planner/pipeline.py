@@ -23,6 +23,13 @@ def idle_share(layouts: Layouts) -> Numbers:
     return share / np.where(interleaved, layouts.vpp, 1)
 
 
+def chunks_apart(layouts: Layouts) -> Numbers:
+    """How many micro-batches' backward lies between the end of a stage's first gradients and that of its last, at least 1: of interleaved
+    chunks each takes `pp` micro-batches in turn, so that those of all chunks but the last are reduced under the others' computation."""
+    apart = layouts.pp * (np.asarray(layouts.vpp) - 1) / layouts.vpp
+    return np.clip(apart, 1.0, np.maximum(layouts.accumulation, 1))
+
+
 def in_flight(layouts: Layouts, rank: int | Numbers = 0) -> Numbers:
     """Micro-batches whose activations a rank of the pipeline holds at most, in units of all its stages. For the last rank see
     `in_flight_last`."""

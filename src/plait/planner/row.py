@@ -175,7 +175,7 @@ def _model(row: Row) -> Architecture:
     vocab = count_of(row, "vocab") or (known.vocab if known is not None else 51200)
     gated_value = int(gated if gated is not None else "gpt" not in text)
     tied = _yes(row, "tied_emb")
-    head_dim = max(hidden // heads, 1)
+    head_dim = _head_dim(row, known, hidden, heads)
     found = Architecture(
         layers,
         hidden,
@@ -195,6 +195,15 @@ def _model(row: Row) -> Architecture:
     if (row.get("moe") or "").strip() not in ("", "n", "0"):
         return _with_experts(row, found, known)
     return found
+
+
+def _head_dim(row: Row, known: Architecture | None, hidden: int, heads: int) -> int:
+    """As the row has it in a column or beside the model's name, else that of the known model of this width, else what divides it."""
+    told = re.search(r"head[_ ](?:dim|size) (\d+)", row.get("model_name") or "")
+    if (given := count_of(row, "head_dim") or (int(told[1]) if told else None)) is not None:
+        return given
+    same = known is not None and (int(known.hidden), int(known.heads)) == (hidden, heads)
+    return int(known.head_dim) if known is not None and same and not known.compressed else max(hidden // heads, 1)
 
 
 def _with_experts(row: Row, found: Architecture, known: Architecture | None) -> Architecture:
@@ -250,8 +259,9 @@ def network_bandwidth(text: str, per_node: int) -> float | None:
 
 def _precision(row: Row) -> tuple[int, str | None]:
     """(index into PRECISIONS, another recipe of states than the framework's)."""
-    text = (row.get("precision") or "").lower()
-    pure = "pure" in text or "pure bf16" in (row.get("notes") or "").lower()
+    written = (row.get("precision") or "").lower()
+    text = re.sub(r"\(.*?\)", "", written).strip() or written  # in brackets is what the states or single operations have
+    pure = "pure" in written or "pure bf16" in (row.get("notes") or "").lower()
     states = "pure-16bit" if pure else None
     if "fp4" in text:
         return PRECISIONS.index("fp4"), states

@@ -14,7 +14,7 @@ from plait.planner.compute import LayerCost, accumulation_seconds, head_cost, la
 from plait.planner.constants import Rates
 from plait.planner.hardware import Numbers
 from plait.planner.job import RECOMPUTE, Job, recompute_share, stage_layers
-from plait.planner.pipeline import idle_share
+from plait.planner.pipeline import chunks_apart, idle_share
 from plait.planner.traffic import collective_seconds, context_seconds, expert_seconds, group, send_seconds
 
 TERMS = {
@@ -190,9 +190,10 @@ def _data_traffic(
     grads = np.where(often, scatter * (at.accumulation - 1) + grads, grads)
     weights = np.where(stage == 0, 0.0, gather)
     hide = np.where(job.device.on_cpu, 0.0, framework.hidden_dp)  # there the cores that compute also carry the traffic
-    window_back = np.where(often, at.accumulation, 1) * backward
+    spread = np.where(job.is_plait, 1.0, chunks_apart(at))
+    window_back = np.where(often, at.accumulation, spread) * backward
     shown_grads = grads - np.minimum(grads * hide, window_back * hide)
-    shown_weights = weights - np.minimum(weights * hide, forward * hide)
+    shown_weights = weights - np.minimum(weights * hide, spread * forward * hide)
     hidden = (grads - shown_grads) + (weights - shown_weights)
 
     traffic = at.accumulation * (2 * gather + scatter) + between

@@ -5,7 +5,7 @@ from plait.parallel.schedules.schedule import make_schedule
 from plait.parallel.schedules.timeline import peak_in_flight
 from plait.planner.job import SCHEDULES, Layouts
 from plait.planner.offers import SCHEDULE_NAMES
-from plait.planner.pipeline import deferred_backwards, idle_share, in_flight, in_flight_last
+from plait.planner.pipeline import chunks_apart, deferred_backwards, idle_share, in_flight, in_flight_last
 
 
 def at(schedule, *, pp=8, m=16, vpp=1):
@@ -21,6 +21,11 @@ def test_share_of_a_step_that_a_stage_waits(schedule, vpp, bubble):
     layouts = at(schedule, vpp=vpp)
     idle = 7 * idle_share(layouts)[0]  # of a micro-batch's forward and backward in a stage
     assert idle / (16 + idle) == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m", "apart"), [(8, 1, 16, 1), (8, 4, 16, 6), (8, 4, 3, 3), (2, 2, 16, 1)])
+def test_time_between_the_first_and_the_last_gradients_of_a_stage(pp, vpp, m, apart):
+    assert chunks_apart(at("interleaved", pp=pp, vpp=vpp, m=m))[0] == apart
 
 
 def test_zero_bubble_waits_less_than_1f1b():

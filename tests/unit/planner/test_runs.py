@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from plait.errors import InputError
+from plait.planner.hardware import PRECISIONS
 from plait.planner.job import RECOMPUTE, SCHEDULES
 from plait.planner.row import count_of, network_bandwidth
 from plait.planner.runs import measured_bytes, measured_seconds, read_rows, read_runs
@@ -44,6 +45,28 @@ def test_a_complete_row_is_read():
 def test_sharding_as_tables_write_it(text, stage, shard):
     at = layout(zero_or_fsdp=text)
     assert (at["stage"], at["dp_shard"], at["dp_shard"] * at["dp_replicate"]) == (stage, shard, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("bf16 (O2, fp32 master)", "bf16"), ("fp8 rowwise (bf16 all-gather)", "fp8"), ("mxfp4 (last 5 layers bf16)", "fp4"), ("fp32", "fp32")],
+)
+def test_precision_as_tables_write_it(text, name):
+    assert read_runs([{**ROW, "gpu": "B200", "precision": text}]).variants[0].precision == PRECISIONS.index(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"model_name": "Qwen3-32B", "hidden": "5120", "n_heads": "64"}, 128),
+        ({"model_name": "Qwen3-32B (head size 80 as run)", "hidden": "5120", "n_heads": "64"}, 80),
+        ({"model_name": "mine (head_dim 128)", "hidden": "2560", "n_heads": "32"}, 128),
+        ({"model_name": "mine", "hidden": "2560", "n_heads": "32", "head_dim": "96"}, 96),
+        ({"model_name": "mine", "hidden": "2560", "n_heads": "32"}, 80),
+    ],
+)
+def test_width_of_a_head(changes, width):
+    assert read_runs([{**ROW, **changes}]).variants[0].model.head_dim == width
 
 
 @pytest.mark.parametrize(
