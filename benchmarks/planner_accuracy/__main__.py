@@ -20,11 +20,13 @@ from benchmarks.planner_accuracy.learn import learn, rows_of, write
 from benchmarks.planner_accuracy.predict import fit_of, summary
 from benchmarks.planner_accuracy.report import markdown
 from benchmarks.planner_accuracy.sweep import slow_runs
+from benchmarks.planner_accuracy.unseen import held
 
 ROOT = Path(__file__).parents[2]
 CONSTANTS = ROOT / "src/plait/planner/data/constants.json"
+HELD = ROOT / "src/plait/planner/data/unseen.json"
 RESULT = ROOT / "benchmarks/results/planner_accuracy.json"
-UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in (1, 2)]
+UNSEEN = [ROOT / f"benchmarks/results/planner_unseen_{number}.json" for number in (1, 2, 3)]
 """Written once each, by `unseen.py`."""
 PAGE = ROOT / "docs/planner_accuracy.md"
 
@@ -51,6 +53,7 @@ def main() -> None:
     result["published"] = published.rows()
     result["again"] = summary(left_out([row for row in rows_of("unseen_2") if row["tier"] == "A"], calibrated=False))
     result["unseen"] = [json.loads(path.read_text(encoding="utf-8")) for path in UNSEEN]
+    HELD.write_text(json.dumps(held(result["unseen"]), indent=1) + "\n", encoding="utf-8")
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(markdown(result), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))

@@ -31,6 +31,16 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
     return {"rows": len(rows), "sources": len({source_of(row) for row in rows}), **found}
 
 
+def held(scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of tier A of all sets, and the share of them in their intervals, as `plait.planner.constants.unseen` reads it."""
+    found: dict[str, tuple[int, float]] = {}
+    for key in KEYS[:3]:
+        entries = [score["tier A"][key]["all"]["all"] for score in scores]
+        rows = sum(entry["rows"] for entry in entries)
+        found[key] = rows, round(sum(entry["rows"] * entry["coverage"] for entry in entries) / rows, 4)
+    return {"source": "benchmarks/results/planner_unseen_*.json: [rows, share in the 90 % interval]", "held": found}
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("rows", type=Path, metavar="ROWS.csv")

@@ -143,6 +143,22 @@ def knowledge() -> Knowledge:
     return replace(moved(base, learned["constants"]), time_spread=learned["time_spread"], memory_spread=learned["memory_spread"])
 
 
+@dataclass(frozen=True)
+class Held:
+    """How often measurements lay in the 90 % intervals of predictions."""
+
+    rows: int
+    share: float
+
+
+@cache
+def unseen() -> Mapping[str, Held]:
+    """Of published runs whose sources nothing had been learned from when they were predicted: "time", "time_experts" and "memory"
+    (`data/unseen.json`)."""
+    told = json.loads((files("plait.planner") / "data" / "unseen.json").read_text(encoding="utf-8"))
+    return {name: Held(*entry) for name, entry in told["held"].items()}
+
+
 def moved(base: Knowledge, learned: Mapping[str, tuple[float, float]]) -> Knowledge:
     """`base` with the [median, width] of constants that were learned; names that it does not know are left out."""
     found = {

@@ -74,6 +74,14 @@ def test_the_page_is_that_of_the_result():
     assert (ROOT / "docs/planner_accuracy.md").read_text() == markdown(result)
 
 
+def test_what_a_plan_says_of_its_intervals_is_what_was_scored():
+    from benchmarks.planner_accuracy.__main__ import HELD, UNSEEN
+    from benchmarks.planner_accuracy.unseen import held
+
+    scores = [json.loads(path.read_text()) for path in UNSEEN]
+    assert json.loads(HELD.read_text()) == json.loads(json.dumps(held(scores)))
+
+
 def test_held_out_errors_of_the_page_are_no_worse_than_they_were():
     """Of sources that nothing was fitted to; the page is made anew with every change of constants."""
     result = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
