@@ -64,6 +64,36 @@ def test_each_rank_reads_its_slices(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, evaluated, str(tmp_path)) == pytest.approx([own["eval_loss"]] * 2, abs=1e-5)
 
 
+def most_memory(rank: int, world: int, tiny: str, folder: str) -> float:
+    """MiB of host memory that loading adds at most, by the kernel's account of this process. Runs in a worker."""
+    config = CONFIG | {"zero_optimization": {"stage": 3}}
+    plait.initialize(plait.from_pretrained(tiny), config).close()  # what is imported and connected once
+
+    def status(name: str) -> float:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+    before = status("VmRSS:")
+    engine = plait.initialize(plait.from_pretrained(folder), config)
+    most = status("VmHWM:") - before
+    engine.close()
+    return most
+
+
+@pytest.mark.proof
+def test_no_process_holds_all(pool: Pool, tmp_path: Path) -> None:
+    """A shard, one tensor and 96 MiB at most, on four processes: 64 MiB of a file are mapped at once."""
+    saved(tmp_path / "tiny")
+    large = trainers.model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8192)
+    sizes = [parameter.nbytes / 2**20 for parameter in large.parameters()]
+    large.save_pretrained(tmp_path / "large", max_shard_size="100MB")
+    del large
+    found = pool.run(4, most_memory, str(tmp_path / "tiny"), str(tmp_path / "large"))
+    assert sum(sizes) > 400 and max(found) < sum(sizes) / 4 + max(sizes) + 96, (found, sum(sizes), max(sizes))
+    assert min(found) > sum(sizes) / 4 / 2, "measured nothing"
+
+
 def experts_of_others(rank: int, world: int, folder: str) -> list[dict[str, torch.Tensor]]:
     """What a released folder's experts are on different ranks. Runs in a worker."""
     found = []
