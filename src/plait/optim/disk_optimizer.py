@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from plait._torch.dtensor import local_tensor
 from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_modules
+from plait.cluster.host_memory import trim_heap
 from plait.errors import ModelError
 from plait.optim.gradient_math import multiply_all
 from plait.parallel.hooks import StepHook
@@ -155,8 +156,8 @@ class DiskTier(StepHook):
         """After they were filled."""
         for buffer in self._buffers:
             self.evict(buffer)
-        for arena in self.arenas:
-            arena.trim()  # of what was there before it was mapped
+        if self.arenas:
+            trim_heap()  # of what was there before it was mapped
 
     def end_of_computation(self) -> None:
         """No parameters are gathered for now: evict what was prefetched."""

@@ -7,6 +7,7 @@ loading is refused with the names that differ).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from plait._torch.dtensor import local_tensor, local_window
+from plait._torch.dtensor import local_window
 from plait.errors import CheckpointError
 from plait.model.tied import tied_names
 
@@ -99,12 +100,20 @@ def _few(names: list[str], wanted: dict[str, torch.Tensor]) -> Iterator[list[str
     group, size = [], 0
     for name in names:
         group.append(name)
-        size += local_tensor(wanted[name]).nbytes
+        size += _mapped(wanted[name])
         if size >= MAPPED:
             yield group
             group, size = [], 0
     if group:
         yield group
+
+
+def _mapped(target: torch.Tensor) -> int:
+    """Bytes of a file, of the dtype of `target`, that reading this rank's part of it maps: whole rows, where it has columns of them too."""
+    if not isinstance(target, DTensor) or target.ndim == 0:
+        return target.nbytes
+    rows = local_window(target)[0]
+    return (rows.stop - rows.start) * math.prod(target.shape[1:]) * target.element_size()
 
 
 def sources_of(model: nn.Module, wanted: dict[str, torch.Tensor], files: dict[str, Path], folder: Path) -> dict[str, str]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from plait._torch.gathering import gather_in_place
 from plait._torch.units import replace_shard_buffers, shard_buffers, sharded_modules
+from plait.cluster.host_memory import trim_heap
 from plait.comm.host import Host, Unavailable
 from plait.comm.host_parameters import HostParameters
 from plait.comm.waits import Waits
+
+HELD_TWICE = 32 << 20
+"""Bytes of shards that are copied before the C library gives the system what the first copies took: it keeps it otherwise."""
 
 
 def share_parameters(model: nn.Module, host: Host, waits: Waits) -> str:
@@ -25,14 +30,14 @@ def share_parameters(model: nn.Module, host: Host, waits: Waits) -> str:
 
 def _hold(unit: FSDPModule, host: Host, waits: Waits) -> str:
     """Why not, if not."""
-    shards = shard_buffers(unit)
-    if not shards:
+    numels = [shard.numel() for shard in shard_buffers(unit)]
+    dtypes = {shard.dtype for shard in shard_buffers(unit)}
+    if not numels:
         return ""
-    dtypes = {shard.dtype for shard in shards}
     if len(dtypes) > 1:
         return "a unit has several dtypes"
     try:
-        memory = HostParameters(host, [shard.numel() for shard in shards], dtypes.pop(), waits=waits)
+        memory = HostParameters(host, numels, dtypes.pop(), waits=waits)
     except Unavailable as unavailable:
         return str(unavailable)
     _place(unit, memory)
@@ -47,5 +52,15 @@ def _begin(unit: FSDPModule, memory: HostParameters) -> None:
 
 
 def _place(unit: FSDPModule, memory: HostParameters) -> None:
-    rows = iter(memory.rows)
-    replace_shard_buffers(unit, lambda shard: next(rows).copy_(shard))
+    rows, freed = iter(memory.rows), 0
+
+    def place(shard: torch.Tensor) -> torch.Tensor:
+        nonlocal freed
+        if freed >= HELD_TWICE:
+            trim_heap()
+            freed = 0
+        freed += shard.nbytes
+        return next(rows).copy_(shard)
+
+    replace_shard_buffers(unit, place)
+    trim_heap()

@@ -111,11 +111,6 @@ class Arena:
             segment.file.close()
         self._segments.clear()
 
-    def trim(self) -> None:
-        """Give what was freed elsewhere back to the system (glibc keeps it otherwise)."""
-        if hasattr(self._libc, "malloc_trim"):
-            self._libc.malloc_trim(0)
-
     def transfer(self, size: int, *, reading: bool) -> None:
         """Called before every move of `size` bytes; for tests that count or slow them down."""
 
