@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from plait import exact
 from plait.checkpoint.folder import find
 from plait.cluster.topology import place
 from plait.engine.engine import Engine
 from plait.engine.weights import full_weights, load_weights_of, uncut
-from plait.errors import InputError, warn
+from plait.errors import CheckpointError, InputError, warn
 
 TAG = "plait"
 """Folder of the engine's checkpoint in `checkpoint-N`."""
@@ -66,6 +68,8 @@ class CheckpointMixin:
             finally:
                 self.model = model
         self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
@@ -92,7 +96,9 @@ class CheckpointMixin:
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The engine loads its own checkpoints when it has the model; a folder without one has weights only."""
+        """The engine loads its own checkpoints when it has the model; a folder without one has weights only. Raises CheckpointError for one
+        without a readable state of the Trainer, which says what step it is of."""
+        _require_state(Path(resume_from_checkpoint))
         if (Path(resume_from_checkpoint) / TAG).is_dir():
             return
         if self.engine is not None:
@@ -116,6 +122,18 @@ class CheckpointMixin:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The engine has set them, when it loaded the checkpoint."""
+
+
+def _require_state(folder: Path) -> None:
+    state = folder / TRAINER_STATE_NAME
+    try:
+        TrainerState.load_from_json(str(state))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"resume_from_checkpoint = {str(folder)!r}: {TRAINER_STATE_NAME}, which says what step a run goes on from, is not there or "
+            f"cannot be read ({type(error).__name__}: {error}); give another checkpoint-N of the run, or load the weights alone with "
+            "from_pretrained"
+        ) from error
 
 
 def has_adapters(model: Any) -> bool:

@@ -36,8 +36,6 @@ def _split(value: Any, args: Any, layout: Layout) -> bool:
 
 _OWN = "Plait's own, over the data-parallel ranks"
 _DDP = "Plait does not wrap the model in DistributedDataParallel"
-_HUB = "pushing a folder to the hub during training has not been tested with Plait"
-_HUB_REMEDY = "leave it out, and push the folder of save_model when the training has ended"
 _FSDP = "the configuration describes the layout"
 _EVAL_CAST = "it casts the model in place, and its parameters are parts that the optimizer updates"
 
@@ -139,13 +137,13 @@ FIELDS: dict[str, Field] = {
     "enable_jit_checkpoint": Field(
         "refused", "it saves inside of a step, whose gradients no checkpoint keeps", "leave it out, and use save_steps"
     ),
-    "push_to_hub": Field("refused", _HUB, _HUB_REMEDY),
-    "hub_token": Field("noted", "it belongs to push_to_hub"),
-    "hub_private_repo": Field("noted", "it belongs to push_to_hub"),
-    "hub_model_id": Field("noted", "it belongs to push_to_hub"),
-    "hub_strategy": Field("noted", "it belongs to push_to_hub"),
-    "hub_always_push": Field("noted", "it belongs to push_to_hub"),
-    "hub_revision": Field("noted", "it belongs to push_to_hub"),
+    "push_to_hub": _honoured("the first process pushes the whole model, as save_model writes it"),
+    "hub_token": _honoured("with push_to_hub"),
+    "hub_private_repo": _honoured("with push_to_hub"),
+    "hub_model_id": _honoured("with push_to_hub"),
+    "hub_strategy": _honoured("with push_to_hub"),
+    "hub_always_push": _honoured("with push_to_hub"),
+    "hub_revision": _honoured("with push_to_hub"),
     "load_best_model_at_end": _honoured(),
     "metric_for_best_model": _honoured(),
     "greater_is_better": _honoured(),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size
+from transformers.trainer_utils import has_length
 
 from plait.checkpoint.model_content import keep_what_is_trained
 from plait.cluster.topology import place
@@ -200,6 +201,10 @@ class TrainerMixin(CheckpointMixin):
             self.accelerator.evaluates = False
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if has_length(self.train_dataset) and not len(self.train_dataset):  # type: ignore[attr-defined]
+            raise InputError(
+                "train_dataset has 0 samples, and training needs 1 at least; look at the split, the filter and the path that it came from"
+            )
         sampler = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
         if isinstance(sampler, torch.utils.data.RandomSampler) or getattr(sampler, "generator", self) is not None:
             return sampler  # Accelerate gives the first an order of its own, and another one has it
@@ -279,6 +284,7 @@ class TrainerMixin(CheckpointMixin):
         factors = [step.factor(index, scaled=scaled, ranks=engine.dp_size) for index in range(len(step.held))]
         if not scaled:
             factors = [factor / len(step.held) for factor in factors]
+        items = items.clamp(min=1) if isinstance(items, torch.Tensor) else items  # a step without a target: 0, not 0 / 0
 
         def loss_of(model: Any, piece: Any) -> torch.Tensor:
             return self.compute_loss(model, dict(piece), num_items_in_batch=items)  # type: ignore[attr-defined]

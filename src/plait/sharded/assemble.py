@@ -34,6 +34,7 @@ from plait.parallel.precision.optimizer_states import refuse_cut_blocks
 from plait.parallel.technique import Parts
 from plait.sharded.alike import refuse_different_ranks
 from plait.sharded.check import CheckedModel
+from plait.sharded.copies import refuse_copies
 from plait.sharded.load_weights import load_weights
 from plait.sharded.misuse import check_placement, warn_of_no_blocks
 from plait.sharded.pretrained import weights_of
@@ -104,6 +105,7 @@ def shard(
         tier.evict_parameters()
     parts = attach_all(resolved.techniques, parts.with_shard(mean=mean), mesh)
     accept_full_tensors(model)
+    refuse_copies(model)
     refuse_partial_folders(model, pp=resolved.layout.pp)
     watch_shards_of(model)
     return mesh, parts if tier is None else parts.with_(hooks=Hooks((*parts.hooks.all, tier))), seed

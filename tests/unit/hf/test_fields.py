@@ -45,7 +45,6 @@ REFUSED: dict[str, Any] = {
     "eval_use_gather_object": True,
     "save_on_each_node": True,
     "enable_jit_checkpoint": True,
-    "push_to_hub": True,
     "debug": "underflow_overflow",
     "accelerator_config": {"split_batches": True},
     "activation_checkpointing_kwargs": {"preserve_rng_state": False},
@@ -94,8 +93,8 @@ def test_refused(tmp_path: Path) -> None:
         problems, _ = examined(arguments(TrainingArguments, str(tmp_path), **{name: value}), Layout())
         assert [problem.field for problem in problems] == [f"TrainingArguments.{name}"]
         assert problems[0].rule and problems[0].remedy
-    with pytest.raises(ConfigError, match=r"push_to_hub.*\n?.*save_on_each_node|save_on_each_node.*\n?.*push_to_hub"):
-        Trainer(model(), arguments(TrainingArguments, str(tmp_path), push_to_hub=True, save_on_each_node=True))
+    with pytest.raises(ConfigError, match=r"use_liger_kernel.*\n?.*save_on_each_node|save_on_each_node.*\n?.*use_liger_kernel"):
+        Trainer(model(), arguments(TrainingArguments, str(tmp_path), use_liger_kernel=True, save_on_each_node=True))
 
 
 def test_plain_arguments_are_taken(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from plait._torch.dtensor import local_tensor
 from plait._torch.operators import tree_leaves, tree_map
 from plait._torch.passes import expect_backward
 from plait.comm.messages import Arriving, Messenger
@@ -225,7 +226,7 @@ class _Pass:
         else:
             outputs = self._hand_on(action, output if statistics is None else statistics.end(output))
         known = outputs if stage.last or statistics is None else outputs[: -statistics.tensors]
-        self._check_known(stage, action.microbatch, received, known)
+        self._check_known(stage, action.microbatch, received, known, output if stage.last else None)
         if torch.is_grad_enabled():
             kept = [tensor for tensor in outputs if tensor.requires_grad]
             self.held[action.stage, action.microbatch] = _Held([tensor for tensor in received if tensor.requires_grad], kept)
@@ -252,17 +253,24 @@ class _Pass:
         assert deferred is not None
         backward_weights(deferred)
 
-    def _check_known(self, stage: Stage, microbatch: int, received: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Once for every kind of micro-batch: what is not known on this stage did not come through."""
+    def _check_known(self, stage: Stage, microbatch: int, received: list[torch.Tensor], outputs: list[torch.Tensor], whole: Any) -> None:
+        """Once for every kind of micro-batch: what is not known on this stage did not come through. `whole`: the output that a loss is of;
+        a loss that alone is not a number is one without targets."""
         key = (stage.index, self.signatures[microbatch])
         if stage.first or key in self.runtime._trusted:
             return
         self.runtime._trusted.add(key)
         floating = [tensor.detach() for tensor in outputs if tensor.is_floating_point() and tensor.numel()]
-        if floating and all(bool(torch.isnan(t).all()) for t in floating) and all(bool(torch.isfinite(t.detach()).all()) for t in received):
+        if not floating or not all(bool(torch.isnan(t).all()) for t in floating):
+            return
+        leaves = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim()]
+        if leaves and not any(bool(torch.isnan(local_tensor(leaf.detach())).any()) for leaf in leaves):
+            return
+        if all(bool(torch.isfinite(t.detach()).all()) for t in received):
             raise ModelError(
                 f"parallel.pp: on stage {stage.index} the model uses a value that is computed before {stage.blocks[0]} and does not pass "
-                "through the chain of blocks (a skip connection, or an embedding read again), so it cannot be cut; use parallel.pp = 1"
+                "through the chain of blocks (a skip connection, or an embedding read again), so it cannot be cut, or no target of the "
+                "micro-batch counts in its loss (labels that are all -100); use parallel.pp = 1, or leave such samples out"
             )
 
     # ---- messages -------------------------------------------------------------------------------------------------------------------
