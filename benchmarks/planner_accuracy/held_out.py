@@ -59,7 +59,7 @@ def _medians_without(sources: tuple[str, ...]) -> Knowledge:
     rows = rows_of("runs", "sweeps")
     taught = any(source_of(row) in sources for row in rows)
     found = learn(rows, without=sources, near=_from_all()) if taught else _from_all()
-    own_rows = [row for row in rows_of("runs", "sweeps", "unseen_2") if source_of(row) in sources]
+    own_rows = [row for row in rows_of("runs", "sweeps", "unseen_2", "unseen_3") if source_of(row) in sources]
     ran = {str(variant.framework.name) for variant in read_runs(own_rows).variants}
     own = {f"stack.{name}": constant for name in ran if (constant := unlearned().constants.get(f"stack.{name}"))}
     return replace(found, constants={**found.constants, **own})
@@ -97,7 +97,7 @@ def family(source: str) -> tuple[str, ...]:
         ("NANO", "NANOBEST"),
         ("NEMO2405", "NEMO2407", "NEMOLC", "DGXC", "DGXC25", "DGXCMOE", "MLPERF", "NMTRON15B"),
         ("DGXCMAX", "DGXCPAX", "JAXMAX", "JAXPAX"),
-        ("MBRIDGE", "AUTOMODEL", "MOEZOO"),
+        ("MBRIDGE", "AUTOMODEL", "MOEZOO", "QW3BRIDGE"),
         ("TITANOLD", "TITANLOG", "TITANFP4", "TORCHAO", "TAONC", "TITAN24"),
         ("FSDP2F8", "FMSFSDP"),
         ("DLPONE", "DLPMEG"),

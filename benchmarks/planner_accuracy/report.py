@@ -129,15 +129,15 @@ def _published(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
-    """The one score of each set of rows that nobody had looked at, and of the second set `again`, by the constants of today."""
+    """The one score of each set of rows that nobody had looked at, and of later sets `again`, by the constants of today."""
     lines = [
         "## Sources that nobody had looked at",
         "",
         "Rows of more sources were collected without a look at predictions, selected by what a source states and by nothing else",
         "(`SOURCES.md`), and each set was predicted once (`python -m benchmarks.planner_accuracy.unseen`). These are those scores, without",
         "a second try. The first set is now among those that constants are learned from, and in all other tables of this page, each source",
-        "predicted without itself and its relatives. From the second no constant is learned, but its errors count in the widths, and facts",
-        "of frameworks that it showed to be wrong were mended after its score: the rows that say so are its errors today.",
+        "predicted without itself and its relatives. From the others no constant is learned, but the second's errors count in the widths,",
+        "and facts of frameworks that they showed to be wrong were mended after their scores: rows marked today are by what is known now.",
         "",
         "| set, commit | rows of | rows | median | mean | P90 | bias | in the 90 % interval |",
         "|---|---|---|---|---|---|---|---|",
@@ -154,11 +154,10 @@ def _unseen(scores: list[dict[str, Any]], again: dict[str, Any]) -> list[str]:
             if e := found[tier][key]["all"].get("all"):
                 cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
                 lines.append(f"| {number}, {found['commit']} | {_PARTS[key]}, {tier} | {e['rows']} | {cells} |")
-        if number == 2:
-            for key in ("time", "memory"):
-                e = again[key]["all"]["all"]
-                cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
-                lines.append(f"| 2, today | {_PARTS[key]}, tier A | {e['rows']} | {cells} |")
+        for key in ("time", "memory") if str(number) in again else ():
+            e = again[str(number)][key]["all"]["all"]
+            cells = " | ".join(f"{e[name]:.1%}" for name in ("median", "mean", "p90", "bias", "coverage"))
+            lines.append(f"| {number}, today | {_PARTS[key]}, tier A | {e['rows']} | {cells} |")
     last = scores[-1]
     lines += ["", *_table({"source": last["tier A"]["time"]["source"]}, "step time by source, tier A of the last set")]
     fit = last["tier A"]["fit"]
