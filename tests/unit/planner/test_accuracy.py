@@ -28,7 +28,7 @@ def everything():
 def test_step_time(runs):
     found = runs["time"]["all"]["all"]
     assert found["rows"] >= 1000
-    assert found["median"] < 0.06 and found["mean"] < 0.085 and found["p90"] < 0.19
+    assert found["median"] < 0.062 and found["mean"] < 0.085 and found["p90"] < 0.19
     assert abs(found["bias"]) < 0.05
     assert found["coverage"] > 0.85
 
