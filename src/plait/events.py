@@ -82,7 +82,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The loop is over. `reason` is `finished` or `interrupted`."""
+    """The loop is over. `reason` is `finished`, `interrupted` or `ended by a callback`."""
 
     step: int
     reason: str

@@ -190,7 +190,7 @@ def _train(checked: ValidatedRun, console: Console, config: Config, *, file: Pat
     from plait.observe.metrics import MetricsFile
     from plait.observe.progress import ProgressLines
     from plait.train.session import run
-    from plait.train.stop import StopRequest
+    from plait.train.stop import ASKED, StopRequest
 
     def heard() -> None:
         # Not through the console: a signal handler may run in the middle of its own output.
@@ -207,7 +207,7 @@ def _train(checked: ValidatedRun, console: Console, config: Config, *, file: Pat
             metrics.close()
     if signal_number:
         console.print(f"go on with: {again}", soft_wrap=True, highlight=False)
-        return 128 + signal_number
+        return 0 if signal_number == ASKED else 128 + signal_number
     console.print(f"{checked.folder.path} holds metrics.jsonl, checkpoints and tokenizer", soft_wrap=True, highlight=False)
     return 0
 

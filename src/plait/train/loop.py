@@ -23,7 +23,7 @@ from plait.errors import NumbersError
 from plait.events import CheckpointSaved, CommunicationDecided, Listener, RunEnded, RunStarted, Sampled, StepDone, Validated
 from plait.train.clock import StepClock
 from plait.train.memory import peak_memory_bytes
-from plait.train.stop import StopRequest
+from plait.train.stop import ASKED, StopRequest
 
 
 class Trainable(Protocol):
@@ -84,8 +84,8 @@ class TrainingContext:
 def train(context: TrainingContext, start: Position) -> int:
     """Train from `start` to `section.steps`, or until a stop is asked for. Ends with a checkpoint either way.
 
-    Returns 0 when all steps are done, else the signal that asked to stop, the same on every rank. Raises NumbersError when the loss is not
-    finite, where such steps are not skipped; the last checkpoint is kept as it is.
+    Returns 0 when all steps are done, else the signal that asked to stop, or ASKED, the same on every rank. Raises NumbersError when the
+    loss is not finite, where such steps are not skipped; the last checkpoint is kept as it is.
     """
     section, began, clock = context.section, time.perf_counter(), StepClock(context.engine.device)
     position, stopped_by = start, 0
@@ -135,7 +135,8 @@ def train(context: TrainingContext, start: Position) -> int:
     saving.report(wait=True)
     if finished and context.sample is not None and section.sample is not None:
         context.emit(Sampled(position.step, section.sample.prompt, context.sample()))
-    reason, seconds = "finished" if finished else "interrupted", time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    reason = "finished" if finished else "ended by a callback" if stopped_by == ASKED else "interrupted"
     context.emit(RunEnded(position.step, reason, seconds, context.started.folder, steps_seconds, dict(waited)))
     return 0 if finished else stopped_by
 

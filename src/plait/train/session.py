@@ -43,6 +43,7 @@ from plait.parallel.order import check_all
 from plait.parallel.pipeline.pipeline_parallel import PipelineParts
 from plait.sharded.check import CheckedModel, checked_model
 from plait.train.build import Built, build_model, check_model
+from plait.train.callbacks import check_callbacks, load_callbacks
 from plait.train.folder import RunFolder
 from plait.train.loop import Position, TrainingContext, train
 from plait.train.sample import sample
@@ -114,6 +115,7 @@ def check(config: Config, *, world_size: int, cache: Path, say: Callable[[str], 
         remedy = "name more text in data.paths, or lower the batch or data.sequence_length"
         raise ConfigError(Problem("train_batch_size", batch, rule, remedy))
     check_schedule(resolved)
+    check_callbacks(resolved.run.callbacks)
     if resolved.data_parallel.links is not None:
         _check_links(resolved.data_parallel.links)
     identity = {
@@ -219,7 +221,7 @@ def _positions(data: DataSection, run: RunSection, prepared: Prepared) -> int:
 def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listener]) -> int:
     """Train from where the run is, on this process. Collective. `listeners` hear this rank's events.
 
-    Returns 0 when all steps are done, else the number of the signal that ended the run after a checkpoint.
+    Returns 0 when all steps are done, else the number of the signal that ended the run after a checkpoint, or ASKED where a callback did.
     """
     resolved, section = checked.resolved, checked.section
     # The folder keeps what was measured of the links; its place does not affect the run, so the configuration does not have it.
@@ -241,9 +243,14 @@ def run(checked: ValidatedRun, *, stop: StopRequest, listeners: Sequence[Listene
         if engine.rank == 0:
             checked.folder.write(resolved, checked.data.tokenizer)
 
+        callbacks = load_callbacks(section.callbacks)
+
         def emit(event: Event) -> None:
             for listener in listeners:
                 listener(event)
+            for callback in callbacks:
+                if callback(event, engine) is True:
+                    stop.ask()
 
         left_out: set[int] = set()
         for left in range(section.roll_backs, -1, -1):

@@ -18,6 +18,8 @@ from plait.cluster import accelerator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send SIGUSR1 before a limit of time."""
+ASKED = 1
+"""In place of a signal's number: the program itself asked. Less than any signal of _SIGNALS, which counts where both ask."""
 
 
 class StopRequest:
@@ -25,7 +27,7 @@ class StopRequest:
 
     def __init__(self, *, on_request: Callable[[], None] | None = None) -> None:
         self.number = 0
-        """The signal that asked; 0 while there is none."""
+        """The signal that asked, or ASKED; 0 while there is none."""
         self._on_request = on_request
         self._before: dict[int, Any] = {}
 
@@ -44,8 +46,12 @@ class StopRequest:
         if self._on_request is not None:
             self._on_request()
 
+    def ask(self) -> None:
+        """End the run as a signal does, and with exit code 0."""
+        self.number = self.number or ASKED
+
     def shared(self, *, device: torch.device) -> torch.Tensor:
-        """The signal that asked any process of the default group, or 0: a tensor [1] on `device`, so that reading it can wait.
+        """The signal that asked any process of the default group, ASKED, or 0: a tensor [1] on `device`, so that reading it can wait.
 
         Every process calls this in every step. One number is sent; without a group the answer is this process's own.
         """

@@ -161,6 +161,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "run.checkpoint_every": ({}, 1, 2),
     "run.keep": ({}, 1, 2),
     "run.roll_backs": ({}, 0, 2),
+    "run.callbacks": ({}, ["a:b"], ["a:c"]),
     "run.history": ({}, "a.jsonl", "b.jsonl"),
     "run.checkpoints": ({}, "a", "s3://b/c"),
     "run.sample.prompt": ({}, "a", "b"),

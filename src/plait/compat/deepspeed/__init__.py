@@ -12,6 +12,7 @@ from plait.compat.deepspeed import accelerator, comm, ops, pipe, utils, zero
 from plait.compat.deepspeed.accelerator import get_accelerator
 from plait.compat.deepspeed.distributed import add_config_arguments, init_distributed
 from plait.compat.deepspeed.engine import DeepSpeedEngine
+from plait.compat.deepspeed.inference import InferenceEngine, init_inference
 from plait.compat.deepspeed.messages import log_dist
 from plait.compat.deepspeed.pipe import PipelineModule
 from plait.compat.deepspeed.pipeline_engine import PipelineEngine
@@ -23,6 +24,7 @@ __version__ = "0.19.8"
 
 __all__ = [
     "DeepSpeedEngine",
+    "InferenceEngine",
     "PipelineEngine",
     "PipelineModule",
     "accelerator",
@@ -30,6 +32,7 @@ __all__ = [
     "comm",
     "get_accelerator",
     "init_distributed",
+    "init_inference",
     "initialize",
     "log_dist",
     "ops",

@@ -14,7 +14,6 @@ class MissingName(InputError, AttributeError):
 
 _RECOMPUTE = 'write "parallel": {"recompute": {"mode": "full"}} in the configuration'
 FUNCTIONS: Mapping[str, str] = {
-    "init_inference": "call plait.generate(model, prompts, config=...), or generate of the engine that has the model",
     "tp_model_init": 'write "parallel": {"tp": 2} in the configuration',
     "checkpointing": f"call torch.utils.checkpoint.checkpoint, or {_RECOMPUTE}",
     "moe": "experts are not distributed by Plait",
