@@ -26,7 +26,7 @@ class Series(IterableDataset):
                 yield window[:-1, None], window[-1:]
 
 
-class Forecast(nn.Module):
+class Predictor(nn.Module):
     def __init__(self, width=16):
         super().__init__()
         self.start = nn.Linear(1, width)
@@ -42,7 +42,7 @@ class Forecast(nn.Module):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = Forecast()
+model = Predictor()
 average = copy.deepcopy(model).requires_grad_(False)
 for layer in model.layers:
     fully_shard(layer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.errors import ConfigError, Problem
 from plait.events import Event
+from plait.importing import NotImportable, module_of
 
 if TYPE_CHECKING:
     from plait.engine.engine import Engine
@@ -35,20 +35,17 @@ def check_callbacks(names: Sequence[str]) -> None:
 
 def _found(name: str) -> Any:
     """A function, or a class whose instances are called. Modules of the current folder come first, as for `python -m`."""
-    path, _, attribute = name.partition(":")
-    if not path or path.startswith(".") or not attribute:
-        raise _problem(name, "it is not package.module:name", "write for example my_callbacks:log")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (path == error.name or path.startswith(f"{error.name}.")):
-            raise _problem(name, f"there is no module {error.name!r} here", "run from its folder, or install it") from None
-        raise
+        module, attribute = module_of(name, form="it is not package.module:name", example="my_callbacks:log")
+    except NotImportable as error:
+        raise _problem(name, error.rule, error.remedy) from None
     found = getattr(module, attribute, None)
     if found is None:
-        raise _problem(name, f"{path} has no {attribute!r}", "name a function of (event, engine), or a class whose instances are called so")
+        raise _problem(
+            name, f"{module.__name__} has no {attribute!r}", "name a function of (event, engine), or a class whose instances are called so"
+        )
     if inspect.isclass(found):
         _takes(found, 0, name, "the class is made without arguments", "give its arguments defaults")
         call = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)

@@ -5,7 +5,6 @@ A TestedModel is data, so that the process that checks and the processes that ru
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import random
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from plait.errors import InputError, ModelError
+from plait.importing import NotImportable, module_of
 from plait.losses.loss import Loss, causal_lm_loss
 from plait.model.blocks import find_blocks
 from plait.parallel import materialise
@@ -164,19 +164,14 @@ def _described(made: Any) -> str:
 
 
 def _imported(path: str) -> Callable[[], Any]:
-    name, _, attribute = path.partition(":")
-    if not name or name.startswith(".") or not attribute:
-        raise InputError(f"--model {path}: not package.module:function; write for example mymodels.small:build")
     try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise InputError(f"--model {path}: there is no module {error.name!r} here; run from its folder, or install it") from None
-        raise
+        module, attribute = module_of(path, form="not package.module:function", example="mymodels.small:build")
+    except NotImportable as error:
+        raise InputError(f"--model {path}: {error}") from None
     found = getattr(module, attribute, None)
     if not callable(found):
         names = [known for known, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
         listed = f"; it has {', '.join(names[:6])}" if names else ""
-        raise InputError(f"--model {path}: {name} has no function {attribute!r}{listed}")
+        raise InputError(f"--model {path}: {module.__name__} has no function {attribute!r}{listed}")
     built: Callable[[], Any] = found
     return built

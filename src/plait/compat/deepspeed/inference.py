@@ -86,7 +86,7 @@ def init_inference(model: nn.Module, config: Mapping[str, Any] | str | Path | No
     DeepSpeed makes it float16. Raises InputError for what is not there, with what to use.
     """
     given = {**_read(config), **kwargs}
-    if given.keys() & _KERNELS and any(given.get(name) for name in _KERNELS):
+    if any(given.get(name) for name in _KERNELS):
         warnings.warn("init_inference: the model keeps its own kernels; kernel injection changes nothing", stacklevel=2)
     size, dtype = _tensor_parallel(given), _dtype(given.pop("dtype", None))
     for name in (*_SIZES, *_KERNELS):
