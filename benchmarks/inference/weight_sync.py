@@ -5,8 +5,9 @@
 The floor is as many bytes from memory that lies in one stretch to such memory, by the same processes and the same way: `copy_` inside of a
 process, gloo's send and receive between processes, as one message to each rank or in several, whichever is fastest. It computes no hash. A
 ratio is of the shortest of some calls, in turn, to the shortest of the floor, in time and in time of processors (both ranks'). `verify`
-compares nothing, hashes of what leaves and of what lies in the target's memory in the end, or these and computes a hash that is equal on
-every layout.
+compares nothing, what leaves with what lies in the target's memory in the end, or this and computes a hash that is equal on every layout.
+
+Where the layouts cut another dimension, a hand-over has to take columns out of rows; the floor has not: both of its sides are one stretch.
 """
 
 from __future__ import annotations
@@ -64,18 +65,16 @@ def model(size: str) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=8192, **SIZES[size]))
 
 
-def timed(*works: Callable[[], Any], together: bool) -> list[Times]:
-    """The shortest of each, in turn: other programs use the cores."""
+def timed(*works: Callable[[], Any], barrier: Callable[[], Any] = lambda: None) -> list[Times]:
+    """The shortest of each, in turn: other programs use the cores. Ranks begin and end together at a `barrier`."""
     times: list[list[Times]] = [[] for _ in works]
     for turn in range(TIMES + 1):
         for work, found in zip(works, times, strict=True):
-            if together:
-                dist.barrier()
+            barrier()
             began, used = time.perf_counter(), time.process_time()
             work()
             used = time.process_time() - used
-            if together:
-                dist.barrier()
+            barrier()
             if turn:
                 found.append((time.perf_counter() - began, used))
     return [(min(wall for wall, _ in found), min(used for _, used in found)) for found in times]
@@ -104,7 +103,7 @@ def same_ranks(rank: int, port: int, size: str, pair: tuple[str, str], out: Any)
             work.wait()
 
     floors = [partial(floor, message) for message in MESSAGES]
-    times = timed(*floors, *(partial(plait.sync_weights, one, other, verify=how) for how in HOW), together=True)
+    times = timed(*floors, *(partial(plait.sync_weights, one, other, verify=how) for how in HOW), barrier=dist.barrier)
     out.put((rank, sum(local_tensor(t).nbytes for t in tensors_of(other.model, "").values()), times))
     one.close()
     other.close()
@@ -124,14 +123,17 @@ def apart(rank: int, port: int, size: str, pair: tuple[str, str], out: Any) -> N
         for work in [(gloo.recv if rank else gloo.send)([part], 1 - rank, 0) for part in flat.split(message)]:
             work.wait()
 
+    def barrier() -> None:
+        gloo.allreduce([torch.zeros(1)]).wait()
+
     floors = [partial(floor, message) for message in MESSAGES]
     address = f"127.0.0.1:{port}"
     if rank == 0:
         with plait.WeightSender(one, address, receivers=1, timeout=60) as sender:
-            out.put((rank, count, timed(*floors, *(partial(sender.send, verify=how) for how in HOW), together=False)))
+            out.put((rank, count, timed(*floors, *(partial(sender.send, verify=how) for how in HOW), barrier=barrier)))
     else:
         with plait.WeightReceiver(one, address, timeout=60) as receiver:
-            out.put((rank, count, timed(*floors, *[receiver.receive] * len(HOW), together=False)))
+            out.put((rank, count, timed(*floors, *[receiver.receive] * len(HOW), barrier=barrier)))
 
 
 def one_process(size: str) -> tuple[int, list[Times]]:
@@ -145,13 +147,13 @@ def one_process(size: str) -> tuple[int, list[Times]]:
             to.copy_(of)
 
     syncs = [partial(plait.sync_weights, one, other, verify=how) for how in HOW]
-    return count, timed(*(partial(floor, message) for message in MESSAGES), *syncs, together=False)
+    return count, timed(*(partial(floor, message) for message in MESSAGES), *syncs)
 
 
 def hash_rate() -> float:
     """Bytes that one core hashes in a second, of memory that is in no cache."""
     flat = torch.ones(256 << 20, dtype=torch.uint8)
-    ((_, seconds),) = timed(lambda: [xxhash.xxh3_128_digest(part.numpy()) for part in flat.split(PIECE)], together=False)
+    ((_, seconds),) = timed(lambda: [xxhash.xxh3_128_digest(part.numpy()) for part in flat.split(PIECE)])
     return flat.numel() / seconds
 
 

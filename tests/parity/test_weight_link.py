@@ -170,14 +170,19 @@ def test_a_receiver_that_ends_or_stops_is_named(how: int) -> None:
 
 
 def ends_while_sending(address: str) -> None:
-    """A trainer that is killed after some pieces."""
-    gave, given = meeting.Meeting.send, []
+    """A trainer that is killed once 12 of 16 pieces have arrived."""
+    gave, ended = meeting.Meeting.send, []
 
     def give(self: Any, tensor: torch.Tensor, target: int) -> Any:
-        given.append(tensor.nbytes)
-        if sum(given) > 48 << 20:  # of 64: some have arrived
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gave(self, tensor, target)
+        wait = gave(self, tensor, target)
+
+        def end() -> None:
+            wait()
+            ended.append(tensor)
+            if len(ended) == 12:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return end
 
     meeting.Meeting.send = give  # type: ignore[method-assign]
     link.WeightSender(large(1.0), address, receivers=1).send()
@@ -226,17 +231,31 @@ def test_tensors_of_any_form_arrive() -> None:
 
 
 @pytest.mark.parametrize("which", [1, 2, 3])
-def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """As of an optimizer that steps while weights are sent, or of a network that spoils them: in one message of the three kinds."""
+@pytest.mark.parametrize("where", ["network", "source"])
+def test_a_value_that_changes_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch, where: str, which: int) -> None:
+    """As of a network that spoils them, or of an optimizer that steps while weights are sent: in one message of the three kinds."""
     address, target, gave, sizes = free_address(), Several(0.0, torch.float32), meeting.Meeting.send, list[int]()
 
     def give(self: Any, tensor: torch.Tensor, to: int) -> Any:
         sizes.append(tensor.numel())
-        if len(sizes) == which:
-            tensor[-1] ^= 1
-        return gave(self, tensor, to)
+        if len(sizes) != which:
+            return gave(self, tensor, to)
+        other = tensor.clone()
+        other[-1] ^= 1
+        return gave(self, other, to)
 
-    monkeypatch.setattr(meeting.Meeting, "send", give)
+    def change(self: Any, tensor: torch.Tensor, to: int) -> Any:
+        sizes.append(tensor.numel())
+        wait, this = gave(self, tensor, to), len(sizes)
+
+        def end() -> None:
+            wait()
+            if this == which:
+                tensor[-1] ^= 1
+
+        return end
+
+    monkeypatch.setattr(meeting.Meeting, "send", {"network": give, "source": change}[where])
 
     def send() -> None:
         with link.WeightSender(Several(3.0, torch.float32), address, receivers=1, timeout=60) as sender:

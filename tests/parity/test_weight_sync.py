@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ import plait
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.windows import inside, window_of
 from plait.errors import CommunicationError, InputError, PlaitError
-from plait.inference.weight_sync import same_ranks, transfer
+from plait.inference.weight_sync import copies, same_ranks, transfer
 from plait.inference.weight_sync.holdings import tensors_of
 from plait.inference.weight_sync.status import ReceivedWeights, note
 from tests.parity import cases, experts
@@ -152,15 +153,26 @@ def test_a_thousand_times(pool: Pool, layout: str) -> None:
 
 
 def spoils(rank: int) -> Any:
-    """As if one value had changed in the memory of rank 1 when a piece was put there."""
+    """As if a byte had changed in the memory of rank 1 when a message was received there."""
     hashed = transfer._Transfer._hash
 
-    def spoiled(self: Any, states: Any, pair: Any, values: torch.Tensor) -> None:
-        if states is self._arrived and values.numel() > 1:
-            values.view(-1)[-1] += 1
-        hashed(self, states, pair, values)
+    def spoiled(self: Any, pair: tuple[int, int], flat: torch.Tensor) -> None:
+        if pair[0] != self._source:
+            flat[-1] ^= 1
+        hashed(self, pair, flat)
 
     return spoiled if rank == 1 else hashed
+
+
+def misplaces(rank: int) -> Any:
+    """As if a byte had changed in the memory of rank 1 when a piece was copied there."""
+    compared = copies._memcmp
+
+    def spoiled(one: int, other: int, size: int) -> int:
+        ctypes.memset(other + size - 1, 1 ^ ctypes.string_at(other + size - 1, 1)[0], 1)
+        return int(compared(one, other, size))
+
+    return spoiled if rank == 1 else compared
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -182,6 +194,9 @@ def refused(rank: int, world: int) -> list[str]:
         patch.setattr(transfer._Transfer, "_hash", spoils(rank))
         hears(CommunicationError, source, target)
         hears(CommunicationError, source, target, verify="content")
+        patch.undo()
+        patch.setattr(copies, "_memcmp", misplaces(rank))
+        hears(CommunicationError, source, target)
     with pytest.raises(InputError) as incomplete:
         plait.generate(target, [[1, 2]], max_new_tokens=1)
     heard.append(str(incomplete.value))
@@ -205,8 +220,9 @@ def test_what_is_refused(pool: Pool) -> None:
     one, other = pool.run(2, refused)
     assert one[0] == other[0] and "version = 5 is stale" in one[0]
     assert "versions [6, 7]" in one[1] and "one model" in one[2] and "lacks" in one[3]
-    assert all("rank 1, sync_weights: what arrived from rank" in one[at] for at in (4, 5)) and "mixes two versions" in one[6]
-    assert "verify = content, off" in one[7]
+    assert all("rank 1, sync_weights: what arrived from rank" in one[at] for at in (4, 5))
+    assert one[6].startswith("rank 1, sync_weights: model.embed") and "something else than was copied there" in one[6]
+    assert "mixes two versions" in one[7] and "verify = content, off" in one[8]
 
 
 def test_one_process() -> None:

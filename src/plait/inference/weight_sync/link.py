@@ -13,12 +13,13 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from plait.errors import CommunicationError, InputError, PlaitError
+from plait.inference.weight_sync.buffers import Buffers
 from plait.inference.weight_sync.holdings import NOTHING, Held, Side, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.meeting import GENERATOR, TRAINER, Meeting
 from plait.inference.weight_sync.messages import messages_of
 from plait.inference.weight_sync.route import pieces_of
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
-from plait.inference.weight_sync.transfer import Buffers, Moved, Verification, check_verification, content_of, move
+from plait.inference.weight_sync.transfer import Moved, Verification, check_verification, content_of, move
 
 TIMEOUT = 4.0
 """Seconds that a rank waits for another one's next sign before it names it."""

@@ -65,7 +65,7 @@ class Meeting:
         with _Lost(self):
             prefix = dist.PrefixStore("messages", self._store)
             self._group = make_gloo(prefix, rank, trainers + generators, timedelta(seconds=self.timeout))
-        self.device = torch.device("cpu")
+        self.device, self.in_order = torch.device("cpu"), False
 
     def ask(self, keys: dict[str, str], timeout: float | None, what: str) -> list[Any]:
         """The values of keys, by who tells them. Raises CommunicationError that names those who `what` within the time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -31,7 +32,7 @@ class Piece:
     is_counted: bool
     """Whether it is part of the content hash, in which every element is once, however many ranks get it."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes on their way."""
         return _bytes(self.window, self.record)

@@ -17,19 +17,12 @@ from torch import nn
 from plait.checkpoint.agreement import together
 from plait.cluster import accelerator
 from plait.errors import CommunicationError, InputError
+from plait.inference.weight_sync.buffers import Buffers
 from plait.inference.weight_sync.holdings import Holding, Side, holding_of, model_of, tensors_of
 from plait.inference.weight_sync.messages import Message, messages_of
 from plait.inference.weight_sync.route import pieces_of
 from plait.inference.weight_sync.status import ReceivedWeights, check_newer, note, received_weights
-from plait.inference.weight_sync.transfer import (
-    DIGEST,
-    VERIFICATIONS,
-    Buffers,
-    Verification,
-    check_verification,
-    content_of,
-    move,
-)
+from plait.inference.weight_sync.transfer import DIGEST, VERIFICATIONS, Verification, check_verification, content_of, move
 
 
 @dataclass
@@ -70,9 +63,9 @@ def sync_weights(source: Any, target: Any, *, version: int | None = None, verify
 
     Both are engines, what `plait.parallelize` returned, or plain modules; None on a rank that has none of it. Parameters and persistent
     buffers are copied, in the target's dtypes, a few MiB at a time: 64 MiB at most beside the two models. `version` grows with every call
-    (by default by 1 from 0); a stale one is refused. With `verify="hashes"` every rank hashes what leaves it and what lies in its target
-    in the end, and these are compared; "content" also gives a hash that is equal on every layout; "off" compares nothing. Returns what the
-    target has now (`version`, `content`, `bytes`, `seconds`); None on a rank without one.
+    (by default by 1 from 0); a stale one is refused. With `verify="hashes"` two ranks compare hashes of what left one and arrived at the
+    other, and each rank the bits of what it copied; "content" also gives a hash that is equal on every layout; "off" compares nothing.
+    Returns what the target has now (`version`, `content`, `bytes`, `seconds`); None on a rank without one.
 
     Collective over all ranks. Raises InputError on all of them where the models differ or the version is stale, and CommunicationError
     where something else arrived than was sent; the target is then refused by `generate` until a later call succeeds.
@@ -184,7 +177,7 @@ class _Default:
     """Messages of the default group."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.in_order = device, device.type != "cpu"
 
     def send(self, tensor: torch.Tensor, target: int) -> Callable[[], None]:
         return _waiting(dist.isend(tensor, target), tensor)

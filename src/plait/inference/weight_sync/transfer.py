@@ -1,4 +1,4 @@
-"""Messages on their way: a few at a time, each hashed where it leaves and where it lies in the end."""
+"""Messages on their way: as many at a time as there is memory for, each hashed where it left and where it arrived."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import xxhash
 
 from plait._torch.dtensor import local_tensor
 from plait.checkpoint.content import ContentHash, pieces
-from plait.checkpoint.windows import inside
 from plait.errors import CommunicationError, InputError
+from plait.inference.weight_sync.buffers import Buffers
+from plait.inference.weight_sync.copies import copy
 from plait.inference.weight_sync.holdings import Side
 from plait.inference.weight_sync.messages import Message
 from plait.inference.weight_sync.route import PIECE, Piece
 
 Verification = Literal["hashes", "content", "off"]
 VERIFICATIONS: tuple[Verification, ...] = ("hashes", "content", "off")
-IN_FLIGHT = 16 * PIECE
-"""Bytes that a rank has on their way at most, beside the models."""
-IN_CACHE = 512 << 10
-"""Bytes that are copied inside of a rank before they are hashed."""
+STAGED = 8 * PIECE
+"""Bytes of buffers that a rank has on their way at most, in each direction, beside the models."""
 DIGEST = 16
 """Bytes of a hash: XXH3 of 128 bits."""
 
@@ -34,27 +33,13 @@ class Channel(Protocol):
 
     device: torch.device
     """Where its tensors lie."""
+    in_order: bool
+    """Whether two ranks have to start all their messages in one order, as a message keeps those behind it from beginning; else those to a
+    rank are in one order, and those from it."""
 
     def send(self, tensor: torch.Tensor, target: int) -> Callable[[], None]: ...
 
     def receive(self, tensor: torch.Tensor, source: int) -> Callable[[], None]: ...
-
-
-class Buffers:
-    """Flat memory for messages whose pieces do not lie in one stretch; kept from one version to the next, as the kernel takes as long to
-    give new memory as a copy takes."""
-
-    def __init__(self) -> None:
-        self._free: dict[torch.device, list[torch.Tensor]] = {}
-
-    def take(self, device: torch.device) -> torch.Tensor:
-        """[PIECE], uint8."""
-        free = self._free.get(device)
-        return free.pop() if free else torch.empty(PIECE, dtype=torch.uint8, device=device)
-
-    def put_back(self, buffer: torch.Tensor) -> None:
-        """It may be taken again."""
-        self._free.setdefault(buffer.device, []).append(buffer)
 
 
 @dataclass
@@ -85,21 +70,12 @@ def move(
     buffers: Buffers,
 ) -> Moved:
     """Carry out a route. `source`, `target`: this rank's number among those that have and that get the weights, None where it is none of
-    them. Memory for IN_FLIGHT bytes is needed beside the models. Raises CommunicationError where something else lies in the end in
+    them. Memory for 2 x STAGED bytes is needed beside the models. Raises CommunicationError where something else lies in the end in
     `targets` than left from a source."""
     transfer = _Transfer(sources, targets, channel, source, target, verify, buffers)
-    inside = deque(message for message in messages if message.source == source and message.target == target)
     with torch.no_grad():
-        for message in messages:
-            if message.source != source or message.target != target:
-                transfer.start(message)
-                while transfer.on_the_way > IN_FLIGHT:
-                    if inside:
-                        transfer.copy(inside.popleft())
-                    transfer.end_first()
-        while inside:
-            transfer.copy(inside.popleft())
-        transfer.end()
+        transfer.run(messages)
+        transfer.compare()
     return transfer.moved
 
 
@@ -109,6 +85,31 @@ def content_of(counted: Iterable[bytes]) -> str:
     for one in counted:
         content.add(one)
     return str(content)
+
+
+@dataclass
+class _Lane:
+    """Messages that start in their order."""
+
+    ahead: deque[Message]
+    """Not started yet."""
+    held: int = 0
+    """Bytes of memory for those on their way."""
+    parts: list[torch.Tensor] | None = None
+    """Of the first one ahead, which waits for memory."""
+
+
+@dataclass
+class _Started:
+    """A message on its way."""
+
+    lane: _Lane
+    held: int
+    flat: torch.Tensor
+    """Its bytes, where they lie on this side."""
+    buffer: torch.Tensor | None
+    """That they lie in; None where they lie in the model."""
+    wait: Callable[[], None]
 
 
 class _Transfer:
@@ -127,108 +128,107 @@ class _Transfer:
         self._sources, self._targets = _Parts(sources), _Parts(targets)
         self._channel, self._source, self._target, self._buffers = channel, source, target, buffers
         self._hashes, self._counts = verify != "off", verify == "content"
-        self._left: dict[tuple[int, int], Any] = {}
-        self._arrived: dict[tuple[int, int], Any] = {}
-        """Hashes of all that went from a source to a target."""
-        self._pairs: set[tuple[int, int]] = set()
-        """Of this rank with others."""
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self.on_the_way = 0
+        self._states: dict[tuple[int, int], Any] = {}
+        """Hashes of all that goes from a source to a target, of this rank with others."""
+        self._wrong: list[str] = []
+        """Tensors that are not what they were copied from."""
         self.moved = Moved()
 
-    def start(self, message: Message) -> None:
-        """Of the route's next one, from or to another rank."""
-        self._pairs.add((message.source, message.target))
-        self._waiting.append((message.size, self._send(message) if message.source == self._source else self._receive(message)))
-        self.on_the_way += message.size
+    def run(self, messages: Sequence[Message]) -> None:
+        """Start messages as early as there is memory for them, and end them in the order that all ranks share: so the first one that has
+        not ended anywhere has started at both of its ends. Copies inside of the rank are made between, while others are on their way."""
+        inside = deque(message for message in messages if message.source == self._source and message.target == self._target)
+        between = [message for message in messages if message.source != self._source or message.target != self._target]
+        if self._channel.in_order:
+            lanes = [_Lane(deque(between))]
+        else:
+            lanes = [_Lane(deque(m for m in between if (m.source == self._source) == sends)) for sends in (False, True)]
+        started: dict[int, _Started] = {}
+        for left, message in zip(range(len(between), 0, -1), between, strict=True):
+            for lane in lanes:
+                self._start(lane, started)
+            for _ in range(-(-len(inside) // left)):
+                self._copy(inside.popleft())
+            self._end(message, started.pop(id(message)))
+        for message in inside:
+            self._copy(message)
 
-    def copy(self, message: Message) -> None:
-        """From this rank's source to its target."""
-        for piece in message.pieces:
-            self._copy(piece)
-
-    def end(self) -> None:
-        """Wait for all, and compare hashes with the other ranks."""
-        theirs: dict[tuple[int, int], torch.Tensor] = {}
-        for source, target in sorted(self._pairs) if self._hashes else ():
-            if source == self._source:
-                digest = torch.frombuffer(bytearray(self._left[source, target].digest()), dtype=torch.uint8)
-                self._waiting.append((0, self._channel.send(digest.to(self._channel.device), target)))
+    def compare(self) -> None:
+        """Hashes with the other ranks."""
+        ends, theirs = [], {}
+        for pair, state in sorted(self._states.items(), key=lambda item: item[0]):
+            if pair[0] == self._source:
+                digest = torch.frombuffer(bytearray(state.digest()), dtype=torch.uint8)
+                ends.append(self._channel.send(digest.to(self._channel.device), pair[1]))
             else:
-                theirs[source, target] = torch.empty(DIGEST, dtype=torch.uint8, device=self._channel.device)
-                self._waiting.append((0, self._channel.receive(theirs[source, target], source)))
-        while self._waiting:
-            self.end_first()
-        for pair, hashed in self._arrived.items():
-            sent = bytes(theirs[pair].cpu().numpy()) if pair in theirs else self._left[pair].digest()
-            if sent != hashed.digest():
+                theirs[pair] = torch.empty(DIGEST, dtype=torch.uint8, device=self._channel.device)
+                ends.append(self._channel.receive(theirs[pair], pair[0]))
+        for end in ends:
+            end()
+        for pair, digest in theirs.items():
+            sent, found = bytes(digest.cpu().numpy()), self._states[pair]
+            if sent != found.digest():
                 raise CommunicationError(
-                    f"what arrived from rank {pair[0]} of the source has the hash {hashed.hexdigest()}, and what was sent {sent.hex()}; "
+                    f"what arrived from rank {pair[0]} of the source has the hash {found.hexdigest()}, and what was sent {sent.hex()}; "
                     "the weights are not used"
                 )
+        if self._wrong:
+            raise CommunicationError(
+                f"{', '.join(self._wrong[:3])}: in the target lies something else than was copied there from the source, which must not "
+                "change meanwhile; the weights are not used"
+            )
 
-    def end_first(self) -> None:
-        """Wait for the oldest message."""
-        size, end = self._waiting.popleft()
-        end()
-        self.on_the_way -= size
-
-    def _copy(self, piece: Piece) -> None:
-        pair, given, place = (piece.source, piece.target), self._sources.of(piece), self._targets.of(piece)
-        blocks = [(given, place)]
-        if self._hashes and given.is_contiguous() and place.is_contiguous():
-            flat, size = (given.reshape(-1), place.reshape(-1)), IN_CACHE // place.element_size()
-            blocks = list(zip(*(one.split(size) for one in flat), strict=True))
-        for left, arrived in blocks:
-            arrived.copy_(left)
-            if self._hashes:
-                self._hash(self._left, pair, left.to(arrived.dtype))
-                self._hash(self._arrived, pair, arrived)
-        self._count(piece, given)
-        self.moved.bytes += piece.size
-
-    def _send(self, message: Message) -> Callable[[], None]:
-        pair, given = (message.source, message.target), [self._sources.of(piece) for piece in message.pieces]
-        for piece, values in zip(message.pieces, given, strict=True):
-            self._count(piece, values)
-        taken, sent = None, self._direct(message, given)
-        if sent is None:
-            taken = self._buffers.take(self._channel.device)
-            sent = taken[: message.size]
-        for values, place in zip(given, given if taken is None else _places_in(taken, message), strict=True):
-            if taken is not None:
-                place.copy_(values)
-            if self._hashes:
-                self._hash(self._left, pair, place)
-        return self._ended(self._channel.send(sent, message.target), taken)
-
-    def _receive(self, message: Message) -> Callable[[], None]:
-        pair, places = (message.source, message.target), [self._targets.of(piece) for piece in message.pieces]
-        taken, received = None, self._direct(message, places)
-        if received is None:
-            taken = self._buffers.take(self._channel.device)
-            received = taken[: message.size]
-        wait = self._channel.receive(received, message.source)
-
-        def end() -> None:
-            wait()
-            if taken is not None:
-                for place, values in zip(places, _places_in(taken, message), strict=True):
+    def _start(self, lane: _Lane, started: dict[int, _Started]) -> None:
+        """Those that there is memory for."""
+        while lane.ahead:
+            message = lane.ahead[0]
+            sends = message.source == self._source
+            parts = lane.parts or [(self._sources if sends else self._targets).of(piece) for piece in message.pieces]
+            flat, buffer = self._direct(message, parts), None
+            held = PIECE if flat is None or self._channel.in_order else 0
+            if lane.held + held > STAGED:
+                lane.parts = parts
+                return
+            lane.ahead.popleft()
+            lane.parts = None
+            lane.held += held
+            if flat is None:
+                buffer = self._buffers.take(self._channel.device)
+                flat = buffer[: message.size]
+            if sends:
+                for piece, values in zip(message.pieces, parts, strict=True):
+                    self._count(piece, values)
+                for values, place in zip(parts, _places_in(flat, message), strict=True) if buffer is not None else ():
                     place.copy_(values)
+                wait = self._channel.send(flat, message.target)
+            else:
+                wait = self._channel.receive(flat, message.source)
+            started[id(message)] = _Started(lane, held, flat, buffer, wait)
+
+    def _end(self, message: Message, one: _Started) -> None:
+        """Wait, and hash while a core still has it in its cache."""
+        one.wait()
+        if self._hashes:
+            self._hash((message.source, message.target), one.flat)
+        if message.source != self._source:
             self.moved.bytes += sum(piece.size for piece in message.pieces)
-            if self._hashes:
-                for place in places:
-                    self._hash(self._arrived, pair, place)
+            for piece, values in zip(message.pieces, _places_in(one.flat, message), strict=True) if one.buffer is not None else ():
+                self._put(piece, values)
+        if one.buffer is not None:
+            self._buffers.put_back(one.buffer)
+        one.lane.held -= one.held
 
-        return self._ended(end, taken)
+    def _copy(self, message: Message) -> None:
+        """From this rank's source to its target."""
+        for piece in message.pieces:
+            given = self._sources.of(piece)
+            self._put(piece, given)
+            self._count(piece, given)
+            self.moved.bytes += piece.size
 
-    def _ended(self, wait: Callable[[], None], taken: torch.Tensor | None) -> Callable[[], None]:
-        def end() -> None:
-            wait()
-            if taken is not None:
-                self._buffers.put_back(taken)
-
-        return end
+    def _put(self, piece: Piece, values: torch.Tensor) -> None:
+        if not copy(values, self._targets.of(piece), self._buffers, compares=self._hashes):
+            self._wrong.append(piece.name)
 
     def _direct(self, message: Message, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The bytes of a message where they lie, if they do so in one stretch; else None."""
@@ -237,11 +237,11 @@ class _Transfer:
             return None
         return part.reshape(-1).view(torch.uint8)
 
-    def _hash(self, states: dict[tuple[int, int], Any], pair: tuple[int, int], values: torch.Tensor) -> None:
-        state = states.get(pair)
+    def _hash(self, pair: tuple[int, int], flat: torch.Tensor) -> None:
+        state = self._states.get(pair)
         if state is None:
-            state = states[pair] = xxhash.xxh3_128()
-        state.update(memoryview(values.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))  # type: ignore[arg-type]
+            state = self._states[pair] = xxhash.xxh3_128()
+        state.update(memoryview(flat.cpu().numpy()))  # type: ignore[arg-type]
 
     def _count(self, piece: Piece, given: torch.Tensor) -> None:
         if not (self._counts and piece.is_counted):
@@ -266,10 +266,13 @@ class _Parts:
 
     def of(self, piece: Piece) -> torch.Tensor:
         """In the shape of the piece."""
-        local, window = self._local.get(piece.name), self._side.holding[piece.name].window
-        if local is None:
-            local = self._local[piece.name] = local_tensor(self._side.tensors[piece.name]).detach()
-        return local if piece.window == window else local[inside(piece.window, window)]
+        found = self._local.get(piece.name)
+        if found is None:
+            found = self._local[piece.name] = local_tensor(self._side.tensors[piece.name]).detach()
+        for dim, (part, held) in enumerate(zip(piece.window, self._side.holding[piece.name].window, strict=True)):
+            if part != held:
+                found = found.narrow(dim, part[0] - held[0], part[1])
+        return found
 
 
 def _places_in(buffer: torch.Tensor, message: Message) -> list[torch.Tensor]:
